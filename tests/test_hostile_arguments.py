@@ -295,3 +295,12 @@ def test_too_many_layers_are_refused_at_once(layers: int) -> None:
     with pytest.raises(SchemaError, match="num_hidden_layers is"):
         Schema.from_hf_config(config)
     assert time.thread_time() - begun < SECONDS
+
+
+def test_more_blocks_than_ids_and_a_huge_array_as_policy_are_refused() -> None:
+    with pytest.raises(KVPagodaError, match="ids are int32"):
+        cache_with(budget=2**63 - 1)
+    with pytest.raises(KVPagodaError, match="is no EvictionPolicy object"):
+        cache_with(policy=np.broadcast_to(np.int64(1), 2**40))
+    with pytest.raises(KVPagodaError, match=r"block_size must be below 2\^20"):
+        cache_with(block_size=2**31)

@@ -32,11 +32,7 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     object that lacks a method, and for an object that was passed before.
     """
     if not isinstance(policy, str):
-        lacking = [name for name in _METHODS if not callable(getattr(policy, name, None))]
-        if lacking or isinstance(policy, type):
-            raise BadInput(
-                f"{shown(policy)} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}"
-            )
+        _check(policy)
         if id(policy) in _TAKEN:
             raise BadInput(f"{policy!r} serves a tree already, and knows its blocks; make another one")
         number = id(policy)
@@ -57,8 +53,16 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     raise unknown_name("eviction policy", policy, POLICY_NAMES)
 
 
+def _check(policy: str | EvictionPolicy) -> None:
+    """Raise BadInput for what is neither a name nor an object with the methods of a policy."""
+    lacking = [name for name in _METHODS if not callable(getattr(policy, name, None))]
+    if not isinstance(policy, str) and (lacking or isinstance(policy, type)):
+        raise BadInput(f"{shown(policy)} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}")
+
+
 def copied(policy: str | EvictionPolicy) -> str | EvictionPolicy:
     """Return a copy of ``policy`` for a tree that replaces the first one. Raises BadInput if it cannot be copied."""
+    _check(policy)
     try:
         return deepcopy(policy)
     except TypeError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvpagoda.errors import NeverFits
+from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import ALIGN, RowLayout
@@ -131,6 +131,12 @@ class Plan:
     order: str = "block"
     kernel_page: int = 0
     kernel_notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        most = max(group.num_blocks for group in self.groups)
+        if most >= 2**31:
+            text = f"a budget of {format_bytes(self.budget)} makes {most:,} blocks of a group, and ids are int32"
+            raise BadInput.with_hint(text, "lower the budget or raise block_size", needed=most, available=2**31 - 1)
 
     @cached_property
     def rewinds(self) -> tuple[tuple[int, str, int], ...]:
