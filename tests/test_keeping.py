@@ -216,16 +216,17 @@ def test_a_copy_that_fails_while_publishing_fails_no_commit_and_is_made_later(
 def test_a_checkpoint_that_could_not_be_kept_is_kept_with_the_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = books(FULL, WINDOW, num_blocks=24)
     sequence = cache.open(range(16), capacity=0, reserve=40)
-    tail = cache.core.prefix.kept.tail
+    index = cache.core.prefix.index
+    tails = index.tails
 
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(cache.core.prefix.kept, "tail", fail)
+    monkeypatch.setattr(index, "tails", fail)
     sequence.extend(16)
     sequence.commit(range(16))
     assert not cache.stats().checkpoints
-    monkeypatch.setattr(cache.core.prefix.kept, "tail", tail)
+    monkeypatch.setattr(index, "tails", tails)
     sequence.extend(1)
     sequence.commit([9])
     assert cache.stats().checkpoints == 1 and cache.lookup(range(16)).resumable == 12
