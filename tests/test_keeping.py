@@ -234,6 +234,27 @@ def test_a_checkpoint_that_could_not_be_kept_is_kept_with_the_next_commit(monkey
     cache.check()
 
 
+def test_a_copy_for_which_the_device_has_no_memory_is_a_lack_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = Schema(tuple(Layer(i, "layer", (kind,)) for i, kind in enumerate((FULL, STATE))))
+    cache = KVCache(schema, num_blocks=24, max_requests=2, block_size=4, device="cpu")
+
+    def fail(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    sequence = cache.open(range(16), capacity=0)
+    for arena in cache.core.memory.arenas:  # type: ignore[attr-defined]
+        monkeypatch.setattr(arena, "copy", fail)
+    sequence.extend(12)
+    sequence.commit(range(12))
+    assert not cache.stats().checkpoints and not cache.stats().publish_failures
+    with pytest.raises(OutOfBlocks, match="cannot allocate memory to copy 1 blocks"):
+        sequence.fork()
+    monkeypatch.undo()
+    sequence.fork().close()
+    sequence.close()
+    cache.check()
+
+
 def test_an_error_of_the_library_while_publishing_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = books(FULL, STATE, num_blocks=24)
 
