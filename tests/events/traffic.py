@@ -131,8 +131,7 @@ def _fits(traffic: Traffic, num_requests: int) -> bool:
     settings = {name: traffic.settings[name] for name in ("block_size", "max_requests", "limits", "order")}
     try:
         cache = KVCache(schema_named(traffic.schema), traffic.nbytes, device="none", **settings)
-        for number in range(num_requests):
-            cache.open([number] * (MOST_TOKENS + 8), capacity=0)
+        running = [cache.open([number] * (MOST_TOKENS + 8), capacity=0) for number in range(num_requests)]
     except (RetryLater, ValueError):
         return False
-    return True
+    return len(running) == num_requests
