@@ -166,8 +166,11 @@ class PrefixCache:
         end = begin + len(keys) // self.block_size
         texts: AnyIds = np.empty((0, end - begin), np.int32)
         if full is not None:
-            texts = full.names_between(slot, begin, end)[None]
-        own = [group.names_between(slot, max(group.first[slot], group.shared[slot]), end) for group, _ in self.windows]
+            texts = full.names_at(BlockPlaces(full.table.cells[slot, begin:end]))[None]
+        own = [
+            group.names_at(BlockPlaces(group.table.cells[slot, max(group.first[slot], group.shared[slot]) : end]))
+            for group, _ in self.windows
+        ]
         published = self.index.publish(lease, keys, texts, own, text=text, priority=priority, is_late=is_late)
         duplicates: list[tuple[BlockGroup, BlockPlaces]] = []
         if full is not None:
