@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda import Batch, KVCache, LayerView, Schema
+from kvpagoda import Batch, KVCache, LayerView, Limits, Schema
 from kvpagoda.batch.batch import GroupArrays
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.formats.dialects import DIALECTS
@@ -242,6 +242,27 @@ def test_commit_checks_its_counts_first() -> None:
     running.commit([], [0, 0])
     running.commit([7, 8, 9], [0, 3])
     assert [one.length for one in running.sequences] == [4, 7]
+
+
+def test_flat_indices_past_int32_need_rows_of_int64() -> None:
+    schema = Schema((Layer(0, "full", (FULL,)),), "test", vocab_size=100)
+    size = 2**19
+    cache = KVCache(
+        schema,
+        num_blocks=4_200,
+        block_size=size,
+        max_requests=3,
+        limits=Limits(max_context=2_060 * size),
+        device="none",
+    )
+    for token in (1, 2):
+        cache.open([token]).extend(2_060 * size)
+    view = cache.batch([cache.open([3])], [1]).layer(0)
+    first = int(view.block_table[0, 0]) * size
+    assert first >= 2**31
+    with pytest.raises(BadInput, match="go up to 2202533887, past int32; give rows as int64"):
+        view.flat_indices(np.array([[3, -1]], np.int32))
+    assert view.flat_indices(np.array([[3, -1]])).tolist() == [[first + 3, -1]]
 
 
 def test_help_lists_the_index_arrays() -> None:

@@ -221,12 +221,18 @@ class LayerView:
         ``rows``: integers ``[T, k]``: for each new token, k positions of its request or, with ``rows_per_page``, k
         compressed rows of it; -1 for none, also in the result. A tensor on the cache's device, or a numpy array if the
         cache has no memory. The result is a new array of the same kind, shape and dtype. The caller leaves out
-        positions that the group no longer keeps. O(T * k); nothing is read back from the device.
+        positions that the group no longer keeps. O(T * k); nothing is read back from the device. Raises BadInput if
+        the memory has flat indices that the dtype of ``rows`` cannot hold.
         """
-        size, index = rows_per_page or self.page_size, rows.clip(0)
+        size, table = rows_per_page or self.page_size, self.block_table
+        assert self._group is not None  # else there is no table
+        last = self._group.plan.num_rows * self._group.plan.layout.kernel_pages * size - 1
+        if last >= 2 ** (8 * rows.dtype.itemsize - 1):
+            raise BadInput(f"flat indices of {self._name} go up to {last}, past {rows.dtype}; give rows as int64")
+        index = rows.clip(0)
         one = index * 0 + 1  # in the dtype of rows
         is_chosen = (rows >= 0) * one
-        pages = self.block_table[self.step.request_ids[:, None], index // size]
+        pages = table[self.step.request_ids[:, None], index // size]
         return (pages * (size * one) + index % size) * is_chosen + is_chosen - 1
 
     def __getitem__(self, field: str) -> Any:
