@@ -69,6 +69,7 @@ class PersistentBatch:
         self._turn = 0  # tokens committed since the last sequence was published in turn
         self._steps: dict[int, StepRows] = {}  # tokens that a step computes of each sequence -> its rows
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
+        self._numbers = np.arange(0)  # of the rows that are not padded
         self._batch: Batch | None = None
         self._due: list[Request] = []  # requests with blocks to publish, or with window blocks to release
         self._in_prompt: dict[int, Request] = {}  # row -> request with prompt tokens that are not committed yet
@@ -143,7 +144,8 @@ class PersistentBatch:
         if n != (width or n):
             text = f"a step computes {width} tokens of each row here, tokens_per_row, not {n}"
             raise BadInput(text, needed=n, available=width)
-        self._publish_due()
+        if self._due:
+            self._publish_due()
         self._read()
         rows = self._rows
         after = rows.lengths + (self._one if n == 1 else n * self._one)
@@ -170,23 +172,26 @@ class PersistentBatch:
         another. Otherwise as ``Sequence.commit``. Raises BadInput (no room, ids that differ from the prompt's) and
         StaleHandle; nothing changed then.
         """
-        self._publish_due()
+        if self._due:
+            self._publish_due()
         self._read()
         rows, n, size, batch = self._rows, len(self._members), self._core.block_size, self._batch
         tokens, before = as_tokens(token_ids, self._core.vocab_size), rows.lengths
         if counts is None and batch is not None and batch.before is before and batch.rows.one_each:
             after, full, num_tokens = batch.lengths, 0, n  # the batch has made room for exactly these tokens
             is_due = batch.within[:n] == size - 1
+            most = 1
         else:
             each = self._one if counts is None else self._counted(counts)
             after, num_tokens = before + each, int(each.sum())
             full = int(np.count_nonzero(after > rows.capacity))
             is_due = after[:n] // size > before[:n] // size
+            most = int(each.max())
         if len(tokens) != num_tokens or full:
             raise BadInput(
                 f"{len(tokens)} tokens for {n} sequences, {num_tokens} in all, of which {full} have no room; extend first"
             )
-        cells = self._cells(before, after)
+        cells = self._cells(before, after, most)
         if self._in_prompt:
             self._check_prompts(tokens, before, after)
         for growth in self._lifecycle.publisher.sliding_in_blocks:
@@ -198,10 +203,12 @@ class PersistentBatch:
             self._in_prompt = {row: request for row, request in self._in_prompt.items() if row not in done}
         rows.newest[cells] = tokens
         rows.lengths, self._due = after, due
-        self._publish_due()
+        if due:
+            self._publish_due()
         if self._every:
-            turns, self._turn = divmod(self._turn + num_tokens, self._every * size)
-            if turns:
+            self._turn += num_tokens
+            if self._turn >= self._every * size:
+                turns, self._turn = divmod(self._turn, self._every * size)
                 self._lifecycle.publisher.publish_waiting(turns)
 
     def _counted(self, counts: Any) -> Array:
@@ -220,21 +227,19 @@ class PersistentBatch:
         each[:n] = given
         return each
 
-    def _cells(self, before: Array, after: Array) -> tuple[Array, Array]:
+    def _cells(self, before: Array, after: Array, most: int) -> tuple[Array, Array]:
         """Return the rows and columns of ``newest`` in which the tokens ``before .. after - 1`` of each row are stored,
-        int64, in the order of ``commit``.
+        int64, in the order of ``commit``. ``most``: the most tokens of a row.
 
         Flushes rows of ``newest``, or adds columns to it, first where there are too few.
         """
         rows, n = self._rows, len(self._members)
-        batch = self._batch
-        one_each = batch is not None and after is batch.lengths
-        self._most_lacking += 1 if one_each else int((after - before).max())
+        self._most_lacking += most
         if self._most_lacking > rows.newest.shape[1]:
             self._most_lacking = self._make_room(after)
         lacking = (before - rows.known)[:n]
-        if batch is not None and one_each:
-            return batch.rows.row_of[:n], lacking
+        if self._batch is not None and after is self._batch.lengths:  # one token each
+            return self._numbers, lacking
         return cells_between(lacking, (after - rows.known)[:n])
 
     def _make_room(self, after: Array) -> int:
@@ -298,6 +303,7 @@ class PersistentBatch:
             rows.capacity[row], rows.written[row] = self._lifecycle.capacity_of(request), 0
             rows.known[row] = request.own_length
         rows.capacity[n:], self._one[:n], self._one[n:] = 0, 1, 0
+        self._numbers = np.arange(n)
         if (slots != self._slots).any():
             self._steps.clear()
             self._slots = slots
