@@ -331,3 +331,32 @@ def test_the_match_reports_the_hit_of_each_group_and_what_limited_it() -> None:
     parted = cache.open([*range(13), 99, 99, 99]).match
     assert (parted.num_tokens, parted.resumable, parted.limited_by) == (13, 0, "checkpoint")
     assert parted.groups == {"full": 12, "window(10)": 12, "state": 0}
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_states_that_are_ahead_of_a_text_are_not_kept_for_it(is_persistent: bool) -> None:
+    """A step computes 8 tokens, of which 4 are committed: the states are those after 12 tokens, not after 8."""
+    state = Recurrent((Rows("recurrent", (2, 4, 4), "float32"),))
+    schema = Schema((Layer(0, "full", (Attention(1, 4, 4, "float32"),)), Layer(1, "state", (state,))))
+    cache = KVCache(schema, num_blocks=40, max_requests=4, block_size=4, device="none")
+    text = np.arange(16, dtype=np.int32)
+    with cache.open(text[:4], reserve=32) as sequence:
+        sequence.commit(text[:4])
+        if is_persistent:
+            batch = cache.persistent_batch([sequence])
+            batch.extend(8)
+            batch.commit(text[4:8], [4])
+        else:
+            sequence.extend(8)
+            cache.batch([sequence], [8])
+            sequence.commit(text[4:8])
+        with cache.open(text) as other:
+            assert other.match.num_tokens == 8 and other.cached_tokens == 4
+        sequence.extend(4)
+        cache.batch([sequence], [4])
+        sequence.commit(text[8:12])  # now the states are those after 12 tokens again
+        if is_persistent:
+            batch.remove(sequence)
+    with cache.open(text) as other:
+        assert other.cached_tokens == 12
+    cache.check()

@@ -44,6 +44,8 @@ class Publisher:
         self.commits_later = self.publishes_later and not core.bounded
         """Whether the commits of a single sequence leave it for later too: it has no windows that must slide."""
         self._every = core.settings.retention.checkpoint_every
+        self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
+        """How many tokens the states may be ahead of a text and can still be used for it."""
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
@@ -300,7 +302,8 @@ class Publisher:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
         it needs. Return (its name, True), or (name, False) if there is one already.
 
-        Returns None if there is no room for it, or if a window block is gone. For room the least recently used
+        Returns None if there is no room for it, if a window block is gone, or if a step computed more tokens than were
+        committed, so that the states are those of another text. For room the least recently used
         checkpoint is evicted, but nothing that requests have reserved is used."""
         core, capacity, prefix, states = self._core, self._core.capacity, self._core.prefix, self._core.states
         index = prefix.index
@@ -311,6 +314,8 @@ class Publisher:
         if prefix.is_full:
             capacity.forget(prefix.evict_checkpoint, is_evicted=True)
         needs = [int(group is states) for group in core.groups]
+        if states is not None and request.most_written - request.own_length > self._most_ahead:
+            return None  # a step computed more tokens than were committed: the states are not those of the text
         if prefix.is_full or (states is not None and not make_room(capacity, needs, needs)):
             return None
         tails = index.tails(request.lease, num_blocks, more)

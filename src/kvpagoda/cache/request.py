@@ -92,6 +92,11 @@ class Request:
         """Number of tokens whose rows are written, those that only a persistent batch has yet included."""
         return self.own_length if self.rows is None else self.rows.length_of(self)
 
+    @property
+    def most_written(self) -> int:
+        """The most tokens that a batch or a commit reached, also in a persistent batch."""
+        return self.written if self.rows is None else max(self.written, self.rows.written_of(self))
+
     def keys(self, first: int, end: int) -> Tokens:
         """Return tokens ``first .. end - 1`` as texts are compared: with media ids in place of image tokens. int32; a
         view if there are no media."""
@@ -207,6 +212,10 @@ class DecodeRows:
         """Return the number of tokens of ``request`` that are written."""
         return int(self.lengths[self.row_of[request]])
 
+    def written_of(self, request: Request) -> int:
+        """Return the most tokens of ``request`` that a step reached."""
+        return int(self.written[self.row_of[request]])
+
     def flush(self, request: Request) -> None:
         """Append to ``request`` the committed tokens that only this batch has. Idempotent."""
         row = self.row_of[request]
@@ -219,5 +228,5 @@ class DecodeRows:
         """Flush ``request`` and let it continue outside of the batch; its row is read again before the next use."""
         self.flush(request)
         self.alone.add(request)
-        request.written = max(request.written, int(self.written[self.row_of[request]]))
+        request.written = max(request.written, self.written_of(request))
         request.rows = None
