@@ -252,6 +252,8 @@ def test_bad_sizes_are_refused() -> None:
         with pytest.raises(BadInput, match=r"must be below 2\^(31|63)"):
             KVCache(MIXED, **huge)
     with pytest.raises(Exhausted, match=r"cpu cannot allocate 1\d{3}\.\d TiB \(.*\); lower the budget"):
+        KVCache(SCHEMAS["full"], "1000TiB", device="cpu", block_size=2**18)
+    with pytest.raises(BadInput, match=r"a budget of 1000\.0 TiB makes [\d,]+ blocks of a group, and ids are int32"):
         KVCache(MIXED, "1000TiB", device="cpu")
     for name, wrong in (("tiers", 5), ("tiers", [5]), ("kernels", 5), ("events", 5)):
         with pytest.raises(BadInput, match=rf"{name}|got (int|5)"):
