@@ -77,6 +77,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "test_swap.py::test_rows_read_after_a_resume_are_the_rows_written": ("full", "window", "mixed"),
     "test_swap.py::test_rows_stay_right_when_blocks_move_and_requests_are_set_aside": ("mixed", "full and state"),
     "tiers/test_mooncake.py::test_a_store_with_outages": 1,
+    "tiers/test_redis.py::test_a_server_of_a_cluster_that_fails_is_left_alone": ("False",),
     "tiers/test_redis.py::test_a_server_with_outages": 1,
     "tiers/test_two_hosts.py::test_two_hosts_share_a_store": ("redis",),
 }  # fmt: skip
