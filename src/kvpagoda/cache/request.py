@@ -227,6 +227,6 @@ class DecodeRows:
     def detach(self, request: Request) -> None:
         """Flush ``request`` and let it continue outside of the batch; its row is read again before the next use."""
         self.flush(request)
-        self.alone.add(request)
         request.written = max(request.written, self.written_of(request))
+        self.alone.add(request)
         request.rows = None
