@@ -352,6 +352,7 @@ def test_a_request_that_crossed_to_other_weights_resumes_with_its_own_rows(whole
 
     crossing, other = cache.open(text, capacity=0), cache.open(text, capacity=0)
     compute(crossing, text[:6], 1.0)
+    cache.lookup(text)  # publishes its block, before the other has one of the same tokens
     compute(other, text, 2.0)
     cache.invalidate()
     compute(crossing, text[6:], 3.0)
@@ -372,30 +373,32 @@ def test_a_request_that_computed_nothing_leaves_nothing() -> None:
     cache.check()
 
 
-def test_completed_blocks_are_published_by_a_lookup_or_the_next_step() -> None:
+def test_completed_blocks_are_published_by_whoever_reads_the_tree_or_lacks_memory() -> None:
     cache = cache_of(FULL)
     text = np.arange(9, dtype=np.int32)
     first = cache.open(text, reserve=16)
     first.commit(text)
-    (waiting,) = cache.core.unpublished
-    assert cache.core.prefix.tree.num_cached == 0 and not waiting.is_published
-    assert cache.lookup(text).cached == 8 and cache.core.prefix.tree.num_cached == 2 and waiting.is_published
+    (waiting,) = cache.core.waiting
+    assert cache.core.prefix.tree.num_cached == 0 and waiting is first._request
+    assert cache.lookup(text).cached == 8 and cache.core.prefix.tree.num_cached == 2 and not cache.core.waiting
     first.extend(4)
     first.commit(np.arange(20, 24))
+    first.extend(13)
+    first.commit(np.arange(24, 37))
+    assert cache.core.prefix.tree.num_cached == 2 and first._request in cache.core.waiting
+    cache.core.capacity.ensure_free([cache.core.groups[0].free.num_free])  # nothing is lacking yet
     assert cache.core.prefix.tree.num_cached == 2
-    cache.batch([first], [1])
-    assert cache.core.prefix.tree.num_cached == 3
-    first.extend(4)
-    first.commit(np.arange(20, 24))
-    first.extend(1)  # other requests may have generated the same tokens
-    assert cache.core.prefix.tree.num_cached == 4
-    first.extend(3)
-    first.commit(np.arange(24, 27))
-    assert cache.core.prefix.tree.num_cached == 4 and cache.stats().groups[0].shared == 5
-    first.extend(6)
-    first.commit(np.arange(30, 36))
-    first.close()  # 26 tokens: one more whole block, and the partial block at the end
-    assert not cache.core.unpublished and cache.core.prefix.tree.num_cached == 7
+    twin = cache.open(text, reserve=20)  # reads the tree
+    assert cache.core.prefix.tree.num_cached == 6 and twin.cached_tokens == 8
+    twin.commit(text[8:])
+    twin.extend(17)
+    twin.commit(np.append(np.arange(20, 24), np.arange(24, 37)))
+    assert twin._request in cache.core.waiting and cache.core.groups[0].num_held == 7 + 5
+    twin.extend(cache.core.groups[0].free.num_free * 4 + 4)  # lacks memory: its duplicates are given back
+    assert twin._request not in cache.core.waiting and cache.core.prefix.tree.num_cached == 6
+    for one in (first, twin):
+        one.close()
+    assert not cache.core.waiting and cache.core.prefix.tree.num_cached == 7
     cache.check()
 
 

@@ -389,7 +389,7 @@ def test_deferred_blocks_are_published_before_any_call_that_needs_them() -> None
         for token in range(30):
             together.extend()
             together.commit([token, token + 40])
-        assert sequence._request in cache.core.unpublished and sequence._request.lease.num_blocks < 35 // 4
+        assert sequence._request in cache.core.waiting and sequence._request.lease.num_blocks < 35 // 4
         text = sequence.tokens.tolist()
         if look == "lookup":
             assert cache.lookup(text).cached == 32
@@ -405,12 +405,12 @@ def test_deferred_blocks_are_published_before_any_call_that_needs_them() -> None
         elif look == "close":
             together.remove(sequence)
             sequence.close()
-            assert sequence._request not in cache.core.unpublished
+            assert sequence._request not in cache.core.waiting
             assert cache.lookup([*text, 0]).cached >= 32
         else:
             together.remove(sequence)
             sequence.suspend()
-            assert sequence._request not in cache.core.unpublished
+            assert sequence._request not in cache.core.waiting
             sequence.resume()
             assert cache.lookup([*text, 0]).cached >= 32 and sequence.tokens.tolist() == text
         cache.check()

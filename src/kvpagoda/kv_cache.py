@@ -21,10 +21,10 @@ from kvpagoda.cache.lookup import look_up, prefetch
 from kvpagoda.cache.namespace import Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
-from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Fence, Sequence, requests_of
+from kvpagoda.cache.settling import Settler
 from kvpagoda.cache.stats import CacheStats, stats_of
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput, MissingExtra
@@ -103,9 +103,9 @@ class KVCache:
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tiers, events)
         self._core = core = Core(plan, memory, settings)
-        self._guard, self._publisher = core.guard, Publisher(core)
-        self._admission = Admission(core, self._publisher)
-        self._lifecycle = Lifecycle(core, self._publisher, self._admission)
+        self._guard, self._settler = core.guard, Settler(core)
+        self._admission = Admission(core, self._settler)
+        self._lifecycle = Lifecycle(core, self._settler, self._admission)
         self._reuse = Reuse(core, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
 
@@ -211,7 +211,7 @@ class KVCache:
         a list in the same order; the prompts are not compared with one another, and ``namespace`` and ``media`` are one
         for all, or lists. ``[]`` is one prompt. Raises BadInput, StaleHandle (the cache is closed)."""
         self._lifecycle.ending.leave_dropped_fences()
-        self._publisher.publish_waiting()
+        self._settler.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
     @exclusive
@@ -221,7 +221,7 @@ class KVCache:
         The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
         longer step is correct, but no request can resume at that position; ``stats().passed_boundaries`` counts these.
         Only models with states have such positions. Raises StaleHandle for a closed or suspended sequence."""
-        limits = [self._publisher.step_limit(request) for request in requests_of(sequences, self._core)]
+        limits = [self._settler.step_limit(request) for request in requests_of(sequences, self._core)]
         return limits[0] if isinstance(sequences, Sequence) else np.array(limits, np.int64)
 
     def fence(self, sequences: Iterable[Sequence]) -> Fence:
@@ -244,7 +244,6 @@ class KVCache:
         token, slot -1, length 0, and writes to block 0. The arrays (see ``help(Batch)``) lie in static buffers: they
         are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
-        self._publisher.publish_unbatched()
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
 
     @exclusive
@@ -284,7 +283,7 @@ class KVCache:
         core = self._core
         tokens = as_tokens(token_ids, core.vocab_size)
         media_ids = core.media.ids(media, len(tokens))
-        self._publisher.publish_waiting()
+        self._settler.settle_waiting()
         return self._reuse.pin(with_media(tokens, 0, media_ids), core.namespaces.key(namespace))
 
     @exclusive
@@ -321,7 +320,6 @@ class KVCache:
     def stats(self) -> CacheStats:
         """Return the counters of this cache; cheap enough for every step."""
         self._lifecycle.ending.leave_dropped_fences()
-        self._publisher.publish_unbatched()
         return stats_of(self._core)
 
     @exclusive

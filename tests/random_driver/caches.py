@@ -36,7 +36,7 @@ class Settings:
 
     ``settled``: after each operation the driver waits until tiers have stored everything, so that the run of a seed is
     always the same; otherwise threads race. ``num_long``: how many requests of 48 tokens fit at once. ``coarse``,
-    ``slack``: constants of ``cache.publishing``, in tokens: its own, which matter for long texts, or so few tokens that
+    ``slack``: constants of ``cache.resume_points``, in tokens: its own, which matter for long texts, or so few tokens that
     they matter for texts of 48."""
 
     schema: str
@@ -110,7 +110,7 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[K
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []
-    with patch.multiple("kvpagoda.cache.publishing", _COARSE=settings.coarse, _SLACK=settings.slack):
+    with patch.multiple("kvpagoda.cache.resume_points", _COARSE=settings.coarse, _SLACK=settings.slack):
         cache = KVCache(
             schema, budget_of(settings, schema), device="cpu", block_size=settings.block_size,
             max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,

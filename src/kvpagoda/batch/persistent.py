@@ -20,10 +20,6 @@ from kvpagoda.prefix.tokens import MOST_TOKENS, as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
-_EVERY, _EVERY_SLID = 64, 8
-"""How many blocks a sequence completes before they are published, if nothing asks for them earlier; the second number is for
-models with windows, because a request keeps the blocks that slid out of its windows until then."""
-
 _AHEAD = 15
 """How many blocks more than it needs a sequence takes from its reservation, while enough blocks are free."""
 
@@ -39,10 +35,10 @@ class PersistentBatch:
         ...                                  verify them
         running.commit(tokens, counts)       counts[i] tokens of sequence i were accepted
 
-    Blocks that a step completes are shareable at once. Publishing the blocks of many sequences in one step would take
-    longer than the rest of the step. So each step publishes the blocks of a few sequences in turn, 64 blocks of a
-    sequence at a time, 8 where it has windows. A search of the prefix tree, or a lack of blocks, publishes the rest
-    first. Caches with states or tiers publish each block in the step that completes it.
+    Blocks that a step completes are shareable at once. To publish the blocks of many sequences in one step would take
+    longer than the rest of the step. So each step publishes the blocks of a few sequences, 64 blocks of a sequence at a
+    time, 8 where it has windows. A search of the prefix tree, or a lack of blocks, publishes the rest first. Caches with
+    states, tiers or events publish each block in the step that completes it.
 
     Row ``i`` of all arrays is ``sequences[i]``; the rows after those, up to ``num_rows``, are padded. A step costs a
     few operations on arrays of ``num_rows``, and some work for each sequence that completes a block or whose window
@@ -63,15 +59,13 @@ class PersistentBatch:
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
         self._requests: list[Request] = []
-        self._every = 0 if not lifecycle.publisher.publishes_later else _EVERY_SLID if core.bounded else _EVERY
-        self._rows = DecodeRows(num_rows, (self._every + 2) * core.block_size)
+        self._rows = DecodeRows(num_rows, (lifecycle.settler.patience + 2) * core.block_size)
         self._most_lacking = 0  # no request has more tokens than this in ``newest`` that it has not copied yet
-        self._turn = 0  # tokens committed since the last sequence was published in turn
         self._steps: dict[int, StepRows] = {}  # tokens that a step computes of each sequence -> its rows
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
         self._numbers = np.arange(0)  # of the rows that are not padded
         self._batch: Batch | None = None
-        self._due: list[Request] = []  # requests with blocks to publish, or with window blocks to release
+        self._due: list[Request] = []  # requests to be settled
         self._in_prompt: dict[int, Request] = {}  # row -> request with prompt tokens that are not committed yet
 
     @property
@@ -99,7 +93,6 @@ class PersistentBatch:
                     f"slot {request.slot} has {request.length} of {request.prompt_length} prompt tokens; commit all but the "
                     f"last first"
                 )
-        self._lifecycle.publisher.publish_unbatched()
         self._steps.clear()
         self._rows.alone.update(requests)
         self._rows.row_of.update(zip(requests, range(len(self._members), len(members))))
@@ -145,14 +138,14 @@ class PersistentBatch:
             text = f"a step computes {width} tokens of each row here, tokens_per_row, not {n}"
             raise BadInput(text, needed=n, available=width)
         if self._due:
-            self._publish_due()
+            self._settle_due()
         self._read()
         rows = self._rows
         after = rows.lengths + (self._one if n == 1 else n * self._one)
         short = (after > rows.capacity).nonzero()[0]
         if len(short):
             ends, size, slots = after[short], self._core.block_size, self._slots[short].tolist()
-            if self._every and all(group.have_outstanding(slots, _AHEAD + n) for group in self._core.groups):
+            if all(group.have_outstanding(slots, _AHEAD + n) for group in self._core.groups):
                 ends = np.minimum(ends + _AHEAD * size, self._core.max_context)
             self._lifecycle.extend(dict(zip(slots, ends.tolist())))
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
@@ -173,19 +166,19 @@ class PersistentBatch:
         StaleHandle; nothing changed then.
         """
         if self._due:
-            self._publish_due()
+            self._settle_due()
         self._read()
         rows, n, size, batch = self._rows, len(self._members), self._core.block_size, self._batch
         tokens, before = as_tokens(token_ids, self._core.vocab_size), rows.lengths
         if counts is None and batch is not None and batch.before is before and batch.rows.one_each:
             after, full, num_tokens = batch.lengths, 0, n  # the batch has made room for exactly these tokens
-            is_due = batch.within[:n] == size - 1
+            is_whole = batch.within[:n] == size - 1
             most = 1
         else:
             each = self._one if counts is None else self._counted(counts)
             after, num_tokens = before + each, int(each.sum())
             full = int(np.count_nonzero(after > rows.capacity))
-            is_due = after[:n] // size > before[:n] // size
+            is_whole = after[:n] // size > before[:n] // size
             most = int(each.max())
         if len(tokens) != num_tokens or full:
             raise BadInput(
@@ -194,22 +187,16 @@ class PersistentBatch:
         cells = self._cells(before, after, most)
         if self._in_prompt:
             self._check_prompts(tokens, before, after)
-        for growth in self._lifecycle.publisher.sliding_in_blocks:
-            is_due |= growth.first_kept(after[:n]) // size > growth.first_kept(before[:n]) // size
-        due = [self._requests[row] for row in is_due.nonzero()[0].tolist()]
+        reached = after[:n] >= rows.settle_at[:n]
+        for row in (is_whole | reached).nonzero()[0].tolist():
+            self._core.waiting[self._requests[row]] = None
+        due = [self._requests[row] for row in reached.nonzero()[0].tolist()]
         if self._in_prompt:
-            done = [row for row, request in self._in_prompt.items() if after[row] >= request.prompt_length]
-            due += [self._in_prompt[row] for row in done if not is_due[row]]
-            self._in_prompt = {row: request for row, request in self._in_prompt.items() if row not in done}
+            self._in_prompt = {row: one for row, one in self._in_prompt.items() if after[row] < one.prompt_length}
         rows.newest[cells] = tokens
         rows.lengths, self._due = after, due
         if due:
-            self._publish_due()
-        if self._every:
-            self._turn += num_tokens
-            if self._turn >= self._every * size:
-                turns, self._turn = divmod(self._turn, self._every * size)
-                self._lifecycle.publisher.publish_waiting(turns)
+            self._settle_due()
 
     def _counted(self, counts: Any) -> Array:
         """Return ``counts`` as int64 ``[num_rows]``, 0 for padded rows. Raises BadInput."""
@@ -266,20 +253,15 @@ class PersistentBatch:
                     f"commit names token {tokens[first + i]} at {at + i} of row {row}, the prompt has {request.tokens[at + i]}"
                 )
 
-    def _publish_due(self) -> None:
-        """Publish the blocks that the last commit completed, or register their requests for later publishing.
-
-        If an interrupt stops this, the next call does the rest.
-        """
-        if self._due and self._every:
-            for request in self._due:
-                self._lifecycle.publisher.publish_later(request)
-            self._due = []
+    def _settle_due(self) -> None:
+        """Settle the requests that the last commit brought to ``settle_at``. If an interrupt stops this, the next call
+        does the rest."""
+        rows = self._rows
         while self._due:
             request = self._due[-1]
-            if request.rows is self._rows:
-                self._rows.flush(request)
-                self._lifecycle.publish(request)
+            if request.rows is rows:
+                rows.flush(request)
+                self._lifecycle.settle(request)
             self._due.pop()
 
     def _read(self) -> None:
@@ -301,7 +283,7 @@ class PersistentBatch:
             row = rows.row_of[request]
             slots[row], lengths[row] = request.slot, request.own_length
             rows.capacity[row], rows.written[row] = self._lifecycle.capacity_of(request), 0
-            rows.known[row] = request.own_length
+            rows.known[row], rows.settle_at[row] = request.own_length, request.settle_at
         rows.capacity[n:], self._one[:n], self._one[n:] = 0, 1, 0
         self._numbers = np.arange(n)
         if (slots != self._slots).any():

@@ -18,8 +18,8 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.ending import Ending
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.settling import Settler
 from kvpagoda.cache.start import AdmissionRequest, Allotment, allot, fill, make_room, shared_columns
 from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import RetryLater
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 class Admission:
     """Opens, forks and resumes the requests of ``core``."""
 
-    def __init__(self, core: Core, publisher: Publisher) -> None:
-        self._core, self._publisher, self.ending = core, publisher, Ending(core, publisher)
+    def __init__(self, core: Core, settler: Settler) -> None:
+        self._core, self._settler, self.ending = core, settler, Ending(core, settler)
 
     # -- three ways to start -----------------------------------------------------------------------------------------
 
@@ -57,9 +57,9 @@ class Admission:
         try:
             reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
             self._check_slot()
-            self._publisher.publish_waiting()
+            self._settler.settle_waiting()
             match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
-            if self._publisher.checkpoint_running_request(match, found):
+            if self._settler.checkpoint_running_request(match, found):
                 match, found = core.prefix.find_again(match)
             if core.offloader is not None and lookup:
                 hashes = core.hashes_of(request, length // core.block_size)[: (length - 1) // core.block_size + 1]
@@ -69,7 +69,7 @@ class Admission:
             self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
             request.tally = core.counters.began(request.namespace, request.match, length if lookup else 0)
             request.tally.requests += 1
-            self._publisher.begun(request, hit)
+            self._settler.begun(request, hit)
             if hit is not None:
                 hit.release()
             if core.offloader is not None and core.memory.has_memory:
@@ -97,7 +97,7 @@ class Admission:
         """Start ``child``, which is new, beside ``parent``; see ``Sequence.fork``."""
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
-        self._publisher.publish_waiting()
+        self._settler.settle_waiting()
         ends = [ceil_div(length, group.block_size) for group in core.groups]
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
@@ -120,13 +120,14 @@ class Admission:
         except BaseException:
             self._undo(holding, None)
             raise
+        self._settler.plan(child)
         child.tally.requests += 1
 
     @observable
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
         """Start ``request``, which is suspended, again; see ``Sequence.resume``."""
         core, length, namespace = self._core, request.own_length, request.namespace
-        self._publisher.publish_waiting()
+        self._settler.settle_waiting()
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
         if not request.publishes and not core.namespaces.is_current(namespace):
             # it was continued with other weights: only blocks that it published itself have its content
@@ -154,11 +155,11 @@ class Admission:
             computed = length - request.match.resumable
             self._begin(AdmissionRequest(request, reserved, capacity or 0, match, found, hit, as_it_was))
             if is_whole:
-                self._publisher.publish(request)
+                self._settler.settle(request)
             else:
                 request.tally.computed += computed
                 core.counters.began(namespace, request.match, length)
-                self._publisher.begun(request, hit)
+                self._settler.begun(request, hit)
 
     # -- preparing and committing a start ----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request, State, TextPart
+from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.no_memory import NoMemory
@@ -85,9 +86,11 @@ class Core:
         grid = settings.limits.hit_grid
         if grid > 1 and grid % plan.block_size:
             raise BadInput(f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}")
+        has_states = any(group.growth.is_state for group in self.groups)
+        points = ResumePoints.of(plan.block_size, grid, settings.retention.checkpoint_every, has_states=has_states)
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
-            max(8 * columns, UNBACKED_BLOCKS), grid, is_followed=settings.events is not None,
+            max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
         )  # fmt: skip
         self.full, self.bounded, self.states = self.prefix.full, self.prefix.bounded, self.prefix.states
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
@@ -102,13 +105,13 @@ class Core:
         self.stale: set[bytes] = set()
         self.dropped: deque[object] = deque()
         self.dropped_fences: deque[list[Request]] = deque()
-        self.unpublished: dict[Request, None] = {}  #: requests with blocks to publish later, the oldest first
+        self.waiting: dict[Request, None] = {}  #: requests that are to be settled, the oldest first
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
         if settings.tiers:
             self.offloader = Offloader(
-                settings.tiers, records, self.full, self.bounded, memory, identity.secret, self.prefix.grid
+                settings.tiers, records, self.full, self.bounded, memory, identity.secret, points.grid
             )
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
@@ -181,7 +184,7 @@ class Core:
         if request.own_length < request.prompt_length:  # the rest of its prompt will not be computed
             request.lease.node.trim()
         del self.running[slot]
-        self.unpublished.pop(request, None)
+        self.waiting.pop(request, None)
         self.free_slots.append(slot)
         request.slot, request.state = -1, State.CLOSED
         if suspended is None:
@@ -221,7 +224,7 @@ class Core:
         self.running.clear()
         self.suspended.clear()
         self.stale.clear()
-        self.unpublished.clear()
+        self.waiting.clear()
         self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
         self.counters.stopped += 1
         for group in self.groups:

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Many
 from contextlib import suppress
 
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.settling import Settler
 from kvpagoda.errors import RetryLater
 
 _log = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 class Ending:
     """Closes the requests of ``core``, and counts the fences around them."""
 
-    def __init__(self, core: Core, publisher: Publisher) -> None:
-        self._core, self._publisher = core, publisher
+    def __init__(self, core: Core, settler: Settler) -> None:
+        self._core, self._settler = core, settler
 
     def close(self, request: Request) -> None:
         """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is
@@ -44,10 +44,10 @@ class Ending:
             request.state, request.handle = State.CLOSED, None
             core.guard.is_torn = False
         else:
-            if not request.is_published and not self._publisher.commits_later:
-                self._publisher.publish(request)
-            self._publisher.ending(request)
-            core.release(request, last=self._publisher.last_blocks(request))
+            if request in core.waiting and (core.bounded or core.offloader is not None):
+                self._settler.settle(request)
+            self._settler.ending(request)
+            core.release(request, last=self._settler.last_blocks(request))
         counters.closed += 1
         request.tally.computed += computed
         self.tidy()
@@ -151,6 +151,6 @@ class Ending:
         """Do what waited for the last fence around ``request``: close it, or publish what it committed."""
         if request.state is State.CLOSING:
             self.close(request)
-        elif request.state is State.RUNNING and not request.is_published:
+        elif request.state is State.RUNNING and request in self._core.waiting:
             request.detach()
-            self._publisher.publish(request)
+            self._settler.settle(request)

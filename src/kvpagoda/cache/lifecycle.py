@@ -3,7 +3,7 @@
     Admission.open ──► extend ──► commit ──► extend ──► commit ──► ... ──► close
                        ╰─ between two steps: rewind takes back tokens; suspend, later Admission.resume
 
-``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.publish`` does what follows from it. While a fence is
+``extend`` allocates blocks. ``commit`` records tokens; ``Settler.settle`` does what follows from it. While a fence is
 around a request, rewind and suspend raise. ``Ending`` closes it.
 """
 
@@ -21,8 +21,8 @@ from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observable
-from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request
+from kvpagoda.cache.settling import Settler
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.prefix.tokens import as_tokens
 
@@ -33,8 +33,8 @@ class Lifecycle:
     """Extends, commits, rewinds and suspends the requests of ``core``, which ``admission`` started; ``ending`` closes
     them."""
 
-    def __init__(self, core: Core, publisher: Publisher, admission: Admission) -> None:
-        self.core, self.publisher, self.admission, self.ending = core, publisher, admission, admission.ending
+    def __init__(self, core: Core, settler: Settler, admission: Admission) -> None:
+        self.core, self.settler, self.admission, self.ending = core, settler, admission, admission.ending
         core.parts += (admission, self)
 
     # -- growing -----------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class Lifecycle:
         if any(more) and not core.capacity.fits(more):
             if core.dropped:
                 self.ending.close_dropped()
-            self.publisher.publish_waiting()  # frees duplicates of cached blocks, and what slid out
+            self.settler.settle_waiting()  # frees duplicates of cached blocks, and what slid out
             lacking, needs, more = _lacking(core.groups, ends)
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
@@ -105,22 +105,20 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
-        # publish later, unless events must report the blocks at once
-        if core.events is None and self.publisher.commits_later:
-            if end // core.block_size > request.lease.num_blocks:
-                self.publisher.publish_later(request)
-        elif left > 0 or self.publisher.is_due(request, length):
-            self.publish(request)
+        if end >= request.settle_at:
+            self.settle(request)
+        elif end // core.block_size > length // core.block_size:
+            core.waiting[request] = None
 
-    def publish(self, request: Request) -> None:
-        """Publish what ``request`` committed; see ``Publisher.publish``. With tiers, report how long its prompt took
-        once it is computed, so that loading can be compared with computing."""
+    def settle(self, request: Request) -> None:
+        """Do what follows from the commits of ``request``; see ``Settler.settle``. With tiers, report how long its prompt
+        took once it is computed, so that loading can be compared with computing."""
         if request.opened_at and request.own_length >= request.prompt_length:
             assert self.core.offloader is not None
             num_tokens = request.prompt_length - request.match.resumable
             self.core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
             request.opened_at = 0.0
-        self.publisher.publish(request)
+        self.settler.settle(request)
 
     # -- rewinding ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +142,7 @@ class Lifecycle:
         request.own_length, request.media_ids = length, media_ids
         request.prompt_length = min(request.prompt_length, length)
         del request.block_hashes[columns + 1 :]
+        self.settler.plan(request)
         self.ending.tidy()
 
     def _check_rewindable(self, request: Request, length: int) -> None:
@@ -216,7 +215,7 @@ class Lifecycle:
         capacity, slot = self.core.capacity, request.slot
         if self.core.dropped:
             self.ending.close_dropped()
-        self.publisher.publish_waiting(but=request)  # frees duplicates of cached blocks, and what slid out
+        self.settler.settle_waiting(but=request)  # frees duplicates of cached blocks, and what slid out
         lacking = [group for group in groups if group.end[slot] <= group.shared[slot]]
         all_but_one = [[one for one in groups if one is not group] for group in groups if group not in lacking]
         for taking in (groups, *all_but_one):
@@ -240,9 +239,8 @@ class Lifecycle:
             self.ending.close_dropped()
         request.detach()
         self.ending.check_unfenced(request, "suspended")
-        if not request.is_published:
-            self.publisher.publish(request)
-        self.publisher.ending(request)
+        self.settler.settle(request)
+        self.settler.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
         self.ending.tidy()

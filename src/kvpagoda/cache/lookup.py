@@ -94,13 +94,14 @@ def checkpoint_at_divergence(
     the running request is past that position already. Costs as much as ``look_up``."""
     running = _running_by_beginning(core)
     found, common, request = _found_and_running(core, running, token_ids, namespace, media)
-    grid = core.prefix.grid
+    grid = core.prefix.points.grid
     at = common // core.block_size // grid * grid
     is_pending = common > found.num_tokens
     if request is None or not is_pending or at * core.block_size <= max(request.length, found.resumable):
         return False
     if at not in request.due:
         insort(request.due, at)
+        request.settle_at = min(request.settle_at, at * core.block_size)
     return True
 
 

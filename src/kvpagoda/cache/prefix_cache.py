@@ -25,6 +25,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.options import Retention
+from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.policies.names import copied
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
@@ -78,7 +79,8 @@ class PrefixCache:
     the window groups, each with its part of the index.
 
     ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the most blocks of
-    texts in a tree without a full group, where texts take no device memory. ``is_followed``: blocks of such texts have
+    texts in a tree without a full group, where texts take no device memory. ``points``: after which blocks texts may be
+    resumed. ``is_followed``: blocks of such texts have
     numbers, in the last row of the tree, by which an event log names them.
     """
 
@@ -90,10 +92,10 @@ class PrefixCache:
         retention: Retention,
         num_checkpoints: int,
         most_unbacked: int,
-        hit_grid: int = 1,
+        points: ResumePoints,
         is_followed: bool = False,
     ) -> None:
-        self.grid, self._hit_grid = max(1, hit_grid // block_size), hit_grid  #: in blocks, in tokens
+        self.points = points
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
         self.states = next((group for group in groups if group.growth.is_state), None)
         self.bounded = tuple(group for group in groups if group.growth.is_bounded)
@@ -136,11 +138,11 @@ class PrefixCache:
     def found(self, match: Match) -> tuple[Match, PrefixMatch]:
         """Return ``match`` and how much of it can be reused."""
         if not self.bounded:  # a partial block is copied, so that nothing is lost to alignment
-            resumable = match.num_tokens // self._hit_grid * self._hit_grid
+            resumable = match.num_tokens // self.points.grid_tokens * self.points.grid_tokens
             limited_by = "nothing" if resumable == match.num_tokens else "alignment"
             return match, PrefixMatch(match.num_tokens, resumable, limited_by, {self._names[0]: match.num_tokens})
         size = self.block_size
-        end, most, limited_by = self.index.resume_point(match, self.grid)
+        end, most, limited_by = self.index.resume_point(match, self.points.grid)
         if limited_by == "nothing" and match.num_blocks * size < match.num_tokens:
             limited_by = "alignment"
         last = self.tree.last_checkpoint(match, end) if self.states is not None and end else None
@@ -149,7 +151,8 @@ class PrefixCache:
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
         """Return what can be reused of ``match`` without a copy, if there is no room for copies or their sources."""
-        whole = 0 if self.bounded else match.num_blocks // self.grid * self.grid * self.block_size
+        grid = self.points.grid
+        whole = 0 if self.bounded else match.num_blocks // grid * grid * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
     # -- publishing --------------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ class Request:
     that a batch or a commit reached; rings and states hold the last of these. ``rows``: the persistent batch that
     commits for it, if any.
 
-    Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``is_published``: whether what it
-    committed is published; if not, the end of the last fence or a later step publishes it. ``publishes``: whether
+    Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``settle_at``: how many
+    tokens it has when a commit settles it (``cache/settling.py``). ``publishes``: whether
     others may find what it computes; False once it continues with other weights than it started with. ``due``: after
     how many blocks of its prompt a checkpoint is still to be kept, ascending. ``kept``: names of the checkpoints that
     it uses. ``tail``: the name of the checkpoint that moves along with its end; -1: none. ``block_hashes``: hashes that
@@ -56,9 +56,9 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "due", "epochs", "handle", "is_published", "kept", "lease", "match", "media_ids", "namespace",
-        "num_fences", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot",
-        "state", "stays", "tail", "tally", "tokens", "written",
+        "block_hashes", "due", "epochs", "handle", "kept", "lease", "match", "media_ids", "namespace",
+        "num_fences", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "settle_at",
+        "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +77,7 @@ class Request:
         self.lease: Lease
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
-        self.num_fences, self.is_published = 0, True
+        self.num_fences, self.settle_at = 0, 0
         self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.due: list[int] = []
         self.kept: list[int] = []
@@ -197,13 +197,14 @@ class DecodeRows:
     """The arrays in which a persistent batch counts the tokens of its requests, one row for each request.
 
     int64 ``[num_rows]``: ``lengths``: tokens committed. ``capacity``: tokens that there is room for. ``written``: the
-    most tokens that a step reached. ``known``: the length up to which the request itself has the tokens. int32
+    most tokens that a step reached. ``known``: the length up to which the request itself has the tokens. ``settle_at``: the
+    length at which the request is settled. int32
     ``[num_rows, width]``: ``newest``: the tokens from position ``known`` on. ``row_of``: request -> row. ``alone``:
     requests whose rows must be read again before the next use, because they are new or changed outside of the batch.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
-        self.lengths, self.capacity, self.written, self.known = np.zeros((4, num_rows), np.int64)
+        self.lengths, self.capacity, self.written, self.known, self.settle_at = np.zeros((5, num_rows), np.int64)
         self.newest = np.zeros((num_rows, width), np.int32)
         self.row_of: dict[Request, int] = {}
         self.alone: set[Request] = set()

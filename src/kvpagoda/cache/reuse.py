@@ -51,7 +51,7 @@ class Reuse:
         epoch = None if weights is None else utf8(weights, "weights, a digest of them,")
         if weights is not None and namespaces:
             raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
-        self._lifecycle.publisher.publish_waiting()
+        self._lifecycle.settler.settle_waiting()
         requests = [*core.running.values(), *core.suspended]
         in_use = core.prefix.tree.namespaces() | {request.namespace for request in requests}
         core.guard.is_torn = True

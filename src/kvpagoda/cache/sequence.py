@@ -123,9 +123,6 @@ class Sequence:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._lifecycle
         end = request.length + n
-        if not request.is_published and request.rows is None and end > request.prompt_length + n:
-            # Answers may be alike: this frees blocks that are cached already, before more are allocated.
-            lifecycle.publish(request)
         if end > lifecycle.capacity_of(request):
             lifecycle.extend({request.slot: end})
 
@@ -235,7 +232,7 @@ def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Re
 
 def published_request(sequence: Sequence) -> Request:
     """Return the request of ``sequence``, after publishing all blocks that running requests completed."""
-    sequence._lifecycle.publisher.publish_waiting()
+    sequence._lifecycle.settler.settle_waiting()
     return sequence._request
 
 

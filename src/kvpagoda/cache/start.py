@@ -149,7 +149,8 @@ def _load(core: Core, attempt: AdmissionRequest, shared: list[range], own: list[
         reader.load_checkpoint(hit, [own[group.index] for group in core.bounded])
     if core.full is not None:  # last, since layers may still arrive afterwards
         end = whole + reader.load(hit, own[core.full.index][: hit.end - whole], whole)
-        lost = (hit.end - end // core.prefix.grid * core.prefix.grid) * core.block_size
+        grid = core.prefix.points.grid
+        lost = (hit.end - end // grid * grid) * core.block_size
         if end < hit.end and (core.bounded or found.loaded <= lost):
             return None
         found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)

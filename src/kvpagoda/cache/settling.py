@@ -1,11 +1,14 @@
-"""What follows from a commit, in this order; a commit may leave all of it for later.
+"""What follows from commits. ``settle`` does it for one request, in this order:
 
     publish     whole blocks become shareable, and are reported to tiers and events
     keep        checkpoints that are due are kept
     slide       window groups free, or stop reading, the blocks that slid out
 
-A checkpoint is kept where a text is likely to be resumed: at the end of a prompt, where it parted from what was cached,
-where the request started, and at the end of its answer.
+``commit`` only appends tokens, and settles the request once it has ``settle_at`` of them: where states must be copied, a
+window has slid a step's worth, a tier or a router waits for a block, or enough blocks wait. Until then the request is in
+``Core.waiting``; whoever reads the prefix tree or lacks memory settles what waits first, so the delay is never visible.
+
+A checkpoint is kept where a text is likely to be resumed (``ResumePoints``), and at the end of an answer.
 """
 
 from __future__ import annotations
@@ -26,102 +29,113 @@ from kvpagoda.prefix.hybrid import Kept
 
 _log = logging.getLogger(__name__)
 _NONE = BlockNames(np.empty(0, np.int32))
-_SLACK = 512
-"""Tokens before the end of a prompt for which its checkpoint keeps windows too: prompts that extend another one often part
-from it a little before its end."""
-_COARSE = 1024
-"""Tokens: models with states keep one more checkpoint for such prompts, at the last multiple of this in a prompt."""
+_MOST_WAITING = 64
+"""Blocks that an answer completes before it is settled, if nobody asks for them earlier."""
+_MOST_HELD = 8
+"""The same where an answer holds blocks that slid out of its windows until then."""
 
 
-class Publisher:
-    """Publishes what the requests of ``core`` committed. All of it may be done later, so no commit fails for it."""
+class Settler:
+    """Settles the requests of ``core``. All of it may be done later, so no commit fails for it."""
 
     def __init__(self, core: Core) -> None:
         self._core, size = core, core.block_size
-        self.publishes_later = core.states is None and core.offloader is None
-        """Whether a persistent batch leaves publishing for later: no states must be copied at once, and no tier waits for
-        blocks. Until then requests hold what slid out of their windows, as long as no other request lacks memory."""
-        self.commits_later = self.publishes_later and not core.bounded
-        """Whether the commits of a single sequence leave it for later too: it has no windows that must slide."""
-        self._every = core.settings.retention.checkpoint_every
+        self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
         """How many tokens the states may be ahead of a text and can still be used for it."""
-        self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
         self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in core.prefix.windows]
-        self.sliding_in_blocks = [
-            group.growth
-            for (group, _), num_blocks in zip(core.prefix.windows, self._most_decoding)
-            if num_blocks > (group.plan.most_blocks or 0)
+        in_step = [
+            (group.plan.most_blocks or 0) - most for (group, _), most in zip(core.prefix.windows, self._most_decoding)
         ]
-        """Growth of the windows that slide after every step, because steps are so short that no further block is
-        reserved for them. In an answer all other windows slide when a block is complete."""
+        self._step = size * min(in_step, default=0)
+        """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
+        steps are so short that not even a block was reserved for one."""
+        waits = core.states is None and core.offloader is None and core.events is None
+        self.patience = 1 if not waits else _MOST_HELD if core.bounded else _MOST_WAITING
+        """Blocks that an answer completes between two settlings. One: its states are copied, or a tier or a router waits,
+        after each block."""
 
-    def is_due(self, request: Request, before: int) -> bool:
-        """Return whether ``request`` must be published after it committed answer tokens from position ``before`` on, or
-        because an interrupt kept an earlier commit from it."""
-        size = self._core.block_size
-        published = request.lease.num_blocks if request.publishes else before // size
-        return request.own_length // size > published or not request.is_published or bool(self.sliding_in_blocks)
+    # -- when --------------------------------------------------------------------------------------------------------
 
-    def publish(self, request: Request) -> None:
+    def plan(self, request: Request) -> None:
+        """Decide at which length ``request``, which was just settled or just started, is settled next."""
+        core, size, length, end = self._core, self._core.block_size, request.own_length, request.prompt_length
+        if length < end and (core.bounded or core.offloader is not None or core.events is not None):
+            at = end
+            if core.states is not None and request.due:
+                at = min(at, request.due[0] * size)
+            if core.prefix.windows:
+                at = min(at, length + max(1, self._step))
+            if core.offloader is not None or core.events is not None:
+                at = min(at, (length // size + 1) * size)
+        else:  # requests that began together are settled in different steps
+            blocks = max(length, end) // size
+            at = (blocks + self.patience - (blocks + request.slot) % self.patience) * size
+        if self._step < 0:
+            at = min(at, self._next_slide(length))
+        request.settle_at = at
+        if request.rows is not None:
+            request.rows.settle_at[request.rows.row_of[request]] = at
+
+    def _next_slide(self, length: int) -> int:
+        """Return the length above ``length`` at which a block slides out of a window next, at most a block further."""
+        lengths = np.arange(length, length + self._core.block_size + 1)
+        first = [group.growth.first_kept(lengths) // group.block_size for group, _ in self._core.prefix.windows]
+        slides = np.any([one > one[0] for one in first], axis=0)
+        return length + (int(slides.argmax()) or len(lengths) - 1)
+
+    # -- settling ----------------------------------------------------------------------------------------------------
+
+    def settle(self, request: Request) -> None:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, and slide its windows.
 
         Does nothing while a fence is around it; the end of the last fence calls this again. If memory is lacking, or a
         copy fails, the next commit tries again."""
-        request.is_published = False
-        self._core.unpublished.pop(request, None)
+        core = self._core
+        core.waiting[request] = None
         if request.num_fences:
             return
         publishes = request.publishes
         try:
             if publishes:
                 self._publish_blocks(request, request.own_length, None)
-            if self._core.bounded:
+            if core.bounded:
                 if publishes:
                     self._keep_due(request)
                 self._slide(request, publishes)
         except (MemoryError, RuntimeError) as error:
-            _failed(self._core, error)
+            self._failed(request, error)
             return
-        request.is_published = True
+        self.plan(request)
+        del core.waiting[request]
 
-    def publish_later(self, request: Request) -> None:
-        """Mark ``request``, which completed a block: it is published before the prefix tree is read next, or with its
-        next step."""
-        request.is_published = False
-        self._core.unpublished[request] = None
-
-    def publish_waiting(self, most: int | None = None, *, but: Request | None = None) -> None:
-        """Publish the requests that were left for later: all of them ``but`` one, or the ``most`` that have waited
-        longest. Callers that read the prefix tree or lack blocks call this first, so that the delay is never visible."""
-        for request in [request for request in self._core.unpublished if request is not but][:most]:
+    def settle_waiting(self, but: Request | None = None) -> None:
+        """Settle the requests that wait for it, all ``but`` one. Callers that read the prefix tree or lack blocks call
+        this first."""
+        for request in [request for request in self._core.waiting if request is not but]:
             if request.rows is not None:
                 request.rows.flush(request)
-            self.publish(request)
-
-    def publish_unbatched(self) -> None:
-        """Publish those requests that were left for later and that no persistent batch steps."""
-        for request in [request for request in self._core.unpublished if request.rows is None]:
-            self.publish(request)
+            self.settle(request)
 
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
         it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
         if not request.publishes:
+            self.plan(request)
             return
-        if core.bounded:
-            request.due = self._due_of(request)
         begin = found.resumable // core.block_size
+        if core.bounded:
+            request.due = self._points.due(begin, found.num_tokens // core.block_size, request.prompt_length)
+        self.plan(request)
         try:
             if found.loaded:
                 self._publish_blocks(request, found.resumable, hit)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
         except (MemoryError, RuntimeError) as error:
-            _failed(self._core, error)
-            request.is_published = False
+            self._failed(request, error)
             return
         name = None if saved is None else saved[0]
         if name is not None:
@@ -135,7 +149,7 @@ class Publisher:
         compared with ``found``: its states are those that the text of ``match`` needs. Return whether there is such a
         request; then something may have been evicted, even if no checkpoint was kept. O(running requests)."""
         core, depth, size = self._core, match.num_blocks, self._core.block_size
-        if core.states is None or depth - found.resumable // size < self._coarse or depth % core.prefix.grid:
+        if core.states is None or not self._points.is_worth_keeping(depth, found.resumable // size):
             return False
         for peer in core.running.values():
             fits = peer.lease.node is match.node and peer.lease.num_blocks == depth and peer.own_length == depth * size
@@ -143,7 +157,7 @@ class Publisher:
                 try:
                     self._save(peer, depth, 0)
                 except (MemoryError, RuntimeError) as error:
-                    _failed(self._core, error)
+                    self._report(error)
                 return True
         return False
 
@@ -165,28 +179,12 @@ class Publisher:
             if core.states is None and request.own_length >= request.prompt_length:
                 self._move_tail(request, request.lease.num_blocks, 0)
         except (MemoryError, RuntimeError) as error:
-            _failed(self._core, error)
+            self._report(error)
         for name in (*request.kept, request.tail):
             core.prefix.index.use(name)
         self._store(request.tail)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
-
-    def _due_of(self, request: Request) -> list[int]:
-        """Return after how many blocks of its prompt ``request`` keeps a checkpoint, ascending.
-
-        These are the last block boundary from which the same prompt can be resumed with a token left to compute; the
-        one where it parts from what was cached; every ``checkpoint_every`` blocks, if set; and, for models with states,
-        one at a multiple of ``_COARSE`` tokens before the end."""
-        size, begin = self._core.block_size, request.match.resumable // self._core.block_size
-        end = (request.prompt_length - 1) // size
-        due = {end, request.match.num_tokens // size}
-        grid = self._core.prefix.grid
-        if self._every:
-            due.update(range((begin // self._every + 1) * self._every, end, self._every))
-        if self._core.states is not None:
-            due.add(end // self._coarse * self._coarse)
-        return sorted({depth // grid * grid for depth in due if begin < depth // grid * grid <= end})
 
     def _publish_blocks(self, request: Request, length: int, source: TierHit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.
@@ -218,7 +216,7 @@ class Publisher:
         """Return the blocks that ``request``, which ends, has not published; None if there are none. Only for models
         without bounded groups, whose hits may end inside a block. A partial block at the end is one of them: the tree
         treats it as a whole one, with ``NO_TOKEN`` behind its tokens, and it can be reused up to there."""
-        core, size, grid = self._core, self._core.block_size, self._core.settings.limits.hit_grid
+        core, size, grid = self._core, self._core.block_size, self._points.grid_tokens
         begin, end = request.lease.num_blocks, request.own_length // size
         if request.own_length // grid * grid > end * size:
             end += 1
@@ -270,7 +268,7 @@ class Publisher:
                 core.counters.passed += 1  # a step went past it: its states are overwritten
                 del request.due[0]
                 continue
-            saved = self._save(request, depth, self._slack if is_last and core.states is None else 0)
+            saved = self._save(request, depth, self._points.slack if is_last and core.states is None else 0)
             del request.due[0]  # not before: if that fails, the next commit does it
             if saved is not None:
                 request.kept.append(saved[0])
@@ -281,8 +279,8 @@ class Publisher:
                 self._move_tail(request, published, 0)
         elif request.due:
             end = request.due[-1]
-            if published + self._slack + max(self._spans, default=0) // size > end:
-                self._move_tail(request, published, self._slack - (end - published))
+            if published + self._points.slack + max(self._spans, default=0) // size > end:
+                self._move_tail(request, published, self._points.slack - (end - published))
 
     def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
@@ -342,12 +340,20 @@ class Publisher:
         if core.offloader is not None and name in core.prefix.kept:
             core.offloader.store_checkpoint(name, core.prefix.index.needed_by(core.prefix.kept[name]), "commit")
 
+    def _failed(self, request: Request, error: MemoryError | RuntimeError) -> None:
+        """Let the next commit of ``request`` try again what ``error`` stopped."""
+        self._core.waiting[request] = None
+        request.settle_at = 0
+        if request.rows is not None:
+            request.rows.settle_at[request.rows.row_of[request]] = 0
+        self._report(error)
 
-def _failed(core: Core, error: MemoryError | RuntimeError) -> None:
-    """Log and count the ``error`` that stopped publishing, unless memory was lacking, which is expected; it does not
-    fail the call, since all of it may be done later. Raises it if it tore the cache."""
-    if core.guard.is_torn:
-        raise error
-    if not isinstance(error, MemoryError | Exhausted):
-        core.counters.failed += 1
-        _log.error("publishing failed; it is tried again with a later step", exc_info=error)
+    def _report(self, error: MemoryError | RuntimeError) -> None:
+        """Log and count ``error``, unless memory was lacking, which is expected; it does not fail the call. Raises it if
+        it tore the cache."""
+        core = self._core
+        if core.guard.is_torn:
+            raise error
+        if not isinstance(error, MemoryError | Exhausted):
+            core.counters.failed += 1
+            _log.error("publishing failed; it is tried again with a later step", exc_info=error)
