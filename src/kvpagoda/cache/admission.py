@@ -1,15 +1,17 @@
-"""How a request starts: it gets a slot, the cached blocks that it starts from, and room for its tokens.
+"""How a request starts: it gets a slot, the blocks that it starts from, and room for its tokens.
 
-    open      match the prefix ──► look up tiers ──► make room, copy, load ──► commit: it runs
-    fork      share the blocks of the parent ──► make room, copy its partial block and states ──► commit
-    resume    match what is still cached ──► make room, copy the rest back from host memory ──► commit
+    open      what is cached of its prompt, or what tiers have  ──┐
+    fork      what its parent holds                               ├──► hold ──► make room ──► fill ──► commit: it runs
+    resume    what it had, or what is cached of its text        ──┘
 
-Each call does all of this; or it raises, and the request holds no slot, no block and no pin.
+``cache/sources.py`` has what a request may start from. Each call does all of this; or it raises, and the request holds no
+slot, no block and no pin.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from time import perf_counter
 
@@ -20,10 +22,11 @@ from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.settling import Settler
-from kvpagoda.cache.start import AdmissionRequest, Allotment, allot, fill, make_room, shared_columns
+from kvpagoda.cache.sources import Cached, Forked, Loaded, Source, Swapped
+from kvpagoda.cache.swap import Suspended
 from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import RetryLater
-from kvpagoda.prefix import Lease, Match
+from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Holding
 from kvpagoda.units import ceil_div
 
@@ -66,7 +69,7 @@ class Admission:
                 hit = self._look_below(hashes, reserved, match, found, prefetch)
             if hit is not None:
                 hit.layerwise = layerwise
-            self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
+            self._begin(request, reserved, capacity, self._cached(request, match, found, hit))
             request.tally = core.counters.began(request.namespace, request.match, length if lookup else 0)
             request.tally.requests += 1
             self._settler.begun(request, hit)
@@ -98,28 +101,9 @@ class Admission:
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
         self._settler.settle_waiting()
-        ends = [ceil_div(length, group.block_size) for group in core.groups]
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
-        reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
-        shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
-        needs = [end - span.stop for span, end in zip(shared, ends)]
-        windows = [group.shared_names(slot) for group, _ in core.prefix.windows]
-        holding = core.guard.change(core.prefix.index.hold, parent.lease, parent.lease.num_blocks, windows)
-        try:
-            more = [max(n - len(span), need) for n, span, need in zip(reserved, shared, needs)]
-            while not make_room(core.capacity, needs, more):
-                if not core.dropped or not self.ending.close_dropped():
-                    raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
-            allotments = []
-            for group, span, end, n in zip(core.groups, shared, ends, reserved):
-                own = BlockPlaces(group.free.peek(end - span.stop))
-                if len(own):
-                    core.memory.copy(group.index, group.places_between(slot, span.stop, end), own)
-                allotments.append(Allotment(span.start, group.places_between(slot, span.start, span.stop), own, n))
-            self._commit(child, PrefixMatch(length, length, "nothing"), holding, allotments)
-        except BaseException:
-            self._undo(holding, None)
-            raise
+        held = [ceil_div(length, group.block_size) - group.first[slot] for group in core.groups]
+        self._begin(child, [max(*blocks) for blocks in zip(wanted, held)], length, _always(Forked(core, parent)))
         self._settler.plan(child)
         child.tally.requests += 1
 
@@ -139,29 +123,56 @@ class Admission:
             least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
             reserved = [max(blocks) for blocks in zip(reserved, least)]
         self._check_slot()
-        hit: TierHit | None = None
         if is_whole:
             capacity = max(length, suspended.capacity if capacity is None else capacity)
             held = [ceil_div(capacity, group.block_size) - first for group, first in zip(core.groups, suspended.firsts)]
             reserved = [max(blocks) for blocks in zip(reserved, held)]
-            found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
-        else:
-            match, found = core.prefix.find(keys, namespace)
-            if core.offloader is not None:
-                end = max(0, len(keys) - 1) // core.block_size
-                hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
+            self._begin(request, reserved, capacity, self._swapped(request, match, suspended, reserved))
+            self._settler.settle(request)
+            return
+        match, found = core.prefix.find(keys, namespace)
+        hit: TierHit | None = None
+        if core.offloader is not None:
+            end = max(0, len(keys) - 1) // core.block_size
+            hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
         with nullcontext() if hit is None else hit:
-            as_it_was = suspended if is_whole else None
             computed = length - request.match.resumable
-            self._begin(AdmissionRequest(request, reserved, capacity or 0, match, found, hit, as_it_was))
-            if is_whole:
-                self._settler.settle(request)
-            else:
-                request.tally.computed += computed
-                core.counters.began(namespace, request.match, length)
-                self._settler.begun(request, hit)
+            self._begin(request, reserved, capacity or 0, self._cached(request, match, found, hit))
+            request.tally.computed += computed
+            core.counters.began(namespace, request.match, length)
+            self._settler.begun(request, hit)
 
-    # -- preparing and committing a start ----------------------------------------------------------------------------
+    # -- what a request may start from, in the order in which it is tried ---------------------------------------------
+
+    def _cached(
+        self, request: Request, match: Match, found: PrefixMatch, hit: TierHit | None
+    ) -> Iterator[Source | None]:
+        """Yield what tiers have beyond what was ``found``, what was found, and what of it needs no copy, since the source
+        of a copy may be what must be evicted. Then None, and the same again, as it is by then."""
+        prefix, size, priority = self._core.prefix, self._core.block_size, request.priority
+        while True:
+            if hit is not None and hit.begin <= match.num_blocks and hit.end * size > found.resumable:
+                yield Loaded(self._core, match, found, hit, priority)
+                match, found = prefix.find_again(match)  # making room for it may have evicted blocks
+            yield Cached(self._core, match, found, priority)
+            if found.checkpoint is not None or found.resumable % size:
+                match, found = prefix.find_again(match)
+                yield Cached(self._core, match, prefix.without_copies(match, found), priority)
+            yield None
+            match, found = prefix.find_again(match)
+
+    def _swapped(
+        self, request: Request, match: Match, suspended: Suspended, reserved: list[int]
+    ) -> Iterator[Source | None]:
+        """Yield what ``request`` had when it was ``suspended``, and then None, as long as all of it is there. Raises
+        RetryLater if blocks that it left in the prefix cache were evicted: the next ``resume`` then has tokens to
+        compute."""
+        prefix = self._core.prefix
+        while prefix.index.are_there(match, suspended.left_behind):
+            yield Swapped(self._core, match, suspended, request.priority)
+            yield None
+            match, _ = prefix.find_again(match)
+        raise self._core.capacity.shortage(RetryLater, reserved, self._core.plan.budget)
 
     def _check_slot(self) -> None:
         """Raise RetryLater if every request slot is in use."""
@@ -188,110 +199,76 @@ class Admission:
             return None
         return core.offloader.reader.find(hashes, match.num_blocks, found.resumable // core.block_size, prefetch)
 
-    def _begin(self, attempt: AdmissionRequest) -> None:
-        """Start the request; while there is no room, close what was dropped, then end the oldest pin, and try again.
-        Raises RetryLater if there is no room and no pin; the request then holds nothing."""
+    # -- one start ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, reserved: list[int], capacity: int, sources: Iterator[Source | None]) -> None:
+        """Start ``request`` from the first of ``sources`` for which there is room, with ``reserved[i]`` blocks of group i
+        reserved and room for ``capacity`` tokens. At each None close what was dropped, else end the oldest pin. Raises
+        RetryLater if there is no room and no pin; the request then holds nothing."""
         core = self._core
-        while not self._start_from_most(attempt):
-            if core.dropped and self.ending.close_dropped():
-                attempt = self._again(attempt)
-                continue
-            pin = core.prefix.oldest_pin()
-            if pin is None:
-                raise core.capacity.shortage(RetryLater, attempt.reserved, core.plan.budget)
-            _log.info("a pin of %d blocks is ended to make room for a request", pin.holding.lease.num_blocks)
-            core.guard.change(core.prefix.unpin, pin)
-            attempt = self._again(attempt)
+        for source in sources:
+            if source is not None:
+                if self._start(request, source, reserved, capacity):
+                    return
+            elif not core.dropped or not self.ending.close_dropped():
+                pin = core.prefix.oldest_pin()
+                if pin is None:
+                    raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
+                _log.info("a pin of %d blocks is ended to make room for a request", pin.holding.lease.num_blocks)
+                core.guard.change(core.prefix.unpin, pin)
 
-    def _start_from_most(self, attempt: AdmissionRequest) -> bool:
-        """Start from what was suspended, else from what tiers have, else from what was found. If there is no room for
-        that, start from what needs no copy: the source of a copy may be what must be evicted. Return whether one of
-        these succeeded; nothing is held if not."""
-        if attempt.suspended is not None:
-            return self._start(attempt)
-        size, hit, found = self._core.block_size, attempt.hit, attempt.found
-        if hit is not None:
-            is_more = hit.begin <= attempt.match.num_blocks and hit.end * size > found.resumable
-            if is_more and self._start(attempt._replace(found=_with_hit(found, hit.end * size))):
-                return True
-            attempt = self._again(attempt._replace(hit=None))  # making room for it may have evicted blocks
-        if self._start(attempt):
-            return True
-        if attempt.found.checkpoint is None and attempt.found.resumable % size == 0:
-            return False
-        attempt = self._again(attempt)
-        return self._start(attempt._replace(found=self._core.prefix.without_copies(attempt.match, attempt.found)))
-
-    def _again(self, attempt: AdmissionRequest) -> AdmissionRequest:
-        """Return ``attempt`` with what is found now, since blocks may have been evicted. Raises RetryLater if blocks
-        that a suspended request left in the prefix cache were evicted: the next ``resume`` then has tokens to
-        compute."""
-        prefix, suspended = self._core.prefix, attempt.suspended
-        match, found = prefix.find_again(attempt.match)
-        if suspended is not None:
-            if not prefix.index.are_there(match, suspended.left_behind):
-                raise self._core.capacity.shortage(RetryLater, attempt.reserved, self._core.plan.budget)
-            found = PrefixMatch(match.num_tokens, match.num_blocks * self._core.block_size, "nothing")
-        return attempt._replace(match=match, found=found)
-
-    def _start(self, attempt: AdmissionRequest) -> bool:
-        """Prepare what ``attempt`` starts from, and start the request. Return False, with nothing held, if there is no
-        room for it, or if tiers could not deliver it."""
-        core, match, found = self._core, attempt.match, attempt.found
-        prefix, change = core.prefix, core.guard.change
-        whole, rest = divmod(found.resumable, core.block_size)
-        if attempt.hit is not None:
-            whole = min(whole, match.num_blocks)
-        shared, partial = shared_columns(core, attempt, whole), None
-        windows = prefix.index.names_in(match.ids, shared)
-        holding = change(prefix.index.hold, match, whole, windows, found.checkpoint)
+    def _start(self, request: Request, source: Source, reserved: list[int], capacity: int) -> bool:
+        """Start ``request`` from ``source``. Return False, with nothing held, if there is no room for it, or if tiers
+        could not deliver it."""
+        core = self._core
+        holding, names = source.hold()
         try:
-            if rest:
-                partial = change(prefix.tree.pin_partial, match)
-            allotments = allot(core, attempt, shared, holding)
-            if allotments is not None and whole:
-                change(prefix.tree.touch, holding.lease, priority=attempt.request.priority)
-            filled = None if allotments is None else fill(core, attempt, shared, allotments, partial)
-            if allotments is None or filled is None:
-                self._undo(holding, partial)
+            own = self._own_blocks(source, reserved, capacity)
+            found = None if own is None else source.fill(holding, own)
+            if own is None or found is None:
+                core.guard.change(core.prefix.index.release, holding)
                 return False
-            self._commit(attempt.request, filled, holding, allotments, partial, is_same=attempt.suspended is not None)
+            shared = [group.places_of(named) for group, named in zip(core.groups, names)]
+            is_same = isinstance(source, Swapped)
+            self._commit(request, found, holding, is_same, list(zip(source.shared, shared, own, reserved)))
         except BaseException:
-            self._undo(holding, partial)
+            if not core.guard.is_torn:
+                core.guard.change(core.prefix.index.release, holding)
             raise
         return True
 
-    def _undo(self, holding: Holding, partial: Lease | None) -> None:
-        """Unpin what a failed start was prepared from, unless an interrupt tore the cache."""
-        core = self._core
-        if not core.guard.is_torn:
-            if partial is not None:
-                core.guard.change(core.prefix.tree.unpin, partial)
-            core.guard.change(core.prefix.index.release, holding)
+    def _own_blocks(self, source: Source, reserved: list[int], capacity: int) -> list[BlockPlaces] | None:
+        """Make room for ``reserved[i]`` blocks of group i, and return which free blocks are to follow the shared ones, up
+        to ``capacity`` tokens; None if there is no room."""
+        core, capacity = self._core, max(capacity, source.found.resumable)
+        needs: list[int] = []
+        more: list[int] = []
+        for group, span, most in zip(core.groups, source.shared, reserved):
+            need, lacking = -(-capacity // group.block_size) - span.stop, most - len(span)
+            needs.append(need if need > 0 else 0)
+            more.append(lacking if lacking > needs[-1] else needs[-1])
+        if not core.capacity.make_room(needs, more):
+            return None
+        return [BlockPlaces(group.free.peek(need)) for group, need in zip(core.groups, needs)]
 
     def _commit(
         self,
         request: Request,
         found: PrefixMatch,
         holding: Holding,
-        allotments: list[Allotment],
-        partial: Lease | None = None,
-        *,
-        is_same: bool = False,
+        is_same: bool,
+        rows: list[tuple[range, BlockPlaces, BlockPlaces, int]],
     ) -> None:
-        """Give ``request`` a slot and its ``allotments``: it runs. Nothing here may fail.
+        """Give ``request`` a slot and its ``rows``: it runs. Nothing here may fail.
 
-        ``holding``: the pins, which the request takes over. ``partial``: the pin of the block whose beginning was
-        copied; it ends here. ``is_same``: the request continues exactly as it was suspended.
-        """
+        ``holding``: what it takes over. ``is_same``: it continues exactly as it was suspended. ``rows``: for each group
+        the shared columns and their blocks, its own blocks, and how many it reserves in all."""
         core = self._core
         core.guard.is_torn = True
         slot = core.free_slots.pop()
-        for group, allotment in zip(core.groups, allotments):
-            group.begin(slot, *allotment)
-        core.prefix.index.release_checkpoint(holding)
-        if partial is not None:
-            core.prefix.tree.unpin(partial)
+        for group, (columns, shared, own, most) in zip(core.groups, rows):
+            group.begin(slot, columns.start, shared, own, most)
+        core.prefix.index.release_copied(holding)
         is_resumed = request.state is State.SUSPENDED
         if is_resumed:
             core.swap.drop(core.suspended[request])
@@ -305,9 +282,8 @@ class Admission:
         core.guard.is_torn = False
 
 
-def _with_hit(found: PrefixMatch, end: int) -> PrefixMatch:
-    """Return ``found`` as it will be once tiers have loaded all that is needed to resume after ``end`` tokens."""
-    groups = {name: max(tokens, end) for name, tokens in found.groups.items()}
-    known = max(found.num_tokens, end)
-    limited_by = "nothing" if known == end else found.limited_by
-    return PrefixMatch(known, end, limited_by, groups, None, end - found.resumable)
+def _always(source: Source) -> Iterator[Source | None]:
+    """Yield ``source``, then None, for ever."""
+    while True:
+        yield source
+        yield None

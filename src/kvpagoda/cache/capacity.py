@@ -114,12 +114,23 @@ class Capacity:
                     self._memory.poison_freed()  # before these blocks are allocated
                 return
             short = need - group.free.num_free
-            if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, needs, more)):
+            if not (self._evict(group, short) if self._sectors is None else self._free_some(group, short, needs, more)):
                 free, name = group.free.num_free, group.plan.name
                 text = f"OOM: need {need} {group.free.what}, {free} free of {group.plan.num_blocks}"
                 raise OutOfBlocks.with_hint(text, "close a sequence", needed=need, available=free, group=name)
 
-    def _make_room(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
+    def make_room(self, needs: Many[int], more: Many[int]) -> bool:
+        """Return whether ``more[i]`` further blocks of group i can be reserved; if so, ``needs[i]`` of them are free now,
+        after evictions if necessary."""
+        if not self.fits(more):
+            return False
+        try:
+            self.ensure_free(needs, more)
+        except OutOfBlocks:
+            return False
+        return True
+
+    def _free_some(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
         """Free blocks of ``group``, which is ``short`` of some, in the order that the module's docstring gives. Return
         False if nothing can be freed. The caller repeats this until it has enough."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)

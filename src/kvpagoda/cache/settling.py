@@ -21,7 +21,6 @@ from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
-from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import Exhausted
 from kvpagoda.prefix import Match
@@ -314,7 +313,7 @@ class Settler:
         needs = [int(group is states) for group in core.groups]
         if states is not None and request.most_written - request.own_length > self._most_ahead:
             return None  # a step computed more tokens than were committed: the states are not those of the text
-        if prefix.is_full or (states is not None and not make_room(capacity, needs, needs)):
+        if prefix.is_full or (states is not None and not capacity.make_room(needs, needs)):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:

@@ -71,6 +71,8 @@ class Holding(NamedTuple):
     windows: tuple[BlockNames, ...]
     """For each window: the blocks that are read, intp ``[n]``."""
     checkpoint: int | None = None
+    partial: Lease | None = None
+    """The pin of the cached block that begins with the last matching tokens, to be copied."""
 
 
 class Published(NamedTuple):
@@ -335,11 +337,22 @@ class HybridIndex:
     # -- holding -----------------------------------------------------------------------------------------------------
 
     def hold(
-        self, at: Match | Lease, num_blocks: int, windows: Many[BlockNames], checkpoint: int | None = None
+        self,
+        at: Match | Lease,
+        num_blocks: int,
+        windows: Many[BlockNames],
+        checkpoint: int | None = None,
+        *,
+        has_partial: bool = False,
     ) -> Holding:
         """Keep from eviction the first ``num_blocks`` blocks of texts of ``at``, the cached blocks ``windows`` of each
-        window, and ``checkpoint``."""
-        holding = Holding(self.tree.pin(at, num_blocks), tuple(windows), checkpoint)
+        window, ``checkpoint``, and the block that begins with the last tokens of the match ``at`` (``has_partial``).
+        Raises StaleHandle, keeping nothing, if blocks of the match were evicted."""
+        lease, partial = self.tree.pin(at, num_blocks), None
+        if has_partial:
+            assert isinstance(at, Match)
+            partial = self.tree.pin_partial(at)
+        holding = Holding(lease, tuple(windows), checkpoint, partial)
         for window, names in zip(self.windows, windows):
             window.read(names)
         if checkpoint is not None:
@@ -348,14 +361,17 @@ class HybridIndex:
 
     def release(self, holding: Holding) -> None:
         """End ``holding``: what it held is evictable unless others use it."""
-        self.release_checkpoint(holding)
+        self.release_copied(holding)
         self.leave(holding.windows)
         self.tree.unpin(holding.lease)
 
-    def release_checkpoint(self, holding: Holding) -> None:
-        """End the hold on the checkpoint of ``holding``; a request has taken over the rest."""
+    def release_copied(self, holding: Holding) -> None:
+        """End the holds of ``holding`` on what is copied, the checkpoint and the partial block; a request has taken over
+        the rest."""
         if holding.checkpoint is not None:
             self.tree.checkpoints.release(holding.checkpoint)
+        if holding.partial is not None:
+            self.tree.unpin(holding.partial)
 
     def leave(self, windows: Many[BlockNames]) -> None:
         """Remove one reader from the blocks ``windows`` of each window."""

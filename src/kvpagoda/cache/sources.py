@@ -1,0 +1,177 @@
+"""What a request can start from: blocks that it shares with others, and what is copied into blocks of its own.
+
+    Cached     whole blocks of the prefix tree; copies of the block after them and of the states of a checkpoint
+    Loaded     whole blocks of the prefix tree; what tiers have after them
+    Swapped    what it left in the prefix tree when it was suspended; the rest from host memory
+    Forked     whole blocks of a running request; copies of its last block and its states
+
+Each keeps what it shares and copies from eviction (``hold``), and fills the request's own blocks (``fill``) before anybody
+owns them, so nothing that others see changes until ``Admission`` commits the start.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvpagoda.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.prefix_cache import PrefixMatch
+from kvpagoda.cache.request import Request
+from kvpagoda.cache.swap import Suspended
+from kvpagoda.cache.tier_hit import TierHit
+from kvpagoda.prefix import Match
+from kvpagoda.prefix.hybrid import Holding
+
+_NONE = BlockNames(np.empty(0, np.int32))
+
+
+class Source(Protocol):
+    """What a request can start from."""
+
+    found: PrefixMatch
+    """How much of the text that is."""
+    shared: list[range]
+    """For each group: the columns of the text that are shared. The row of the group begins where its range begins, also
+    if the range is empty."""
+
+    def hold(self) -> tuple[Holding, list[BlockNames]]:
+        """Keep from eviction what is shared and copied; return the hold, and the names of the shared blocks of each group."""
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        """Copy or load into ``own``, by group the free blocks behind the shared ones, what the request starts from beyond
+        these. ``holding``: from ``hold``. Return what it can start from then; None if that is no more than without this
+        source."""
+
+
+class Cached:
+    """What was ``found`` in the prefix tree, in ``match``. ``priority``: of the request, for the eviction policy."""
+
+    def __init__(self, core: Core, match: Match, found: PrefixMatch, priority: int = 0) -> None:
+        self._core, self._match, self._priority = core, match, priority
+        self.found = found
+        self.shared = self._columns(found.resumable // core.block_size)
+
+    def _columns(self, num_blocks: int) -> list[range]:
+        """Return for each group the columns that are shared to go on after ``num_blocks`` blocks."""
+        return [part.span(num_blocks) for part in self._core.prefix.cached]
+
+    def hold(self) -> tuple[Holding, list[BlockNames]]:
+        core, match, index = self._core, self._match, self._core.prefix.index
+        whole, rest = divmod(self.found.resumable, core.block_size)
+        whole = min(whole, match.num_blocks)
+        windows = index.names_in(match.ids, self.shared)
+        holding = core.guard.change(index.hold, match, whole, windows, self.found.checkpoint, has_partial=rest > 0)
+        names = [_NONE] * len(core.groups)
+        if core.full is not None:
+            names[core.full.index] = BlockNames(match.ids[0, :whole])
+        for (group, _), read in zip(core.prefix.windows, windows):
+            names[group.index] = read
+        return holding, names
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        self._touch(holding)
+        core, memory, states, partial = self._core, self._core.memory, self._core.states, holding.partial
+        if partial is not None and core.full is not None:
+            source = core.full.places_of(BlockNames(core.prefix.tree.last_ids(partial)[:1]))
+            memory.copy(core.full.index, source, own[core.full.index][:1])
+        if states is not None and self.found.checkpoint is not None:
+            source = states.places_of(core.prefix.kept[self.found.checkpoint].states)
+            memory.copy(states.index, source, own[states.index][:1])
+        else:
+            self._reset_states(own)
+        return self.found
+
+    def _touch(self, holding: Holding) -> None:
+        """Count a use of the blocks of texts that are shared."""
+        lease = holding.lease
+        if lease.num_blocks:
+            self._core.guard.change(self._core.prefix.tree.touch, lease, priority=self._priority)
+
+    def _reset_states(self, own: list[BlockPlaces]) -> None:
+        """Make the states, if the request has own ones already, those of an empty text."""
+        states = self._core.states
+        if states is not None and len(own[states.index]):
+            self._core.memory.reset(states.index, own[states.index])
+
+
+class Loaded(Cached):
+    """What was ``found``, and what tiers have beyond it: the ``hit``, which ends further on."""
+
+    def __init__(self, core: Core, match: Match, found: PrefixMatch, hit: TierHit, priority: int = 0) -> None:
+        end = hit.end * core.block_size
+        groups = {name: max(tokens, end) for name, tokens in found.groups.items()}
+        known = max(found.num_tokens, end)
+        limited_by = "nothing" if known == end else found.limited_by
+        super().__init__(
+            core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable), priority
+        )
+        self._hit = hit
+
+    def _columns(self, num_blocks: int) -> list[range]:
+        core, whole = self._core, min(num_blocks, self._match.num_blocks)
+        columns = super()._columns(num_blocks)
+        return [range(whole) if group is core.full else span[:0] for group, span in zip(core.groups, columns)]
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        self._touch(holding)
+        core, found, hit = self._core, self.found, self._hit
+        assert core.offloader is not None
+        reader = core.offloader.reader
+        if core.bounded:
+            reader.load_checkpoint(hit, [own[group.index] for group in core.bounded])
+        if core.full is None:
+            return found
+        # last, since layers may still arrive afterwards
+        whole, grid = self.shared[core.full.index].stop, core.prefix.points.grid
+        end = whole + reader.load(hit, own[core.full.index][: hit.end - whole], whole)
+        lost = (hit.end - end // grid * grid) * core.block_size
+        if end < hit.end and (core.bounded or found.loaded <= lost):
+            return None
+        return found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
+
+
+class Swapped(Cached):
+    """The bytes of a ``suspended`` request, and what it left in the prefix tree, which ``match`` has."""
+
+    def __init__(self, core: Core, match: Match, suspended: Suspended, priority: int = 0) -> None:
+        self._suspended = suspended
+        found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
+        super().__init__(core, match, found, priority)
+
+    def _columns(self, num_blocks: int) -> list[range]:
+        core, left = self._core, self._suspended.left_behind
+        return [range(num_blocks) if group is core.full else left[group.index] for group in core.groups]
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        self._touch(holding)
+        core = self._core
+        counts = [max(0, part.end - span.stop) for part, span in zip(self._suspended.parts, self.shared)]
+        core.swap.copy_in(self._suspended, [places[:count] for places, count in zip(own, counts)])
+        if core.states is not None and not counts[core.states.index]:
+            self._reset_states(own)
+        return self.found
+
+
+class Forked:
+    """What the running request ``parent`` holds."""
+
+    def __init__(self, core: Core, parent: Request) -> None:
+        self._core, self._parent, slot = core, parent, parent.slot
+        self.found = PrefixMatch(parent.length, parent.length, "nothing")
+        self.shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
+
+    def hold(self) -> tuple[Holding, list[BlockNames]]:
+        core, parent = self._core, self._parent
+        names = [group.shared_names(parent.slot) for group in core.groups]
+        windows = [names[group.index] for group, _ in core.prefix.windows]
+        index = core.prefix.index
+        return core.guard.change(index.hold, parent.lease, parent.lease.num_blocks, windows), names
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        for group, span, places in zip(self._core.groups, self.shared, own):
+            if len(places):
+                last = group.places_between(self._parent.slot, span.stop, span.stop + len(places))
+                self._core.memory.copy(group.index, last, places)
+        return self.found
