@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kvpagoda import Identity, Retention
+from kvpagoda.cache.offload import Offloader
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Schema
@@ -65,9 +66,8 @@ def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> i
 
 
 def levels_of(cache: KVCache) -> tuple[Any, ...]:
-    """Return the tiers of ``cache``, as its offloader holds them."""
-    assert cache.core.offloader is not None
-    return cache.core.offloader.levels
+    """Return the tiers of ``cache``, the fastest first."""
+    return cache.core.tiers.levels
 
 
 def forget(cache: KVCache) -> None:
@@ -438,11 +438,11 @@ def test_loading_is_skipped_when_computing_is_faster() -> None:
     assert cache.flush()
     forget(cache)
     assert run(cache, text) == 36  # this load was measured
-    assert cache.core.offloader is not None
-    cache.core.offloader.reader.seconds_per_token = 1e-12
+    assert isinstance(cache.core.tiers, Offloader)
+    cache.core.tiers.reader.seconds_per_token = 1e-12
     forget(cache)
     assert run(cache, text) == 0
-    cache.core.offloader.reader.seconds_per_token = 1.0
+    cache.core.tiers.reader.seconds_per_token = 1.0
     forget(cache)
     assert run(cache, text) == 36
     cache.close()
@@ -860,8 +860,7 @@ def test_an_interrupted_store_frees_its_staging_memory(error: type[BaseException
         run(cache, np.arange(20))
     assert level.dropped and level.buffer.num_free == level.buffer.num_records
     setattr(owner, name, plain)
-    prefix = cache.core.prefix
-    cache.core.offloader.check(prefix.index.texts.names(), prefix.kept)  # type: ignore[union-attr, arg-type]
+    cache.core.tiers.check()
     cache.close()
 
 
@@ -927,8 +926,7 @@ def test_a_load_that_breaks_off_ends_on_the_grid(num_loaded: int) -> None:
 
 def test_check_finds_staging_records_without_an_owner() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
-    assert cache.core.offloader is not None
-    buffer = cache.core.offloader.levels[0].buffer
+    buffer = cache.core.tiers.levels[0].buffer
     buffer._owners[0] = cache
     with pytest.raises(CheckFailed, match="without a live owner"):
         cache.check()
@@ -938,6 +936,6 @@ def test_check_finds_staging_records_without_an_owner() -> None:
         cache.check()
     buffer.release([row])
     cache.check()
-    cache.core.offloader._hashes[3] = 1
+    cache.core.tiers._hashes[3] = 1
     with pytest.raises(CheckFailed, match="have hashes"):
         cache.check()

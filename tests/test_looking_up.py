@@ -412,12 +412,12 @@ def test_a_prompt_starts_from_the_state_of_a_running_request(kinds: tuple[LayerK
     ahead.commit(text[:2048])
     layer = cache.layer(len(kinds) - 1)
     rows = layer["recurrent"]
-    rows[cache.core.state_rows(np.array([ahead.slot]))] = 7.0
+    rows[cache.core.states.rows(np.array([ahead.slot]))] = 7.0
     with cache.fence([ahead]):  # a step may be writing its states
         assert cache.open(text[:3000], capacity=0).cached_tokens == 0
     behind = cache.open(text[:3000], capacity=0)
     assert behind.cached_tokens == 2048 and len(cache.core.prefix.kept) == 1
-    assert (rows[cache.core.state_rows(np.array([behind.slot]))] == 7.0).all()
+    assert (rows[cache.core.states.rows(np.array([behind.slot]))] == 7.0).all()
     assert cache.open(text[:1000], capacity=0).cached_tokens == 0  # this prompt ends before that state
     cache.check()
 

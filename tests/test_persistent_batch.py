@@ -71,7 +71,7 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
     assert batch.positions.tolist() == [p for b in before for p in range(b, b + n)] + [0] * padding
     assert batch.step.request_slots.tolist() == [slot for slot in slots for _ in range(n)] + [-1] * padding
     assert batch.step.request_ids.tolist() == np.repeat(np.arange(num_rows), counts).tolist()
-    states = [int(cache.core.state_rows(np.array([slot]))[0]) for slot in slots] + [0] * padding
+    states = [int(cache.core.states.rows(np.array([slot]))[0]) for slot in slots] + [0] * padding
     assert batch.state_indices.tolist() == states
     assert batch.step.state_rows is not None
     assert batch.step.state_rows.tolist() == np.repeat(states, counts).tolist()

@@ -73,8 +73,7 @@ def test_requests_run_on_while_the_store_hangs_dies_and_restarts_empty(start: St
 
 def is_there(cache: KVCache) -> bool:
     """Return whether the store accepts records now."""
-    assert cache.core.offloader is not None
-    level = cache.core.offloader.levels[0]
+    level = cache.core.tiers.levels[0]
     before, text = level.stats().stored, np.random.default_rng(int(monotonic() * 1e6)).integers(100, 150, 30)
     run(cache, text)
     return cache.flush() and level.stats().stored > before

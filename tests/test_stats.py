@@ -119,7 +119,9 @@ def test_every_block_is_in_one_state(schema: Schema) -> None:
         assert told.block_nbytes == group.plan.row_nbytes
     full = next(told for group, told in zip(core.groups, stats.groups) if group is core.full)
     read = running[0].cached_tokens // 4
-    assert full.shared == read + 7 + 5 and (read or core.states)  # read by the first, pinned, published by the second
+    assert full.shared == read + 7 + 5 and (
+        read or core.prefix.states
+    )  # read by the first, pinned, published by the second
     used = sum((told.private + told.shared) * told.block_nbytes for told in stats.groups)
     assert stats.usage == used / stats.nbytes > 0
     cache.unpin(pin)

@@ -312,7 +312,7 @@ class KVCache:
     @exclusive
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait at most ``timeout`` seconds until all records due for tiers are stored; return whether they are."""
-        return self._core.offloader is None or self._core.offloader.flush(timeout)
+        return self._core.tiers.flush(timeout)
 
     # -- proof and counters ------------------------------------------------------------------------------------------
 
@@ -335,8 +335,8 @@ class KVCache:
         if core.guard.is_torn:
             core.clear()
         self._lifecycle.ending.close_all()
-        if core.is_open and core.offloader is not None:
-            core.offloader.close(timeout)
+        if core.is_open:
+            core.tiers.close(timeout)
         core.is_open = False
 
 

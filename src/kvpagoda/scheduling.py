@@ -200,7 +200,7 @@ class RunQueue(Generic[J]):
             except RetryLater:
                 if not self.running:
                     raise
-                if self.cache.core.offloader is not None and job.prefetch is None and job.suspended is None:
+                if self.cache.core.tiers.levels and job.prefetch is None and job.suspended is None:
                     job.prefetch = self.cache.prefetch(job.text, job.namespace, media=job.media)
                 return
             del self.waiting[0]
@@ -212,7 +212,7 @@ class RunQueue(Generic[J]):
         If the model has states, the running job keeps a checkpoint where the two texts part.
         """
         cache, text, namespace, media = self.cache, job.text, job.namespace, job.media
-        if cache.core.states is not None:
+        if cache.core.states.group is not None:
             return checkpoint_at_divergence(cache.core, text, namespace, media)
         return bool(cache.lookup(text, namespace, media=media).pending)
 
@@ -330,8 +330,7 @@ class RunQueue(Generic[J]):
     def took(self, seconds: float, num_tokens: int) -> None:
         """Record that computing ``num_tokens`` known tokens took ``seconds``, to estimate the cost of recomputing."""
         self.rate.add(seconds, num_tokens)
-        if self.cache.core.offloader is not None:
-            self.cache.core.offloader.reader.seconds_per_token = self.rate.seconds
+        self.cache.core.tiers.took(self.rate.seconds)
 
     def stats(self) -> QueueStats:
         """Return the number of waiting and running jobs and of preemptions."""

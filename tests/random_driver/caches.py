@@ -219,8 +219,7 @@ def failing_memory() -> Iterator[Failing]:
 
 def staging_in_use(cache: KVCache) -> list[int]:
     """Return how many staging records of each tier are in use."""
-    levels = () if cache.core.offloader is None else cache.core.offloader.levels
-    return [level.buffer.num_records - level.buffer.num_free for level in levels]
+    return [level.buffer.num_records - level.buffer.num_free for level in cache.core.tiers.levels]
 
 
 def num_moves(cache: KVCache) -> int:

@@ -304,7 +304,7 @@ class Batch:
             for column in (self.lengths, self.columns, self.last_page_len):
                 column[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
-        states = rows.zeros if core.states is None else core.state_rows(rows.slots)
+        states = core.states.rows(rows.slots)
         self.state_indices = buffers.put("state_indices", states)
         slots, positions = buffers.put("request_slots", rows.slot_of), buffers.put("positions", positions)
         ids = buffers.put("request_ids", rows.row_of)
@@ -363,7 +363,7 @@ def batch_of(
     for request, new in zip(requests, counts):
         request.check_running()
         ends.append(request.length + new)
-        if ends[-1] > (capacity := lifecycle.capacity_of(request)):
+        if ends[-1] > (capacity := request.capacity):
             text = f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
             raise BadInput(text)
     padding = rows - len(requests)

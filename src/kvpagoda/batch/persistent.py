@@ -261,7 +261,7 @@ class PersistentBatch:
             request = self._due[-1]
             if request.rows is rows:
                 rows.flush(request)
-                self._lifecycle.settle(request)
+                self._lifecycle.settler.settle(request)
             self._due.pop()
 
     def _read(self) -> None:
@@ -282,7 +282,7 @@ class PersistentBatch:
             request.detach()
             row = rows.row_of[request]
             slots[row], lengths[row] = request.slot, request.own_length
-            rows.capacity[row], rows.written[row] = self._lifecycle.capacity_of(request), 0
+            rows.capacity[row], rows.written[row] = request.capacity, 0
             rows.known[row], rows.settle_at[row] = request.own_length, request.settle_at
         rows.capacity[n:], self._one[:n], self._one[n:] = 0, 1, 0
         self._numbers = np.arange(n)

@@ -19,6 +19,7 @@ from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.ending import Ending
 from kvpagoda.cache.observing import observable
+from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.settling import Settler
@@ -64,9 +65,8 @@ class Admission:
             match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
             if self._settler.checkpoint_running_request(match, found):
                 match, found = core.prefix.find_again(match)
-            if core.offloader is not None and lookup:
-                hashes = core.hashes_of(request, length // core.block_size)[: (length - 1) // core.block_size + 1]
-                hit = self._look_below(hashes, reserved, match, found, prefetch)
+            if lookup:
+                hit = self._look_below(request, length, reserved, match, found, prefetch)
             if hit is not None:
                 hit.layerwise = layerwise
             self._begin(request, reserved, capacity, self._cached(request, match, found, hit))
@@ -75,7 +75,7 @@ class Admission:
             self._settler.begun(request, hit)
             if hit is not None:
                 hit.release()
-            if core.offloader is not None and core.memory.has_memory:
+            if core.tiers.levels and core.memory.has_memory:
                 request.opened_at = perf_counter()
         except BaseException:
             if request.state is State.RUNNING and not core.guard.is_torn:  # the caller gets no handle
@@ -131,10 +131,7 @@ class Admission:
             self._settler.settle(request)
             return
         match, found = core.prefix.find(keys, namespace)
-        hit: TierHit | None = None
-        if core.offloader is not None:
-            end = max(0, len(keys) - 1) // core.block_size
-            hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
+        hit = self._look_below(request, len(keys), reserved, match, found)
         with nullcontext() if hit is None else hit:
             computed = length - request.match.resumable
             self._begin(request, reserved, capacity or 0, self._cached(request, match, found, hit))
@@ -185,19 +182,23 @@ class Admission:
 
     def _look_below(
         self,
-        hashes: list[bytes],
+        request: Request,
+        length: int,
         reserved: list[int],
         match: Match,
         found: PrefixMatch,
         prefetch: Prefetch | None = None,
     ) -> TierHit | None:
-        """Return what tiers have of a text beyond what is cached. None if they have nothing, or if the ``reserved``
-        blocks are not available now."""
+        """Return what tiers have of all but the last of the first ``length`` tokens of ``request``, beyond what is
+        cached. None if they have nothing, or if the ``reserved`` blocks are not available now."""
         core = self._core
-        assert core.offloader is not None
+        if not isinstance(core.tiers, Offloader):
+            return None
+        end = max(0, length - 1) // core.block_size
+        hashes = core.tiers.hashes_of(request, end)[: end + 1]
         if any(blocks > core.capacity.available(group) for group, blocks in zip(core.groups, reserved)):
             return None
-        return core.offloader.reader.find(hashes, match.num_blocks, found.resumable // core.block_size, prefetch)
+        return core.tiers.reader.find(hashes, match.num_blocks, found.resumable // core.block_size, prefetch)
 
     # -- one start ----------------------------------------------------------------------------------------------------
 
@@ -278,6 +279,7 @@ class Admission:
         request.resumed_at = core.counters.stopped
         if is_resumed:
             del core.suspended[request]
+        core.allocated(request)
         core.running[slot] = request
         core.guard.is_torn = False
 

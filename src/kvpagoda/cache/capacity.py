@@ -23,10 +23,10 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
-from kvpagoda.cache.event_log import EventLog
+from kvpagoda.cache.event_log import NoEvents
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
-from kvpagoda.cache.offload import Offloader
+from kvpagoda.cache.offload import NoTiers
 from kvpagoda.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
@@ -52,15 +52,15 @@ class Capacity:
         groups: tuple[BlockGroup, ...],
         sectors: Sectors | None,
         prefix: PrefixCache,
-        offloader: Offloader | None,
+        tiers: NoTiers,
         memory: NoMemory,
         guard: Guard,
         running: dict[int, Request],
-        events: EventLog | None = None,
+        events: NoEvents,
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
-        self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
-        self._events, self._has_listeners = events, offloader is not None or memory.is_poisoning
+        self._tiers, self._memory, self._guard, self._running, self._events = tiers, memory, guard, running, events
+        self._tells_freed = bool(tiers.levels) or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
         self._portion = max(min(_PORTION, many // 64), many // 256)
@@ -223,8 +223,6 @@ class Capacity:
 
     def _evict(self, group: BlockGroup, n: int) -> bool:
         """Evict ``n`` cached blocks of ``group`` or fewer, and some ahead; return False if it has none to evict."""
-        if not self._prefix.cached[group.index].num_evictable:
-            return False
         if self._memory.is_copying:
             self._memory.finish_copies(group.index)
         return self.forget(self._prefix.evict, group, n, is_evicted=True)
@@ -241,29 +239,22 @@ class Capacity:
             guard.is_torn = False
             raise
         self._free(freed, is_evicted=is_evicted)
-        return bool(freed.blocks or freed.checkpoints)
+        return bool(freed.checkpoints) or any(len(names) for _, names in freed.blocks)
 
     def _free(self, freed: Freed, *, is_evicted: bool) -> None:
         """Free what the prefix cache has ``freed``; if it makes room, store it in tiers before. ``is_torn`` is set on
         entry and cleared at the end."""
-        offloader = self._offloader
         try:
-            if is_evicted and offloader is not None:
-                for number, names in freed.blocks:
-                    if self._groups[number] is self._prefix.full:
-                        offloader.evicted(names)
-                for checkpoint, kept in freed.checkpoints:
-                    offloader.store_checkpoint(checkpoint, self._prefix.index.needed_by(kept), "evict")
+            if is_evicted:
+                self._tiers.evicted(freed)
         finally:
-            if self._events is not None:
-                self._events.evicted(freed)
+            self._events.evicted(freed)
             for number, names in freed.blocks:
                 if len(names):
                     group = self._groups[number]
                     self.release(group, group.places_of(names))
-            if offloader is not None:
-                for checkpoint, _ in freed.checkpoints:
-                    offloader.checkpoint_dropped(checkpoint)
+            for checkpoint, _ in freed.checkpoints:
+                self._tiers.checkpoint_dropped(checkpoint)
             self._guard.is_torn = False
 
     def tidy(self) -> None:
@@ -276,13 +267,12 @@ class Capacity:
         """Free the blocks at ``places``, which nothing holds any more. Tiers forget their names; their bytes may be
         overwritten."""
         group.release(places)
-        if self._has_listeners:
+        if self._tells_freed:
             self.freed(group, places)
 
     def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
-        """Tell the offloader and the memory that the blocks at ``places`` were freed."""
-        if self._offloader is not None and group is self._prefix.full:
-            self._offloader.freed(group.names_at(places))
+        """Tell the tiers and the memory that the blocks at ``places`` were freed."""
+        self._tiers.freed(group, places)
         self._memory.freed(group.index, places)
 
     def _grant(self, grant: Grant) -> None:

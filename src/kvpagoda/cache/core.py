@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.capacity import Capacity
 from kvpagoda.cache.counters import Counters
-from kvpagoda.cache.event_log import TEXT, EventLog, Followed
+from kvpagoda.cache.event_log import TEXT, EventLog, Followed, NoEvents
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.namespace import Media, Namespaces
-from kvpagoda.cache.offload import Offloader
+from kvpagoda.cache.offload import NoTiers, Offloader
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request, State, TextPart
 from kvpagoda.cache.resume_points import ResumePoints
+from kvpagoda.cache.states import NoStates, States
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.no_memory import NoMemory
@@ -92,7 +89,8 @@ class Core:
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
             max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
         )  # fmt: skip
-        self.full, self.bounded, self.states = self.prefix.full, self.prefix.bounded, self.prefix.states
+        self.full, self.bounded = self.prefix.full, self.prefix.bounded
+        self.states = NoStates() if self.prefix.states is None else States(self.prefix.states, memory)
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
         swap = settings.limits.swap
         swap_nbytes = plan.nbytes if swap is None else int(swap)
@@ -108,23 +106,20 @@ class Core:
         self.waiting: dict[Request, None] = {}  #: requests that are to be settled, the oldest first
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
-        self.offloader: Offloader | None = None
+        self.tiers = NoTiers()
         if settings.tiers:
-            self.offloader = Offloader(
-                settings.tiers, records, self.full, self.bounded, memory, identity.secret, points.grid
-            )
+            self.tiers = Offloader(settings.tiers, records, self.prefix, self.media, memory, identity.secret)
+        self.events = NoEvents() if settings.events is None else settings.events
         self.capacity = Capacity(
-            self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
+            self.groups, self.sectors, self.prefix, self.tiers, memory, self.guard, self.running, self.events
         )
-        self.parts: tuple[object, ...] = (self.capacity,)  #: their ``observable`` methods can be observed
-        if self.offloader is not None:
-            self.parts += (self.offloader.reader,)
-        self.events = settings.events
-        if self.events is not None:
+        #: their ``observable`` methods can be observed
+        self.parts: tuple[object, ...] = (self.capacity, *self.tiers.parts)
+        if settings.events is not None:
             full = TEXT if self.full is None else self.full.index
             groups = tuple((group.plan.name, group.growth) for group in self.groups)
             followed = Followed(plan.block_size, grid, groups, full, identity.secret)
-            self.events.attach(self.prefix, self.namespaces, self.media, followed)
+            settings.events.attach(self.prefix, self.namespaces, self.media, followed)
         _log.info(
             "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,
             ", ".join(f"{group.num_blocks} blocks of {group.name}" for group in plan.groups),
@@ -135,31 +130,21 @@ class Core:
         if not self.is_open:
             raise StaleHandle("this cache is closed")
 
-    def extend_hashes(
-        self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
-    ) -> None:
-        """Append to ``block_hashes`` the hashes that are missing, up to the last whole block of ``tokens``.
-
-        ``block_hashes``: of the beginning of a text. ``tokens``: all tokens of the text from the first on. The cache
-        has tiers. O(new tokens).
-        """
-        assert self.offloader is not None
-        media = self.media.digests(media_ids, self.block_size) if media_ids else None
-        self.offloader.extend_hashes(block_hashes, namespace, tokens, media)
-
-    def hashes_of(self, request: Request, end: int) -> list[bytes]:
-        """Return the list of block hashes of ``request``: the root, then one for each of at least ``end`` blocks."""
-        if len(request.block_hashes) <= end:
-            tokens = request.raw_tokens(0, end * self.block_size)
-            self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
-        return request.block_hashes
-
     def set_epoch(self, request: Request, epoch: int | None) -> None:
         """Bind the new ``request`` to the weights of ``epoch`` until it ends; None: to the newest weights, which may
         change while it runs."""
         request.stays, request.epochs = epoch is not None, [(0, self.namespaces.epoch if epoch is None else epoch)]
         if request.stays and not self.namespaces.is_current(request.namespace):
             self.stale.add(request.namespace)  # dropped when its last request ends
+
+    def allocated(self, request: Request) -> None:
+        """Set for how many tokens ``request`` has room, after its blocks changed. Cannot fail. O(groups)."""
+        capacity, slot = self.max_context, request.slot
+        for group in self.groups:
+            group_capacity = group.end[slot] * group.block_size
+            if group_capacity < capacity:
+                capacity = group_capacity
+        request.capacity = capacity
 
     def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """Stop ``request``: free its own blocks and its slot, and unpin what it published.
@@ -210,7 +195,7 @@ class Core:
             duplicates = self.prefix.publish(request.slot, request.lease, *last, request.priority, is_late=True)
         except MemoryError:
             return owned
-        if self.events is not None and request.namespace not in self.stale:
+        if request.namespace not in self.stale:
             self.events.published(request, begin)
         count = request.lease.num_blocks - begin
         return duplicates + [(group, BlockPlaces(places[count:])) for group, places in owned]
@@ -234,13 +219,11 @@ class Core:
         self.swap.clear()
         self.prefix.clear_all()
         self.media.clear()
-        if self.offloader is not None:
-            self.offloader.clear()
+        self.tiers.clear()
         self.memory.forget_copies()
         for group in self.groups:
             self.memory.freed(group.index, group.free.free_ids())
-        if self.events is not None:
-            self.events.restart()
+        self.events.restart()
         self.guard.is_torn = False
 
     def num_blocks(self, group: BlockGroup) -> int:
@@ -263,11 +246,3 @@ class Core:
                 nbytes += self.num_blocks(group) * (plan.row_nbytes - plan.layout.nbytes)
             nbytes += idle * plan.row_nbytes
         return nbytes
-
-    def state_rows(self, slots: np.ndarray) -> np.ndarray:
-        """Return the place of the state of each of ``slots``, int32 ``[len(slots)]``. 0, the padding block, for slot
-        -1 and for models without states."""
-        if self.states is None:
-            return np.zeros(len(slots), np.int32)
-        rows: np.ndarray = self.states.table.cells[slots, 0]
-        return rows

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.namespace import Media, Namespaces
@@ -89,11 +88,35 @@ class Followed:
     secret: bytes = b""
 
 
-class EventLog:
+class NoEvents:
+    """The log of a cache whose changes nobody follows."""
+
+    is_followed = False
+
+    def published(self, request: Request, begin: int) -> None:
+        """Record that the blocks of ``request`` from ``begin`` on are shared."""
+
+    def kept(self, request: Request, num_blocks: int, copy: BlockNames) -> None:
+        """Record a checkpoint after the first ``num_blocks`` blocks of ``request``, with its states in block ``copy``:
+        ``[1]``, ``[0]`` without states."""
+
+    def evicted(self, freed: Freed) -> None:
+        """Record what the prefix cache evicted."""
+
+    def renewed(self, namespaces: Collection[bytes]) -> None:
+        """Record that nothing that was cached in ``namespaces`` can be found any more."""
+
+    def restart(self) -> None:
+        """Drop what waits, and record everything that can be found now. O(blocks)."""
+
+
+class EventLog(NoEvents):
     """The changes of one cache, ``KVCache(events=EventLog())``, until ``take`` removes them.
 
     ``capacity``: the most records that wait. One thread may use the cache while another calls ``take``. Raises
     BadInput."""
+
+    is_followed = True
 
     def __init__(self, capacity: int = 65_536) -> None:
         if type(capacity) is not int or capacity < 1:
@@ -148,7 +171,6 @@ class EventLog:
     # -- called by the cache, after it has changed -------------------------------------------------------------------
 
     def published(self, request: Request, begin: int) -> None:
-        """Record that the blocks of ``request`` from ``begin`` on are shared."""
         prefix, end = self._prefix, request.lease.num_blocks
         try:
             low, groups = begin, list[tuple[int, int, AnyIds]]()
@@ -160,9 +182,10 @@ class EventLog:
         except MemoryError:
             self._is_broken = True
 
-    def kept(self, request: Request, num_blocks: int, states: BlockGroup, copy: BlockNames) -> None:
-        """Record a checkpoint after the first ``num_blocks`` blocks of ``request``: block ``copy``, ``[1]``, of
-        ``states``."""
+    def kept(self, request: Request, num_blocks: int, copy: BlockNames) -> None:
+        states = self._prefix.states
+        if states is None:
+            return
         try:
             groups = ((states.index, num_blocks - 1, copy),)
             self._put(self._raw(request, num_blocks - 1, num_blocks, groups))
@@ -170,16 +193,13 @@ class EventLog:
             self._is_broken = True
 
     def evicted(self, freed: Freed) -> None:
-        """Record what the prefix cache evicted."""
         if freed.blocks or freed.numbers is not None:
             self._put(freed)
 
     def renewed(self, namespaces: Collection[bytes]) -> None:
-        """Record that nothing that was cached in ``namespaces`` can be found any more."""
         self._put(Renewed(frozenset(namespaces)))
 
     def restart(self) -> None:
-        """Drop what waits, and record everything that can be found now. O(blocks)."""
         self._is_broken = True  # until there is memory for all records
         self._records.clear()
         with suppress(MemoryError):

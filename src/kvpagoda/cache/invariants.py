@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.errors import CheckFailed
-
-_NONE = BlockNames(np.empty(0, np.int32))
 
 
 def check(core: Core) -> None:
@@ -20,9 +17,7 @@ def check(core: Core) -> None:
     core.swap.check(core.suspended.values())
     _check_prefix(core)
     core.capacity.check()
-    if core.offloader is not None:
-        cached = _NONE if core.full is None else core.prefix.index.texts.names()
-        core.offloader.check(cached, core.prefix.kept)
+    core.tiers.check()
 
 
 def _check_slots(core: Core) -> None:
@@ -87,6 +82,10 @@ def _check_request(core: Core, request: Request) -> None:
             or end * group.block_size < request.length
         ):
             raise CheckFailed(f"{where}: {group.name} has only blocks {first}..{end - 1} of its text")
+    if request.capacity != min(
+        [core.max_context, *(group.end[request.slot] * group.block_size for group in core.groups)]
+    ):
+        raise CheckFailed(f"{where}: its blocks do not have room for the {request.capacity} tokens that it counts")
     full = core.full
     if full is not None and full.shared[request.slot] != request.lease.num_blocks:
         raise CheckFailed(

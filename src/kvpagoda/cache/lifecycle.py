@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -58,8 +57,7 @@ class Lifecycle:
             return
         core.capacity.ensure_free(needs, more)
         ids = [group.free.peek(need) for group, need in zip(core.groups, needs)]
-        if core.states is not None and needs[core.states.index]:
-            core.memory.reset(core.states.index, ids[core.states.index])
+        core.states.reset(ids)
         begin = [0] * len(needs)
         group, _, count = lacking[0]
         core.guard.is_torn = True
@@ -70,16 +68,9 @@ class Lifecycle:
                 first = begin[group.index]
                 group.append(slot, ids[group.index][first : first + n])
                 begin[group.index] = first + n
+        for slot in ends:
+            core.allocated(core.running[slot])
         core.guard.is_torn = False
-
-    def capacity_of(self, request: Request) -> int:
-        """Return how many tokens, the committed ones included, every group has room for."""
-        capacity, slot = self.core.max_context, request.slot
-        for group in self.core.groups:
-            group_capacity = group.end[slot] * group.block_size
-            if group_capacity < capacity:
-                capacity = group_capacity
-        return capacity
 
     def commit(self, request: Request, token_ids: Any) -> None:
         """Record that the rows of the next tokens are written; see ``Sequence.commit``."""
@@ -92,7 +83,7 @@ class Lifecycle:
                 as_tokens(ids[left:], core.vocab_size)
         else:
             ids = as_tokens(token_ids, core.vocab_size)
-        count, end, capacity = len(ids), length + len(ids), self.capacity_of(request)
+        count, end, capacity = len(ids), length + len(ids), request.capacity
         if end > capacity:
             text = f"commit of {count} tokens after {length} passes the capacity of {capacity}"
             raise BadInput.with_hint(text, "extend first", needed=end, available=capacity)
@@ -106,19 +97,9 @@ class Lifecycle:
             request.append(ids)
         request.own_length = end
         if end >= request.settle_at:
-            self.settle(request)
+            self.settler.settle(request)
         elif end // core.block_size > length // core.block_size:
             core.waiting[request] = None
-
-    def settle(self, request: Request) -> None:
-        """Do what follows from the commits of ``request``; see ``Settler.settle``. With tiers, report how long its prompt
-        took once it is computed, so that loading can be compared with computing."""
-        if request.opened_at and request.own_length >= request.prompt_length:
-            assert self.core.offloader is not None
-            num_tokens = request.prompt_length - request.match.resumable
-            self.core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
-            request.opened_at = 0.0
-        self.settler.settle(request)
 
     # -- rewinding ---------------------------------------------------------------------------------------------------
 
@@ -205,6 +186,7 @@ class Lifecycle:
             group.reserve(slot, min(n, group.reserved[slot] + available))
         request.tokens, request.written = tokens, max(request.written, request.own_length)
         request.own_length = length
+        core.allocated(request)
         core.guard.is_torn = False
 
     def _make_room_for_copies(self, groups: list[BlockGroup], request: Request) -> list[BlockGroup]:
@@ -241,7 +223,7 @@ class Lifecycle:
         self.ending.check_unfenced(request, "suspended")
         self.settler.settle(request)
         self.settler.ending(request)
-        suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
+        suspended = core.swap.copy_out(request.slot, request.own_length, request.capacity, whole)
         core.release(request, suspended)
         self.ending.tidy()
 

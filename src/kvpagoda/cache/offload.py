@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from weakref import finalize
 
 import numpy as np
@@ -21,27 +21,95 @@ import numpy.typing as npt
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.cache.namespace import Media
+from kvpagoda.cache.prefix_cache import PrefixCache
+from kvpagoda.cache.request import Request
 from kvpagoda.cache.tier_hit import TierHit, checkpoint_part
 from kvpagoda.cache.tier_reader import TierReader
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.prefix.hybrid import Freed, Kept
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.records import xxh3_128
 from kvpagoda.tiers.spec import TierSpec, When
 from kvpagoda.units import real_number
 
+_NONE = BlockNames(np.empty(0, np.int32))
 Unit = tuple[BlockNames, bytes]
 """The names of the blocks of one record, and their hashes concatenated."""
 _CLOSING = 0.1  # share of its timeout that close() keeps for closing the tiers
 
 
-class Offloader:
+class NoTiers:
+    """The tiers of a cache without any: nothing is stored, nothing is found."""
+
+    levels: tuple[Level, ...] = ()
+    """The tiers, the fastest first."""
+    parts: tuple[object, ...] = ()
+    """Their ``observable`` methods can be observed."""
+
+    def published(self, request: Request, begin: int, source: TierHit | None = None) -> None:
+        """Store blocks ``begin ..`` of ``request``, which are cached from now on, in the levels that write at commit.
+        ``source``: where the blocks were loaded from, if they were."""
+
+    def reused(self, request: Request, checkpoint: int | None) -> None:
+        """Store the cached blocks that ``request`` starts from, and ``checkpoint``, in the levels that write at reuse,
+        unless they have them."""
+
+    def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
+        """Record that ``checkpoint`` has what a text needs to resume after the first ``num_blocks`` blocks of
+        ``request``."""
+
+    def store_checkpoint(self, checkpoint: int, kept: Kept, when: When) -> None:
+        """Store ``checkpoint``, which keeps ``kept``, in the levels that write ``when``."""
+
+    def evicted(self, freed: Freed) -> None:
+        """Store what is ``freed`` to make room in the levels that write at eviction. Memory must still hold it; it is
+        copied before this returns."""
+
+    def checkpoint_dropped(self, checkpoint: int) -> None:
+        """Forget ``checkpoint``, which is no longer kept."""
+
+    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
+        """Forget the blocks at ``places`` of ``group``, which are no longer cached."""
+
+    def set_weights(self, weights: str) -> None:
+        """Store and find records of ``weights`` from now on. Forget what waits to be stored."""
+
+    def computed(self, request: Request) -> None:
+        """Report how long the prompt of ``request`` took, once it is computed, so that loading can be compared with
+        computing."""
+
+    def took(self, seconds_per_token: float) -> None:
+        """Compare loading with computing that takes ``seconds_per_token``, as a scheduler measured it."""
+
+    def clear(self) -> None:
+        """Forget everything that is cached, and drop what waits to be stored."""
+
+    def check(self) -> None:
+        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row in use has an owner
+        that still needs it. Raises CheckFailed naming those that do not."""
+
+    def stats(self) -> tuple[LevelStats, ...]:
+        """Return the counters of each tier, without I/O."""
+        return ()
+
+    def flush(self, timeout: float) -> bool:
+        """Store what waits, for at most ``timeout`` seconds. Return whether all of it is stored. Raises BadInput."""
+        return True
+
+    def close(self, timeout: float) -> bool:
+        """Store what waits and close all tiers, within ``timeout`` seconds in all. Return whether all of it is done.
+        What a tier is still doing then ends in its own threads. Raises BadInput."""
+        return True
+
+
+class Offloader(NoTiers):
     """Stores what one cache has in its levels; ``reader`` loads it back. Used by the thread of the cache.
 
-    ``full``: the group whose blocks the prefix tree shares. ``bounded``: the groups whose blocks checkpoints keep.
-    ``memory``: copies the bytes. ``secret``: part of every key, so that the text cannot be guessed from a key without
-    it.
+    ``prefix``: what is cached, by name. ``media``: the digests of images in texts. ``memory``: copies the bytes.
+    ``secret``: part of every key, so that the text cannot be guessed from a key without it.
 
     The cache may report changes (``published``, ``freed`` and others) after it has changed its own state:
     tables are assigned after all that can fail, and a store that fails is counted as dropped."""
@@ -50,20 +118,21 @@ class Offloader:
         self,
         specs: Many[TierSpec],
         identity: RecordIdentity,
-        full: BlockGroup | None,
-        bounded: Many[BlockGroup],
+        prefix: PrefixCache,
+        media: Media,
         memory: NoMemory,
         secret: bytes = b"",
-        grid: int = 1,
     ) -> None:
-        self._full, self._bounded, self._memory = full, tuple(bounded), memory
+        full = prefix.full
+        self._prefix, self._media, self._memory = prefix, media, memory
+        self._full, self._bounded = full, prefix.bounded
         self._identity, self._secret = identity, secret
         specs = _proven(specs, identity)
         prefix_root(b"", secret)
         block_nbytes = 0 if full is None else memory.record_nbytes(full.index)
         most = [group.growth.most_blocks(group.block_size, 1) or 0 for group in self._bounded]  # in one checkpoint
         parts = [(count, memory.record_nbytes(group.index)) for count, group in zip(most, self._bounded)]
-        self.levels: tuple[Level, ...] = ()
+        self.levels = ()
         try:
             for spec in specs:
                 self.levels += (Level(spec, identity, block_nbytes, parts, memory.host_memory),)
@@ -81,23 +150,30 @@ class Offloader:
         self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block before it
         self._reused: set[int] = set()  # checkpoints sent to levels that write at reuse
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
-        self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory, grid)
+        self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory, prefix.points.grid)
+        self.parts = (self.reader,)
 
     def set_weights(self, weights: str) -> None:
-        """Store and find records of ``weights`` from now on. Forget what waits to be stored."""
         self._identity = replace(self._identity, weights=weights)
         self.clear()
         for level in self.levels:
             level.set_identity(self._identity)
 
+    def hashes_of(self, request: Request, end: int) -> list[bytes]:
+        """Return the list of block hashes of ``request``: the root, then one for each of at least ``end`` blocks."""
+        if len(request.block_hashes) <= end:
+            tokens = request.raw_tokens(0, end * self._identity.block_size)
+            self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
+        return request.block_hashes
+
     def extend_hashes(
-        self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media: Mapping[int, bytes] | None = None
+        self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
     ) -> None:
         """Append the missing hashes to ``block_hashes``, which is empty or has those of the first blocks of a text.
 
         They are the root of the text, then one hash for each whole block of ``tokens``: all tokens of the text from the
-        first on, int32 ``[n]``. ``media``: block number -> digest of what the block shows besides its tokens. O(new
-        tokens)."""
+        first on, int32 ``[n]``. ``media_ids``: offset in the text -> media id. O(new tokens)."""
+        media = self._media.digests(media_ids, self._identity.block_size) if media_ids else None
         size, first = self._identity.block_size, max(0, len(block_hashes) - 1)
         root = block_hashes[-1] if block_hashes else prefix_root(namespace, self._secret)
         new_media = {block - first: digest for block, digest in (media or {}).items() if block >= first}
@@ -106,15 +182,11 @@ class Offloader:
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def published(
-        self, block_hashes: Many[bytes], begin: int, names: BlockNames, source: TierHit | None = None
-    ) -> None:
-        """Store blocks ``begin ..`` of a text, which are cached from now on, in the levels that write at commit.
-
-        ``names``: ``[n]``, all cached blocks of the text in the full group (perhaps none). ``source``: where the
-        blocks were loaded from, if they were."""
+    def published(self, request: Request, begin: int, source: TierHit | None = None) -> None:
         if self._full is None:
             return
+        names = self._full.names_between(request.slot, 0, request.lease.num_blocks)
+        block_hashes = self.hashes_of(request, len(names))
         new = np.frombuffer(b"".join(block_hashes[begin + 1 : len(names) + 1]), np.uint8).reshape(-1, KEY_NBYTES)
         self._hashes[names[begin:]] = new
         levels = set() if source is None else {level for level, _ in source.records}
@@ -123,21 +195,21 @@ class Offloader:
                 self._queue(level, block_hashes, begin, names)
         self.drain()
 
-    def reused(
-        self, block_hashes: Many[bytes], names: BlockNames, checkpoint: int | None, copies: Many[BlockNames]
-    ) -> None:
-        """Store what a request reuses in the levels that write at reuse, unless they have it: the cached blocks
-        ``names``, the first of its text, and ``checkpoint`` with its blocks ``copies``."""
+    def reused(self, request: Request, checkpoint: int | None) -> None:
+        if not self._sent:
+            return
+        names = _NONE
+        if self._full is not None:
+            names = self._full.names_between(request.slot, 0, request.lease.num_blocks)
         for level, sent in self._sent.items():
             new = ~sent[names]
             if new.any():
-                self._queue(level, block_hashes, int(new.argmax()), names)
+                self._queue(level, self.hashes_of(request, len(names)), int(new.argmax()), names)
                 sent[names] = True
-        if self._sent:
-            self.drain()
-            if checkpoint is not None and checkpoint not in self._reused:
-                self._reused.add(checkpoint)
-                self.store_checkpoint(checkpoint, copies, "reuse")
+        self.drain()
+        if checkpoint is not None and checkpoint not in self._reused:
+            self._reused.add(checkpoint)
+            self.store_checkpoint(checkpoint, self._prefix.kept[checkpoint], "reuse")
 
     def _queue(self, level: Level, block_hashes: Many[bytes], begin: int, names: BlockNames) -> None:
         """Queue blocks ``names[begin:]`` of a text to be stored in ``level``, in whole records."""
@@ -159,11 +231,15 @@ class Offloader:
                 units = [backlog.popleft() for _ in range(count)]
                 self._store_blocks(level, [unit for unit in units if self._hashes[unit[0]].tobytes() == unit[1]])
 
-    def evicted(self, names: BlockNames) -> None:
-        """Store ``names``, blocks of the full group that are being evicted, in the levels that write at eviction.
+    def evicted(self, freed: Freed) -> None:
+        for number, names in freed.blocks:
+            if self._full is not None and number == self._full.index:
+                self._evicted(names)
+        for checkpoint, kept in freed.checkpoints:
+            self.store_checkpoint(checkpoint, kept, "evict")
 
-        ``names``: the deepest in their texts first. Their memory must still hold them; they are copied before this
-        returns."""
+    def _evicted(self, names: BlockNames) -> None:
+        """Store ``names``, blocks of the full group, the deepest in their texts first."""
         for level in self.levels:
             if level.spec.write == "evict":
                 known = names[self._hashes[names].any(axis=1)][::-1]  # parents before children
@@ -208,16 +284,22 @@ class Offloader:
             if not isinstance(error, Exception):  # an Exception is not raised: a GPU without room to pack, say
                 raise
 
+    def computed(self, request: Request) -> None:
+        if request.opened_at and request.own_length >= request.prompt_length:
+            num_tokens = request.prompt_length - request.match.resumable
+            self.reader.computed(perf_counter() - request.opened_at, num_tokens)
+            request.opened_at = 0.0
+
+    def took(self, seconds_per_token: float) -> None:
+        self.reader.seconds_per_token = seconds_per_token
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def checkpoint_saved(self, checkpoint: int, block_hash: bytes) -> None:
-        """Record that ``checkpoint`` holds what a text needs to resume after the block with ``block_hash``, which is
-        published."""
-        self._checkpoints[checkpoint] = block_hash
+    def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
+        self._checkpoints[checkpoint] = self.hashes_of(request, num_blocks)[num_blocks]
 
-    def store_checkpoint(self, checkpoint: int, copies: Many[BlockNames], when: When) -> None:
-        """Store ``checkpoint`` in levels that write ``when``. ``copies``: its blocks, for each bounded group."""
-        block_hash = self._checkpoints.get(checkpoint)
+    def store_checkpoint(self, checkpoint: int, kept: Kept, when: When) -> None:
+        copies, block_hash = self._prefix.index.needed_by(kept), self._checkpoints.get(checkpoint)
         for level in self.levels:
             if block_hash is None or level.spec.write != when:
                 continue
@@ -241,18 +323,16 @@ class Offloader:
         return [min(each, n - at) * width for at in range(0, n, each)]
 
     def checkpoint_dropped(self, checkpoint: int) -> None:
-        """Forget ``checkpoint``, which is no longer kept."""
         self._checkpoints.pop(checkpoint, None)
         self._reused.discard(checkpoint)
 
     # -- blocks that are freed ---------------------------------------------------------------------------------------
 
-    def freed(self, names: BlockNames) -> None:
-        """Forget blocks ``names`` of the full group, which are no longer cached."""
-        self._blocks[names] = 0
+    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
+        if group is self._full:
+            self._blocks[group.names_at(places)] = 0
 
     def clear(self) -> None:
-        """Forget everything that is cached, and drop what waits to be stored."""
         for backlog in self._backlog.values():
             backlog.clear()
         self._blocks[:] = 0
@@ -261,22 +341,19 @@ class Offloader:
 
     # -- proof, counters, closing ------------------------------------------------------------------------------------
 
-    def check(self, cached: BlockNames, checkpoints: Collection[int]) -> None:
-        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row in use has an
-        owner that still needs it. Raises CheckFailed naming those that do not."""
+    def check(self) -> None:
+        cached = _NONE if self._full is None else self._prefix.index.texts.names()
         hashed = np.flatnonzero(self._hashes.any(axis=1))
-        loose = [*np.setdiff1d(hashed, cached).tolist(), *(self._checkpoints.keys() - checkpoints)]
+        loose = [*np.setdiff1d(hashed, cached).tolist(), *(self._checkpoints.keys() - self._prefix.kept)]
         if loose:
             raise CheckFailed(f"blocks or checkpoints that are not cached have hashes: {loose[:16]}")
         for level in self.levels:
             level.check()
 
     def stats(self) -> tuple[LevelStats, ...]:
-        """Return the counters of each tier, without I/O."""
         return tuple(level.stats() for level in self.levels)
 
     def flush(self, timeout: float) -> bool:
-        """Store what waits, for at most ``timeout`` seconds. Return whether all of it is stored. Raises BadInput."""
         deadline = monotonic() + real_number(timeout, "a timeout in seconds")
         self.drain()
         while any(self._backlog.values()) and monotonic() < deadline:
@@ -287,8 +364,6 @@ class Offloader:
         return all([level.settle(deadline) for level in self.levels]) and not any(self._backlog.values())  # noqa: C419
 
     def close(self, timeout: float) -> bool:
-        """Store what waits and close all tiers, within ``timeout`` seconds in all. Return whether all of it is done.
-        What a tier is still doing then ends in its own threads. Raises BadInput."""
         begun, timeout = monotonic(), real_number(timeout, "a timeout in seconds")
         self.reader.close()
         is_stored = self.flush((1 - _CLOSING) * timeout)

@@ -37,9 +37,9 @@ class Request:
     """A text that is being computed: its tokens, its slot, and its place in the prefix cache.
 
     Tokens. ``tokens``: the buffer, int32; the first ``prompt_length`` are the prompt, the first ``length`` are
-    committed. ``own_length``: committed tokens without those that only ``rows`` has yet. ``written``: the most tokens
-    that a batch or a commit reached; rings and states hold the last of these. ``rows``: the persistent batch that
-    commits for it, if any.
+    committed. ``own_length``: committed tokens without those that only ``rows`` has yet. ``capacity``: how many tokens,
+    the committed ones included, every group has blocks for. ``written``: the most tokens that a batch or a commit
+    reached; rings and states hold the last of these. ``rows``: the persistent batch that commits for it, if any.
 
     Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``settle_at``: how many
     tokens it has when a commit settles it (``cache/settling.py``). ``publishes``: whether
@@ -56,7 +56,7 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "due", "epochs", "handle", "kept", "lease", "match", "media_ids", "namespace",
+        "block_hashes", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids", "namespace",
         "num_fences", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "settle_at",
         "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
@@ -71,7 +71,8 @@ class Request:
         *,
         publishes: bool = True,
     ) -> None:
-        self.tokens, self.prompt_length, self.own_length, self.written = tokens, prompt_length, 0, 0
+        self.tokens, self.prompt_length = tokens, prompt_length
+        self.own_length = self.capacity = self.written = 0
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
         self.match = _NO_MATCH
         self.lease: Lease

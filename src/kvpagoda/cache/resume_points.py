@@ -18,7 +18,8 @@ class ResumePoints:
     ``grid``: hits from checkpoints and tiers end at multiples of it. ``grid_tokens``: those of models with a full group
     alone end at multiples of this many tokens. ``every``: a prompt keeps a checkpoint at each multiple; 0: at none.
     ``coarse``: one more at the last multiple of it; 0: none. ``slack``: for how many blocks before the end of a prompt its
-    last checkpoint keeps windows, where no states are copied."""
+    last checkpoint keeps windows, where no states are copied. ``ends_steps``: whether a step must end where a checkpoint is
+    kept, since states must be copied there."""
 
     block_size: int
     grid: int
@@ -26,6 +27,7 @@ class ResumePoints:
     every: int
     coarse: int
     slack: int
+    ends_steps: bool
 
     @classmethod
     def of(cls, block_size: int, hit_grid: int, every: int | None, *, has_states: bool) -> ResumePoints:
@@ -33,7 +35,7 @@ class ResumePoints:
         ``block_size``, or 1."""
         coarse = max(1, _COARSE // block_size) if has_states else 0
         slack = 0 if has_states else _SLACK // block_size
-        return cls(block_size, max(1, hit_grid // block_size), hit_grid, every or 0, coarse, slack)
+        return cls(block_size, max(1, hit_grid // block_size), hit_grid, every or 0, coarse, slack, has_states)
 
     def due(self, begin: int, parted: int, prompt_length: int) -> list[int]:
         """Return after how many blocks a prompt of ``prompt_length`` tokens keeps checkpoints, ascending, if it starts
@@ -51,5 +53,5 @@ class ResumePoints:
 
     def is_worth_keeping(self, depth: int, resumable: int) -> bool:
         """Return whether a checkpoint after ``depth`` blocks may be resumed, and saves much beside one after
-        ``resumable``."""
-        return depth - resumable >= max(1, self.coarse) and depth % self.grid == 0
+        ``resumable``, whose states a request has only there."""
+        return self.ends_steps and depth - resumable >= self.coarse and depth % self.grid == 0

@@ -61,9 +61,9 @@ class Reuse:
             core.guard.is_torn = False
             raise
         core.stale = {name for name in core.stale | old if not core.namespaces.is_current(name)}
-        if core.events is not None and namespaces:
+        if namespaces:
             core.events.renewed(old)
-        elif core.events is not None:
+        else:
             core.events.restart()  # back to earlier weights: a namespace that was invalid may be found again
         for request in requests:
             if namespaces:
@@ -72,8 +72,8 @@ class Reuse:
                 request.enter_epoch(core.namespaces.epoch)
         for pin in core.prefix.pins_of(old):
             core.prefix.unpin(pin)
-        if weights is not None and core.offloader is not None:
-            core.offloader.set_weights(weights)
+        if weights is not None:
+            core.tiers.set_weights(weights)
         core.guard.is_torn = False
         self._lifecycle.ending.clear_stale()
         _log.info(

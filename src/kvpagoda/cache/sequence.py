@@ -83,7 +83,7 @@ class Sequence:
     def capacity(self) -> int:
         """The number of tokens, committed ones included, for which every group has blocks. Raises StaleHandle."""
         self._request.check_running()
-        return self._lifecycle.capacity_of(self._request)
+        return self._request.capacity
 
     @property
     def match(self) -> PrefixMatch:
@@ -123,7 +123,7 @@ class Sequence:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._lifecycle
         end = request.length + n
-        if end > lifecycle.capacity_of(request):
+        if end > request.capacity:
             lifecycle.extend({request.slot: end})
 
     @while_running

@@ -51,7 +51,7 @@ class Settler:
         self._step = size * min(in_step, default=0)
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
         steps are so short that not even a block was reserved for one."""
-        waits = core.states is None and core.offloader is None and core.events is None
+        waits = not self._points.ends_steps and not core.tiers.levels and not core.events.is_followed
         self.patience = 1 if not waits else _MOST_HELD if core.bounded else _MOST_WAITING
         """Blocks that an answer completes between two settlings. One: its states are copied, or a tier or a router waits,
         after each block."""
@@ -61,13 +61,14 @@ class Settler:
     def plan(self, request: Request) -> None:
         """Decide at which length ``request``, which was just settled or just started, is settled next."""
         core, size, length, end = self._core, self._core.block_size, request.own_length, request.prompt_length
-        if length < end and (core.bounded or core.offloader is not None or core.events is not None):
+        is_followed = bool(core.tiers.levels) or core.events.is_followed
+        if length < end and (core.bounded or is_followed):
             at = end
-            if core.states is not None and request.due:
+            if self._points.ends_steps and request.due:
                 at = min(at, request.due[0] * size)
             if core.prefix.windows:
                 at = min(at, length + max(1, self._step))
-            if core.offloader is not None or core.events is not None:
+            if is_followed:
                 at = min(at, (length // size + 1) * size)
         else:  # requests that began together are settled in different steps
             blocks = max(length, end) // size
@@ -94,6 +95,8 @@ class Settler:
         copy fails, the next commit tries again."""
         core = self._core
         core.waiting[request] = None
+        if request.opened_at:
+            core.tiers.computed(request)
         if request.num_fences:
             return
         publishes = request.publishes
@@ -139,16 +142,15 @@ class Settler:
         name = None if saved is None else saved[0]
         if name is not None:
             request.kept.append(name)
-        if begin and core.offloader is not None and not found.loaded:
-            copies = None if name is None else core.prefix.index.needed_by(core.prefix.kept[name])
-            core.offloader.reused(request.block_hashes, self._names(request), name, copies or ())
+        if begin and not found.loaded:
+            core.tiers.reused(request, name)
 
     def checkpoint_running_request(self, match: Match, found: PrefixMatch) -> bool:
         """Keep a checkpoint of a running request whose tokens end exactly where ``match`` ends, if that saves much
         compared with ``found``: its states are those that the text of ``match`` needs. Return whether there is such a
         request; then something may have been evicted, even if no checkpoint was kept. O(running requests)."""
         core, depth, size = self._core, match.num_blocks, self._core.block_size
-        if core.states is None or not self._points.is_worth_keeping(depth, found.resumable // size):
+        if not self._points.is_worth_keeping(depth, found.resumable // size):
             return False
         for peer in core.running.values():
             fits = peer.lease.node is match.node and peer.lease.num_blocks == depth and peer.own_length == depth * size
@@ -164,7 +166,7 @@ class Settler:
         """Return the most tokens that the next step of ``request`` should compute; see ``KVCache.step_limit``."""
         request.check_running()
         length, size = request.length, self._core.block_size
-        due = request.due if self._core.states is not None else ()
+        due = request.due if self._points.ends_steps else ()
         end = next((depth * size for depth in due if depth * size > length), self._core.max_context)
         return end - length
 
@@ -175,7 +177,7 @@ class Settler:
         if request.num_fences or not core.bounded or not request.publishes:
             return
         try:
-            if core.states is None and request.own_length >= request.prompt_length:
+            if not self._points.ends_steps and request.own_length >= request.prompt_length:
                 self._move_tail(request, request.lease.num_blocks, 0)
         except (MemoryError, RuntimeError) as error:
             self._report(error)
@@ -192,8 +194,6 @@ class Settler:
         end = length // size
         if begin == end:
             return
-        offloader = core.offloader
-        hashes = None if offloader is None else core.hashes_of(request, end)
         keys, guard = request.keys(begin * size, end * size), core.guard
         guard.is_torn = True
         try:
@@ -203,13 +203,12 @@ class Settler:
             raise
         for group, places in duplicates:
             core.capacity.release(group, places)
-        if core.events is not None and request.namespace not in core.stale:
+        if request.namespace not in core.stale:
             core.events.published(request, begin)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
-        if offloader is not None and hashes is not None:
-            offloader.published(hashes, begin, self._names(request), source)
+        core.tiers.published(request, begin, source)
 
     def last_blocks(self, request: Request) -> TextPart | None:
         """Return the blocks that ``request``, which ends, has not published; None if there are none. Only for models
@@ -223,11 +222,6 @@ class Settler:
         if begin == end or not has_computed or core.bounded or not request.publishes:
             return None
         return request.last_keys(begin * size, end * size)
-
-    def _names(self, request: Request) -> BlockNames:
-        """Return the names of the blocks of the full group that ``request`` shares with the prefix cache."""
-        full = self._core.full
-        return _NONE if full is None else full.names_between(request.slot, 0, request.lease.num_blocks)
 
     def _slide(self, request: Request, publishes: bool) -> None:
         """Free, or stop reading, the window blocks that ``request`` does not need any more.
@@ -263,17 +257,17 @@ class Settler:
         published, is_whole = request.lease.num_blocks, request.own_length % size == 0
         while request.due and request.due[0] <= published:
             depth, is_last = request.due[0], len(request.due) == 1
-            if core.states is not None and not (depth == published and is_whole):
+            if self._points.ends_steps and not (depth == published and is_whole):
                 core.counters.passed += 1  # a step went past it: its states are overwritten
                 del request.due[0]
                 continue
-            saved = self._save(request, depth, self._points.slack if is_last and core.states is None else 0)
+            saved = self._save(request, depth, self._points.slack if is_last else 0)
             del request.due[0]  # not before: if that fails, the next commit does it
             if saved is not None:
                 request.kept.append(saved[0])
                 if saved[1]:
                     self._store(saved[0])
-        if core.states is not None:
+        if self._points.ends_steps:
             if is_whole and request.own_length >= request.prompt_length:
                 self._move_tail(request, published, 0)
         elif request.due:
@@ -302,42 +296,37 @@ class Settler:
         Returns None if there is no room for it, if a window block is gone, or if a step computed more tokens than were
         committed, so that the states are those of another text. For room the least recently used
         checkpoint is evicted, but nothing that requests have reserved is used."""
-        core, capacity, prefix, states = self._core, self._core.capacity, self._core.prefix, self._core.states
+        core, prefix, states = self._core, self._core.prefix, self._core.states
         index = prefix.index
         name = index.checkpoint_at(request.lease, num_blocks)
         if name is not None:
             index.use(name)
             return name, False
         if prefix.is_full:
-            capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        needs = [int(group is states) for group in core.groups]
-        if states is not None and request.most_written - request.own_length > self._most_ahead:
+            core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
+        if states.group is not None and request.most_written - request.own_length > self._most_ahead:
             return None  # a step computed more tokens than were committed: the states are not those of the text
-        if prefix.is_full or (states is not None and not capacity.make_room(needs, needs)):
+        needs = [int(group is states.group) for group in core.groups]
+        if prefix.is_full or not core.capacity.make_room(needs, needs):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:
             return None
-        copy = _NONE
-        if states is not None:
-            copy = states.next_names(1)
-            core.memory.copy(states.index, states.held_places(request.slot), states.places_of(copy))
+        copy = states.copied(request.slot)
         core.guard.is_torn = True
-        if states is not None:
-            states.take(1)
+        states.take()
         name = index.keep(request.lease, num_blocks, Kept(*tails, copy))
-        if core.events is not None and states is not None and request.namespace not in core.stale:
-            core.events.kept(request, num_blocks, states, copy)
+        if request.namespace not in core.stale:
+            core.events.kept(request, num_blocks, copy)
         core.guard.is_torn = False
-        if core.offloader is not None:
-            core.offloader.checkpoint_saved(name, core.hashes_of(request, num_blocks)[num_blocks])
+        core.tiers.checkpoint_saved(name, request, num_blocks)
         return name, True
 
     def _store(self, name: int) -> None:
         """Store checkpoint ``name`` in tiers, if it is still kept."""
         core = self._core
-        if core.offloader is not None and name in core.prefix.kept:
-            core.offloader.store_checkpoint(name, core.prefix.index.needed_by(core.prefix.kept[name]), "commit")
+        if name in core.prefix.kept:
+            core.tiers.store_checkpoint(name, core.prefix.kept[name], "commit")
 
     def _failed(self, request: Request, error: MemoryError | RuntimeError) -> None:
         """Let the next commit of ``request`` try again what ``error`` stopped."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.swap import Suspended
@@ -72,15 +73,14 @@ class Cached:
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         self._touch(holding)
-        core, memory, states, partial = self._core, self._core.memory, self._core.states, holding.partial
+        core, partial, checkpoint = self._core, holding.partial, self.found.checkpoint
         if partial is not None and core.full is not None:
             source = core.full.places_of(BlockNames(core.prefix.tree.last_ids(partial)[:1]))
-            memory.copy(core.full.index, source, own[core.full.index][:1])
-        if states is not None and self.found.checkpoint is not None:
-            source = states.places_of(core.prefix.kept[self.found.checkpoint].states)
-            memory.copy(states.index, source, own[states.index][:1])
+            core.memory.copy(core.full.index, source, own[core.full.index][:1])
+        if checkpoint is None:
+            core.states.reset(own)
         else:
-            self._reset_states(own)
+            core.states.restore(core.prefix.kept[checkpoint].states, own)
         return self.found
 
     def _touch(self, holding: Holding) -> None:
@@ -88,12 +88,6 @@ class Cached:
         lease = holding.lease
         if lease.num_blocks:
             self._core.guard.change(self._core.prefix.tree.touch, lease, priority=self._priority)
-
-    def _reset_states(self, own: list[BlockPlaces]) -> None:
-        """Make the states, if the request has own ones already, those of an empty text."""
-        states = self._core.states
-        if states is not None and len(own[states.index]):
-            self._core.memory.reset(states.index, own[states.index])
 
 
 class Loaded(Cached):
@@ -117,8 +111,8 @@ class Loaded(Cached):
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         self._touch(holding)
         core, found, hit = self._core, self.found, self._hit
-        assert core.offloader is not None
-        reader = core.offloader.reader
+        assert isinstance(core.tiers, Offloader), "it found the hit"
+        reader = core.tiers.reader
         if core.bounded:
             reader.load_checkpoint(hit, [own[group.index] for group in core.bounded])
         if core.full is None:
@@ -149,8 +143,8 @@ class Swapped(Cached):
         core = self._core
         counts = [max(0, part.end - span.stop) for part, span in zip(self._suspended.parts, self.shared)]
         core.swap.copy_in(self._suspended, [places[:count] for places, count in zip(own, counts)])
-        if core.states is not None and not counts[core.states.index]:
-            self._reset_states(own)
+        if core.states.group is not None and not counts[core.states.group.index]:
+            core.states.reset(own)
         return self.found
 
 

@@ -162,7 +162,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
             for reason, requests in sorted(counters.short_requests.items())
         ),
         namespaces=namespaces,
-        tiers=() if core.offloader is None else core.offloader.stats(),
+        tiers=core.tiers.stats(),
         dropped=counters.dropped,
         publish_failures=counters.failed,
     )
