@@ -12,8 +12,8 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "formats", "layouts", "schema", "blocks", "policies", "prefix", "lanes", "kernels",
-    "memory", "tiers", "cache", "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor",
-    "testing", "replay", "adapters", "hf", "cli", "__main__",
+    "memory", "tiers", "cache", "offload", "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics",
+    "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
@@ -32,7 +32,19 @@ NEEDS_TORCH = {
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip
 """Rooms and files that import torch. Everything else works where torch is not installed."""
-NEVER_TORCH = {"errors", "units", "schema", "blocks", "policies", "prefix", "tiers", "cache", "scheduling", "replay"}
+NEVER_TORCH = {
+    "errors",
+    "units",
+    "schema",
+    "blocks",
+    "policies",
+    "prefix",
+    "tiers",
+    "cache",
+    "offload",
+    "scheduling",
+    "replay",
+}
 
 
 def module_of(path: Path) -> str:

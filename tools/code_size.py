@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 BOUNDS = {
-    "cache": 3_600,
+    "cache": 2_900,
+    "offload": 600,
     "prefix": 1_900,
     "schema": 1_950,
     "tiers": 1_800,
@@ -57,8 +58,8 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 7_200
-ALL_BOUND = 21_500
+ENGINE_CORE_BOUND = 6_750
+ALL_BOUND = 21_600
 FILES_BOUND = 240
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""

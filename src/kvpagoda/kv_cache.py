@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -12,21 +12,21 @@ from kvpagoda.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.admission import Admission
+from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.core import Core, Settings
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.lookup import look_up, prefetch
-from kvpagoda.cache.namespace import Namespace, with_media
+from kvpagoda.cache.namespace import Media, Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
-from kvpagoda.cache.prefix_cache import Pin
+from kvpagoda.cache.prefix_cache import Pin, PrefixCache
 from kvpagoda.cache.request import Request, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Fence, Sequence, requests_of
 from kvpagoda.cache.settling import Settler
 from kvpagoda.cache.stats import CacheStats, stats_of
-from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
@@ -35,6 +35,9 @@ from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
+
+if TYPE_CHECKING:
+    from kvpagoda.offload.hit import Prefetch
 
 NO_DEVICE = "none"
 TIERS = "tiers are made by host_tier, disk_tier and others, or are a TierSpec"
@@ -101,7 +104,8 @@ class KVCache:
         )  # fmt: skip
         memory = _memory(plan, device, truth(poison, "poison"), bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
-        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tiers, events)
+        below = _tiers(tiers, plan, identity, fingerprint)
+        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
         self._core = core = Core(plan, memory, settings)
         self._guard, self._settler = core.guard, Settler(core)
         self._admission = Admission(core, self._settler)
@@ -182,7 +186,9 @@ class KVCache:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = whole_number(priority, "priority", -(2**63), below=2**63)
         if prefetch is not None:
-            instance_of(prefetch, Prefetch, "prefetch, what KVCache.prefetch returned,")
+            from kvpagoda.offload.hit import Prefetch as Made
+
+            instance_of(prefetch, Made, "prefetch, what KVCache.prefetch returned,")
         if {type(layerwise), type(lookup), type(publish)} != {bool}:
             layerwise, lookup, publish = map(truth, (layerwise, lookup, publish), ("layerwise", "lookup", "publish"))
         key, media_ids = core.namespaces.key(namespace), {} if media is None else core.media.ids(media, length)
@@ -201,7 +207,8 @@ class KVCache:
 
         Pass the result to ``open(..., prefetch=...)`` when you open the request, or close it. At most half the staging
         memory of a tier is used for it. Raises BadInput, also if the cache has no tiers."""
-        return prefetch(self._core, token_ids, namespace, media)
+        begun: Prefetch = prefetch(self._core, token_ids, namespace, media)
+        return begun
 
     @exclusive
     def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
@@ -338,6 +345,19 @@ class KVCache:
         if core.is_open:
             core.tiers.close(timeout)
         core.is_open = False
+
+
+def _tiers(
+    specs: Many[TierSpec], plan: Plan, identity: Identity, fingerprint: str
+) -> Callable[[PrefixCache, Media, NoMemory], NoTiers]:
+    """Return what makes the tiers ``specs`` for the parts of a cache."""
+    if not specs:
+        return lambda *_: NoTiers()
+    from kvpagoda.offload.offloader import Offloader
+    from kvpagoda.tiers.level import RecordIdentity
+
+    records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
+    return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret)
 
 
 def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:

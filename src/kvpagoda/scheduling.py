@@ -30,9 +30,9 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.sequence import Sequence, published_request
 from kvpagoda.cache.swap import Rate
-from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.offload.hit import Prefetch
 from kvpagoda.units import ceil_div
 
 _log = logging.getLogger(__name__)

@@ -14,18 +14,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from time import perf_counter
+from typing import Any
 
 from kvpagoda.blocks.places import BlockPlaces
+from kvpagoda.cache.below import Hit
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.ending import Ending
 from kvpagoda.cache.observing import observable
-from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.settling import Settler
 from kvpagoda.cache.sources import Cached, Forked, Loaded, Source, Swapped
 from kvpagoda.cache.swap import Suspended
-from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Holding
@@ -48,7 +48,7 @@ class Admission:
         request: Request,
         capacity: int,
         reserve: int,
-        prefetch: Prefetch | None = None,
+        prefetch: Any = None,
         *,
         layerwise: bool = False,
         lookup: bool = True,
@@ -57,19 +57,20 @@ class Admission:
         core, length = self._core, request.prompt_length
         if core.dropped_fences:
             self.ending.leave_dropped_fences()
-        hit: TierHit | None = None
+        hit: Hit | None = None
         try:
             reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
             self._check_slot()
-            self._settler.settle_waiting()
+            if core.waiting:
+                self._settler.settle_waiting()
             match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
-            if self._settler.checkpoint_running_request(match, found):
+            if core.prefix.points.ends_steps and self._settler.checkpoint_running_request(match, found):
                 match, found = core.prefix.find_again(match)
-            if lookup:
+            if lookup and core.tiers.levels:
                 hit = self._look_below(request, length, reserved, match, found, prefetch)
             if hit is not None:
                 hit.layerwise = layerwise
-            self._begin(request, reserved, capacity, self._cached(request, match, found, hit))
+            self._begin(request, reserved, capacity, self._cached(match, found, hit))
             request.tally = core.counters.began(request.namespace, request.match, length if lookup else 0)
             request.tally.requests += 1
             self._settler.begun(request, hit)
@@ -127,46 +128,42 @@ class Admission:
             capacity = max(length, suspended.capacity if capacity is None else capacity)
             held = [ceil_div(capacity, group.block_size) - first for group, first in zip(core.groups, suspended.firsts)]
             reserved = [max(blocks) for blocks in zip(reserved, held)]
-            self._begin(request, reserved, capacity, self._swapped(request, match, suspended, reserved))
+            self._begin(request, reserved, capacity, self._swapped(match, suspended, reserved))
             self._settler.settle(request)
             return
         match, found = core.prefix.find(keys, namespace)
         hit = self._look_below(request, len(keys), reserved, match, found)
         with nullcontext() if hit is None else hit:
             computed = length - request.match.resumable
-            self._begin(request, reserved, capacity or 0, self._cached(request, match, found, hit))
+            self._begin(request, reserved, capacity or 0, self._cached(match, found, hit))
             request.tally.computed += computed
             core.counters.began(namespace, request.match, length)
             self._settler.begun(request, hit)
 
     # -- what a request may start from, in the order in which it is tried ---------------------------------------------
 
-    def _cached(
-        self, request: Request, match: Match, found: PrefixMatch, hit: TierHit | None
-    ) -> Iterator[Source | None]:
+    def _cached(self, match: Match, found: PrefixMatch, hit: Hit | None) -> Iterator[Source | None]:
         """Yield what tiers have beyond what was ``found``, what was found, and what of it needs no copy, since the source
         of a copy may be what must be evicted. Then None, and the same again, as it is by then."""
-        prefix, size, priority = self._core.prefix, self._core.block_size, request.priority
+        prefix, size = self._core.prefix, self._core.block_size
         while True:
             if hit is not None and hit.begin <= match.num_blocks and hit.end * size > found.resumable:
-                yield Loaded(self._core, match, found, hit, priority)
+                yield Loaded(self._core, match, found, hit)
                 match, found = prefix.find_again(match)  # making room for it may have evicted blocks
-            yield Cached(self._core, match, found, priority)
+            yield Cached(self._core, match, found)
             if found.checkpoint is not None or found.resumable % size:
                 match, found = prefix.find_again(match)
-                yield Cached(self._core, match, prefix.without_copies(match, found), priority)
+                yield Cached(self._core, match, prefix.without_copies(match, found))
             yield None
             match, found = prefix.find_again(match)
 
-    def _swapped(
-        self, request: Request, match: Match, suspended: Suspended, reserved: list[int]
-    ) -> Iterator[Source | None]:
-        """Yield what ``request`` had when it was ``suspended``, and then None, as long as all of it is there. Raises
+    def _swapped(self, match: Match, suspended: Suspended, reserved: list[int]) -> Iterator[Source | None]:
+        """Yield what a request had when it was ``suspended``, and then None, as long as all of it is there. Raises
         RetryLater if blocks that it left in the prefix cache were evicted: the next ``resume`` then has tokens to
         compute."""
         prefix = self._core.prefix
         while prefix.index.are_there(match, suspended.left_behind):
-            yield Swapped(self._core, match, suspended, request.priority)
+            yield Swapped(self._core, match, suspended)
             yield None
             match, _ = prefix.find_again(match)
         raise self._core.capacity.shortage(RetryLater, reserved, self._core.plan.budget)
@@ -187,18 +184,14 @@ class Admission:
         reserved: list[int],
         match: Match,
         found: PrefixMatch,
-        prefetch: Prefetch | None = None,
-    ) -> TierHit | None:
+        prefetch: Any = None,
+    ) -> Hit | None:
         """Return what tiers have of all but the last of the first ``length`` tokens of ``request``, beyond what is
         cached. None if they have nothing, or if the ``reserved`` blocks are not available now."""
         core = self._core
-        if not isinstance(core.tiers, Offloader):
-            return None
-        end = max(0, length - 1) // core.block_size
-        hashes = core.tiers.hashes_of(request, end)[: end + 1]
         if any(blocks > core.capacity.available(group) for group, blocks in zip(core.groups, reserved)):
             return None
-        return core.tiers.reader.find(hashes, match.num_blocks, found.resumable // core.block_size, prefetch)
+        return core.tiers.find(request, length, match.num_blocks, found.resumable // core.block_size, prefetch)
 
     # -- one start ----------------------------------------------------------------------------------------------------
 
@@ -225,6 +218,8 @@ class Admission:
         holding, names = source.hold()
         try:
             own = self._own_blocks(source, reserved, capacity)
+            if own is not None and holding.lease.num_blocks:
+                core.guard.change(core.prefix.tree.touch, holding.lease, priority=request.priority)
             found = None if own is None else source.fill(holding, own)
             if own is None or found is None:
                 core.guard.change(core.prefix.index.release, holding)

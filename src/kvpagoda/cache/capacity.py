@@ -23,10 +23,10 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
+from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.event_log import NoEvents
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
-from kvpagoda.cache.offload import NoTiers
 from kvpagoda.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks

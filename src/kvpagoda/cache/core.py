@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence as Many
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
+from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.capacity import Capacity
 from kvpagoda.cache.counters import Counters
 from kvpagoda.cache.event_log import TEXT, EventLog, Followed, NoEvents
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.namespace import Media, Namespaces
-from kvpagoda.cache.offload import NoTiers, Offloader
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request, State, TextPart
@@ -26,8 +26,6 @@ from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
-from kvpagoda.tiers.level import RecordIdentity
-from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import ceil_div, format_bytes
 
 _log = logging.getLogger(__name__)
@@ -47,7 +45,8 @@ class Settings:
     retention: Retention = field(default_factory=Retention)
     identity: Identity = field(default_factory=Identity)
     limits: Limits = field(default_factory=Limits)
-    tiers: Many[TierSpec] = ()
+    tiers: Callable[[PrefixCache, Media, NoMemory], NoTiers] = lambda *_: NoTiers()
+    """Makes the tiers below the device for a prefix cache, the digests of media in its texts, and its memory."""
     events: EventLog | None = None
 
 
@@ -96,7 +95,6 @@ class Core:
         swap_nbytes = plan.nbytes if swap is None else int(swap)
         self.swap = Swap(swap_nbytes, self.groups, memory)
         identity, fingerprint = settings.identity, settings.fingerprint
-        records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
         self.namespaces, self.media = Namespaces(fingerprint, identity.weights.encode()), Media()
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
@@ -106,9 +104,7 @@ class Core:
         self.waiting: dict[Request, None] = {}  #: requests that are to be settled, the oldest first
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
-        self.tiers = NoTiers()
-        if settings.tiers:
-            self.tiers = Offloader(settings.tiers, records, self.prefix, self.media, memory, identity.secret)
+        self.tiers = settings.tiers(self.prefix, self.media, memory)
         self.events = NoEvents() if settings.events is None else settings.events
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.tiers, memory, self.guard, self.running, self.events

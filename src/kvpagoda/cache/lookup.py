@@ -10,11 +10,9 @@ from typing import Any
 
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.namespace import with_media
-from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace
-from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix.tokens import as_tokens
 
@@ -73,17 +71,13 @@ def _for_each(value: Any, count: int, name: str) -> Any:
     return value
 
 
-def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Prefetch:
+def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Any:
     """Begin to read what tiers have of a text; see ``KVCache.prefetch``. Raises BadInput if there are no tiers."""
     core.check_open()
-    if not isinstance(core.tiers, Offloader):
-        raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
     tokens = as_tokens(token_ids, core.vocab_size)
     key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
     match, found = core.prefix.find(with_media(tokens, 0, media_ids), key)
-    hashes: list[bytes] = []
-    core.tiers.extend_hashes(hashes, key, tokens[: max(0, len(tokens) - 1)], media_ids)
-    return core.tiers.reader.prefetch(hashes, match.num_blocks, found.resumable // core.block_size)
+    return core.tiers.prefetch(key, tokens, media_ids, match.num_blocks, found.resumable // core.block_size)
 
 
 def checkpoint_at_divergence(

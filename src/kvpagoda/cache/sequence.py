@@ -202,7 +202,7 @@ class Sequence:
         """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.
         Inside a fence this waits until the fence ends. Raises StaleHandle if it is closed already."""
         request = self._request
-        if request.state is not State.SUSPENDED:
+        if request.state is not State.RUNNING and request.state is not State.SUSPENDED:
             request.check_running()
         if self._lifecycle.core.guard.is_torn:  # reset frees what it held
             request.state, request.rows = State.CLOSED, None

@@ -18,10 +18,10 @@ import logging
 import numpy as np
 
 from kvpagoda.blocks.places import BlockNames
+from kvpagoda.cache.below import Hit
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
-from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import Exhausted
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Kept
@@ -121,7 +121,7 @@ class Settler:
                 request.rows.flush(request)
             self.settle(request)
 
-    def begun(self, request: Request, hit: TierHit | None) -> None:
+    def begun(self, request: Request, hit: Hit | None) -> None:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
         it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
@@ -187,7 +187,7 @@ class Settler:
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
-    def _publish_blocks(self, request: Request, length: int, source: TierHit | None) -> None:
+    def _publish_blocks(self, request: Request, length: int, source: Hit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.
         ``source``: the hit that they were loaded from, if any. Raises MemoryError, changing nothing."""
         core, size, begin = self._core, self._core.block_size, request.lease.num_blocks

@@ -16,12 +16,11 @@ from typing import Protocol
 import numpy as np
 
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.cache.below import Hit
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.swap import Suspended
-from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Holding
 
@@ -47,10 +46,10 @@ class Source(Protocol):
 
 
 class Cached:
-    """What was ``found`` in the prefix tree, in ``match``. ``priority``: of the request, for the eviction policy."""
+    """What was ``found`` in the prefix tree, in ``match``."""
 
-    def __init__(self, core: Core, match: Match, found: PrefixMatch, priority: int = 0) -> None:
-        self._core, self._match, self._priority = core, match, priority
+    def __init__(self, core: Core, match: Match, found: PrefixMatch) -> None:
+        self._core, self._match = core, match
         self.found = found
         self.shared = self._columns(found.resumable // core.block_size)
 
@@ -72,7 +71,6 @@ class Cached:
         return holding, names
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
-        self._touch(holding)
         core, partial, checkpoint = self._core, holding.partial, self.found.checkpoint
         if partial is not None and core.full is not None:
             source = core.full.places_of(BlockNames(core.prefix.tree.last_ids(partial)[:1]))
@@ -83,24 +81,16 @@ class Cached:
             core.states.restore(core.prefix.kept[checkpoint].states, own)
         return self.found
 
-    def _touch(self, holding: Holding) -> None:
-        """Count a use of the blocks of texts that are shared."""
-        lease = holding.lease
-        if lease.num_blocks:
-            self._core.guard.change(self._core.prefix.tree.touch, lease, priority=self._priority)
-
 
 class Loaded(Cached):
     """What was ``found``, and what tiers have beyond it: the ``hit``, which ends further on."""
 
-    def __init__(self, core: Core, match: Match, found: PrefixMatch, hit: TierHit, priority: int = 0) -> None:
+    def __init__(self, core: Core, match: Match, found: PrefixMatch, hit: Hit) -> None:
         end = hit.end * core.block_size
         groups = {name: max(tokens, end) for name, tokens in found.groups.items()}
         known = max(found.num_tokens, end)
         limited_by = "nothing" if known == end else found.limited_by
-        super().__init__(
-            core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable), priority
-        )
+        super().__init__(core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable))
         self._hit = hit
 
     def _columns(self, num_blocks: int) -> list[range]:
@@ -109,17 +99,11 @@ class Loaded(Cached):
         return [range(whole) if group is core.full else span[:0] for group, span in zip(core.groups, columns)]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
-        self._touch(holding)
         core, found, hit = self._core, self.found, self._hit
-        assert isinstance(core.tiers, Offloader), "it found the hit"
-        reader = core.tiers.reader
-        if core.bounded:
-            reader.load_checkpoint(hit, [own[group.index] for group in core.bounded])
+        whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
+        end = whole + core.tiers.load(hit, own, whole)
         if core.full is None:
             return found
-        # last, since layers may still arrive afterwards
-        whole, grid = self.shared[core.full.index].stop, core.prefix.points.grid
-        end = whole + reader.load(hit, own[core.full.index][: hit.end - whole], whole)
         lost = (hit.end - end // grid * grid) * core.block_size
         if end < hit.end and (core.bounded or found.loaded <= lost):
             return None
@@ -129,17 +113,16 @@ class Loaded(Cached):
 class Swapped(Cached):
     """The bytes of a ``suspended`` request, and what it left in the prefix tree, which ``match`` has."""
 
-    def __init__(self, core: Core, match: Match, suspended: Suspended, priority: int = 0) -> None:
+    def __init__(self, core: Core, match: Match, suspended: Suspended) -> None:
         self._suspended = suspended
         found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
-        super().__init__(core, match, found, priority)
+        super().__init__(core, match, found)
 
     def _columns(self, num_blocks: int) -> list[range]:
         core, left = self._core, self._suspended.left_behind
         return [range(num_blocks) if group is core.full else left[group.index] for group in core.groups]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
-        self._touch(holding)
         core = self._core
         counts = [max(0, part.end - span.stop) for part, span in zip(self._suspended.parts, self.shared)]
         core.swap.copy_in(self._suspended, [places[:count] for places, count in zip(own, counts)])

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observe
 from kvpagoda.cache.request import Request
-from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import Exhausted, MissingExtra
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.offload.hit import TierHit
 from kvpagoda.units import whole_number
 
 with MissingExtra.unless("opentelemetry", "spans need opentelemetry-api; pip install 'kvpagoda[metrics]'"):

@@ -23,6 +23,7 @@ import numpy as np
 from kvpagoda.blocks.id_pool import IdPool
 from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames
+from kvpagoda.errors import StaleHandle
 from kvpagoda.policies.protocol import EvictionPolicy
 from kvpagoda.prefix.results import Evicted, Lease, Match
 from kvpagoda.prefix.tree import PrefixTree
@@ -348,10 +349,12 @@ class HybridIndex:
         """Keep from eviction the first ``num_blocks`` blocks of texts of ``at``, the cached blocks ``windows`` of each
         window, ``checkpoint``, and the block that begins with the last tokens of the match ``at`` (``has_partial``).
         Raises StaleHandle, keeping nothing, if blocks of the match were evicted."""
-        lease, partial = self.tree.pin(at, num_blocks), None
+        partial: Lease | None = None
         if has_partial:
-            assert isinstance(at, Match)
-            partial = self.tree.pin_partial(at)
+            partial = self.tree.pin_partial(at) if isinstance(at, Match) else None
+            if partial is None:
+                raise StaleHandle("blocks of this match were evicted; match again")
+        lease = self.tree.pin(at, num_blocks)
         holding = Holding(lease, tuple(windows), checkpoint, partial)
         for window, names in zip(self.windows, windows):
             window.read(names)

@@ -23,8 +23,8 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.swap import Rate
-from kvpagoda.cache.tier_hit import Prefetch, Record, TierHit
 from kvpagoda.memory.no_memory import NoMemory, Part
+from kvpagoda.offload.hit import Prefetch, Record, TierHit
 from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows

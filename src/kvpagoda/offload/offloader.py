@@ -3,7 +3,7 @@
     commit   new blocks, checkpoints of prompts ──► backlog ──► staging memory ──► level that writes at commit
     evict    evicted blocks and checkpoints     ────────────► staging memory ──► level that writes at eviction
 
-``tier_reader`` loads them back."""
+``reader`` loads them back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic, perf_counter, sleep
+from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -21,88 +22,25 @@ import numpy.typing as npt
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.namespace import Media
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
-from kvpagoda.cache.tier_hit import TierHit, checkpoint_part
-from kvpagoda.cache.tier_reader import TierReader
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.offload.hit import Prefetch, TierHit, checkpoint_part
+from kvpagoda.offload.reader import TierReader
 from kvpagoda.prefix.hybrid import Freed, Kept
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.records import xxh3_128
-from kvpagoda.tiers.spec import TierSpec, When
+from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import real_number
 
 _NONE = BlockNames(np.empty(0, np.int32))
 Unit = tuple[BlockNames, bytes]
 """The names of the blocks of one record, and their hashes concatenated."""
 _CLOSING = 0.1  # share of its timeout that close() keeps for closing the tiers
-
-
-class NoTiers:
-    """The tiers of a cache without any: nothing is stored, nothing is found."""
-
-    levels: tuple[Level, ...] = ()
-    """The tiers, the fastest first."""
-    parts: tuple[object, ...] = ()
-    """Their ``observable`` methods can be observed."""
-
-    def published(self, request: Request, begin: int, source: TierHit | None = None) -> None:
-        """Store blocks ``begin ..`` of ``request``, which are cached from now on, in the levels that write at commit.
-        ``source``: where the blocks were loaded from, if they were."""
-
-    def reused(self, request: Request, checkpoint: int | None) -> None:
-        """Store the cached blocks that ``request`` starts from, and ``checkpoint``, in the levels that write at reuse,
-        unless they have them."""
-
-    def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
-        """Record that ``checkpoint`` has what a text needs to resume after the first ``num_blocks`` blocks of
-        ``request``."""
-
-    def store_checkpoint(self, checkpoint: int, kept: Kept, when: When) -> None:
-        """Store ``checkpoint``, which keeps ``kept``, in the levels that write ``when``."""
-
-    def evicted(self, freed: Freed) -> None:
-        """Store what is ``freed`` to make room in the levels that write at eviction. Memory must still hold it; it is
-        copied before this returns."""
-
-    def checkpoint_dropped(self, checkpoint: int) -> None:
-        """Forget ``checkpoint``, which is no longer kept."""
-
-    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
-        """Forget the blocks at ``places`` of ``group``, which are no longer cached."""
-
-    def set_weights(self, weights: str) -> None:
-        """Store and find records of ``weights`` from now on. Forget what waits to be stored."""
-
-    def computed(self, request: Request) -> None:
-        """Report how long the prompt of ``request`` took, once it is computed, so that loading can be compared with
-        computing."""
-
-    def took(self, seconds_per_token: float) -> None:
-        """Compare loading with computing that takes ``seconds_per_token``, as a scheduler measured it."""
-
-    def clear(self) -> None:
-        """Forget everything that is cached, and drop what waits to be stored."""
-
-    def check(self) -> None:
-        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row in use has an owner
-        that still needs it. Raises CheckFailed naming those that do not."""
-
-    def stats(self) -> tuple[LevelStats, ...]:
-        """Return the counters of each tier, without I/O."""
-        return ()
-
-    def flush(self, timeout: float) -> bool:
-        """Store what waits, for at most ``timeout`` seconds. Return whether all of it is stored. Raises BadInput."""
-        return True
-
-    def close(self, timeout: float) -> bool:
-        """Store what waits and close all tiers, within ``timeout`` seconds in all. Return whether all of it is done.
-        What a tier is still doing then ends in its own threads. Raises BadInput."""
-        return True
 
 
 class Offloader(NoTiers):
@@ -180,9 +118,32 @@ class Offloader(NoTiers):
         new = prefix_hashes(root, tokens[first * size :], size, new_media)
         block_hashes += new if block_hashes else [root, *new]
 
+    # -- finding and loading -----------------------------------------------------------------------------------------
+
+    def find(
+        self, request: Request, length: int, num_cached: int, resumable: int, prefetch: Prefetch | None = None
+    ) -> TierHit | None:
+        end = max(0, length - 1) // self._identity.block_size
+        return self.reader.find(self.hashes_of(request, end)[: end + 1], num_cached, resumable, prefetch)
+
+    def load(self, hit: Any, own: Many[BlockPlaces], first: int) -> int:
+        if self._bounded:
+            self.reader.load_checkpoint(hit, [own[group.index] for group in self._bounded])
+        if self._full is None:
+            return 0
+        # last, since layers may still arrive afterwards
+        return self.reader.load(hit, own[self._full.index][: hit.end - first], first)
+
+    def prefetch(
+        self, namespace: bytes, tokens: Ids, media_ids: Mapping[int, int], num_cached: int, resumable: int
+    ) -> Prefetch:
+        hashes: list[bytes] = []
+        self.extend_hashes(hashes, namespace, tokens[: max(0, len(tokens) - 1)], media_ids)
+        return self.reader.prefetch(hashes, num_cached, resumable)
+
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def published(self, request: Request, begin: int, source: TierHit | None = None) -> None:
+    def published(self, request: Request, begin: int, source: Any = None) -> None:
         if self._full is None:
             return
         names = self._full.names_between(request.slot, 0, request.lease.num_blocks)
@@ -298,7 +259,7 @@ class Offloader(NoTiers):
     def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
         self._checkpoints[checkpoint] = self.hashes_of(request, num_blocks)[num_blocks]
 
-    def store_checkpoint(self, checkpoint: int, kept: Kept, when: When) -> None:
+    def store_checkpoint(self, checkpoint: int, kept: Kept, when: str) -> None:
         copies, block_hash = self._prefix.index.needed_by(kept), self._checkpoints.get(checkpoint)
         for level in self.levels:
             if block_hash is None or level.spec.write != when:
