@@ -230,20 +230,14 @@ class Capacity:
     @observable
     def forget(self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False) -> bool:
         """Free what ``decide(*args)``, a method of the prefix cache, evicts; return whether that is anything.
-        ``is_evicted``: it makes room, so tiers store it first."""
-        guard = self._guard
+        ``is_evicted``: it makes room, so tiers store it first. Whatever a tier raises, the rest is done."""
+        guard, has_freed = self._guard, False
         guard.is_torn = True
         try:
             freed = decide(*args)
         except Exception:
             guard.is_torn = False
             raise
-        self._free(freed, is_evicted=is_evicted)
-        return bool(freed.checkpoints) or any(len(names) for _, names in freed.blocks)
-
-    def _free(self, freed: Freed, *, is_evicted: bool) -> None:
-        """Free what the prefix cache has ``freed``; if it makes room, store it in tiers before. ``is_torn`` is set on
-        entry and cleared at the end."""
         try:
             if is_evicted:
                 self._tiers.evicted(freed)
@@ -251,11 +245,14 @@ class Capacity:
             self._events.evicted(freed)
             for number, names in freed.blocks:
                 if len(names):
+                    has_freed = True
                     group = self._groups[number]
                     self.release(group, group.places_of(names))
             for checkpoint, _ in freed.checkpoints:
+                has_freed = True
                 self._tiers.checkpoint_dropped(checkpoint)
-            self._guard.is_torn = False
+            guard.is_torn = False
+        return has_freed
 
     def tidy(self) -> None:
         """Poison freed blocks, if the memory does so. A failure is repeated before a block is allocated."""

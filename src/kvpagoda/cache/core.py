@@ -89,7 +89,7 @@ class Core:
             max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
-        self.states = NoStates() if self.prefix.states is None else States(self.prefix.states, memory)
+        self.states = NoStates() if self.prefix.states is None else States(self.prefix.states, len(self.groups), memory)
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
         swap = settings.limits.swap
         swap_nbytes = plan.nbytes if swap is None else int(swap)

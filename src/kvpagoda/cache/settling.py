@@ -306,8 +306,7 @@ class Settler:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
         if states.group is not None and request.most_written - request.own_length > self._most_ahead:
             return None  # a step computed more tokens than were committed: the states are not those of the text
-        needs = [int(group is states.group) for group in core.groups]
-        if prefix.is_full or not core.capacity.make_room(needs, needs):
+        if prefix.is_full or not states.make_room(core.capacity):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:

@@ -9,6 +9,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.cache.capacity import Capacity
 from kvpagoda.memory.no_memory import NoMemory
 
 _NONE = BlockNames(np.empty(0, np.int32))
@@ -26,9 +27,13 @@ class NoStates:
     def restore(self, copy: BlockNames, own: Many[Ids]) -> None:
         """Copy the states in block ``copy`` to the first free block of ``own``, blocks by group."""
 
+    def make_room(self, capacity: Capacity) -> bool:
+        """Return whether there is room for one more copy, after evictions if necessary."""
+        return True
+
     def copied(self, slot: int) -> BlockNames:
         """Copy the states of ``slot`` to the block that ``take`` allocates; return its name: ``[1]``, ``[0]`` without
-        states. The caller has made sure that a block is free."""
+        states. The caller has made room for it."""
         return _NONE
 
     def take(self) -> None:
@@ -43,9 +48,10 @@ class NoStates:
 class States(NoStates):
     """The states of requests in ``group``, whose bytes ``memory`` moves."""
 
-    def __init__(self, group: BlockGroup, memory: NoMemory) -> None:
+    def __init__(self, group: BlockGroup, num_groups: int, memory: NoMemory) -> None:
         self.group = group
         self._group, self._memory = group, memory
+        self._needs = [int(number == group.index) for number in range(num_groups)]
 
     def reset(self, own: Many[Ids]) -> None:
         places = own[self._group.index]
@@ -55,6 +61,9 @@ class States(NoStates):
     def restore(self, copy: BlockNames, own: Many[Ids]) -> None:
         index = self._group.index
         self._memory.copy(index, self._group.places_of(copy), BlockPlaces(own[index][:1]))
+
+    def make_room(self, capacity: Capacity) -> bool:
+        return capacity.make_room(self._needs, self._needs)
 
     def copied(self, slot: int) -> BlockNames:
         group, copy = self._group, self._group.next_names(1)
