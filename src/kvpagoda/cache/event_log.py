@@ -80,13 +80,15 @@ class Followed:
     """What a follower must know of a cache to tell from its blocks where a text can be resumed.
 
     ``hit_grid``: hits end at multiples of this many tokens. ``groups``: name and growth of each. ``full``: the index of
-    the group that keeps all tokens, or ``TEXT``. ``secret``: see ``Identity``."""
+    the group that keeps all tokens, or ``TEXT``. ``secret``: see ``Identity``. ``fields``: the names of the arrays in a
+    block of each group; publishers need them."""
 
     block_size: int
     hit_grid: int
     groups: tuple[tuple[str, Growth], ...]
     full: int
     secret: bytes = b""
+    fields: tuple[tuple[str, ...], ...] = ()
 
 
 class EventLog:

@@ -16,7 +16,7 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message
-from kvpagoda.events.wire import END, SEQUENCE_NBYTES
+from kvpagoda.events.wire import END, SEQUENCE_NBYTES, Encoding, Name
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import zmq
@@ -35,8 +35,8 @@ class Publisher:
 
     ``endpoint``: bound if it has ``*`` or is ``ipc:``, otherwise connected to. ``replay``: the endpoint where
     subscribers ask for batches again; None: no replay. ``interval``: the most seconds between two batches. ``keep``:
-    how many batches can be replayed. ``rank``: that of data parallelism. Make it between calls of the cache. Raises
-    BadInput for an endpoint that ZMQ refuses.
+    how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see ``EventStream``. Make it between
+    calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Publisher:
         topic: str = "",
         interval: float = 0.01,
         keep: int = 10_000,
-        rank: int | None = None,
+        rank: int = 0,
+        encoding: str | Encoding = "map",
     ) -> None:
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
@@ -58,7 +59,7 @@ class Publisher:
             _open(self._pub, endpoint)
             if replay is not None:
                 _open(self._router, replay)
-            self._stream = EventStream(log, keep=keep, rank=rank)
+            self._stream = EventStream(log, keep=keep, rank=rank, encoding=encoding)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -115,9 +116,11 @@ class Publisher:
         """Answer a request ``[client, b"", number]`` for the batches from ``number`` on; ignore other requests."""
         if len(frames) != 3 or len(frames[2]) != SEQUENCE_NBYTES:
             return
+        is_old = self._stream.encoding.form == "array"  # the replies of vLLM that writes arrays have no topic
         for sequence, payload in self._stream.replay(int.from_bytes(frames[2], "big")):
-            self._router.send_multipart([frames[0], b"", sequence.to_bytes(SEQUENCE_NBYTES, "big"), payload])
-        self._router.send_multipart([frames[0], b"", END, b""])
+            topic = [] if is_old else [self._topic]
+            self._router.send_multipart([frames[0], b"", *topic, sequence.to_bytes(SEQUENCE_NBYTES, "big"), payload])
+        self._router.send_multipart([frames[0], b"", *([] if is_old else [b""]), END, b""])
 
 
 class Subscriber:
@@ -146,13 +149,13 @@ class Subscriber:
         self._asked_at: float | None = None
         self._ask(0)
 
-    def poll(self, timeout: float = 0.0) -> list[bytes]:
+    def poll(self, timeout: float = 0.0) -> list[Name]:
         """Receive messages for at most ``timeout`` seconds, until some come; return what ``Follower.feed`` returns."""
-        lost, end = list[bytes](), monotonic() + timeout
+        lost, end = list[Name](), monotonic() + timeout
         while ready := self._poller.poll(max(0, round(1000 * (end - monotonic())))):
             end = 0.0
             for socket, _ in ready:
-                _, number, payload = socket.recv_multipart()
+                *_, number, payload = socket.recv_multipart()
                 if number == END:
                     self._asked_at = None
                 else:
