@@ -214,7 +214,7 @@ class EventStream:
         number, name, kind, window = self._told(group)
         salt, adapter, weights = fields_of(root.digest)
         space = b"" if parent.depth else prefix_root(root.digest, self.index.followed.secret)
-        is_salted = salt is not None or weights is not None
+        salted = space.hex() if space and (salt is not None or weights is not None) else None
         return BlockStored(
             [block.name for block in run],
             parent.name if parent.depth else None,
@@ -223,26 +223,27 @@ class EventStream:
             lora_id=None,
             medium=wire.MEDIUM,
             lora_name=None if adapter is None else adapter.decode(errors="replace"),
-            extra_keys=self._extra_keys(keys.reshape(-1, size), space if is_salted else b""),
+            extra_keys=self._extra_keys(keys.reshape(-1, size), salted),
             group_idx=number,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             group_name=name,
             namespace=space,
+            cache_salt=salted,
         )
 
-    def _extra_keys(self, keys: Ids, salt: bytes) -> list[tuple[Any, ...] | None] | None:
+    def _extra_keys(self, keys: Ids, salt: str | None) -> list[tuple[Any, ...] | None] | None:
         """Return the ``extra_keys`` of the blocks with tokens ``keys``, int32 ``[blocks, block size]``. ``salt``: of
         the first one."""
         found: list[tuple[Any, ...] | None] = [None] * len(keys)
         is_media = are_media(keys) if self._media else np.zeros(0, np.bool_)
-        if not salt and not is_media.any():
+        if salt is None and not is_media.any():
             return None
         for number in np.flatnonzero(is_media.any(axis=-1)).tolist():
             offsets = np.flatnonzero(is_media[number]).tolist()
             found[number] = tuple((self._media[int(keys[number, at])].hex(), at) for at in offsets)
-        if salt:
-            found[0] = (*(found[0] or ()), salt.hex())
+        if salt is not None:
+            found[0] = (*(found[0] or ()), salt)
         return found
 
     def _remove(self, group: int, blocks: list[Block], events: list[Event]) -> None:

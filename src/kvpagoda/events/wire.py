@@ -6,8 +6,8 @@ array that begins with it (vLLM up to 0.23). Field names, their order and types 
 ``vllm/distributed/kv_events.py``; those of kvpagoda come after them:
 
     BlockStored     block_hashes  parent_block_hash  token_ids  block_size  lora_id  medium  lora_name  extra_keys  group_idx
-                    kv_cache_spec_kind  kv_cache_spec_sliding_window  locality  ownership  session_id
-                    | instance  group_name  namespace
+                    kv_cache_spec_kind  kv_cache_spec_sliding_window  locality  ownership  session_id  lookahead_token_ids
+                    | instance  group_name  namespace  cache_salt
     BlockRemoved    block_hashes  medium  group_idx  locality  ownership  | instance  group_name  group_kind  lost
     AllBlocksCleared                                                      | instance  cache
 """
@@ -73,14 +73,14 @@ class CacheInfo(msgspec.Struct, frozen=True):
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Consecutive blocks of a text were stored in one group.
 
-    ``token_ids``: those of all blocks; 0 where a medium begins; the last block of a text may be partial. ``extra_keys``: None,
-    or for each block None or what its name depends on besides its tokens: (digest in hexadecimal, offset in the block) of
-    each medium that begins in it, and in the first block of a text in a namespace with a salt, the ``namespace`` in
-    hexadecimal. ``group_idx``: None if only the text is known, for a model in which no group keeps all tokens.
-    ``lora_name``: the adapter of the namespace, if it is text.
+    ``token_ids``: those of all blocks; 0 where a medium begins; the last block of a text may be partial. ``extra_keys``:
+    None, or for each block None or what its name depends on besides its tokens: (digest in hexadecimal, offset in the
+    block) of each medium that begins in it, and in the first block of a text its ``cache_salt``. ``group_idx``: None if
+    only the text is known, for a model in which no group keeps all tokens. ``lora_name``: the adapter of the namespace.
 
     ``instance``: in the first event of each batch, the number that the publisher drew when it started. ``namespace``: in
-    events that begin a text, the digest of its namespace, see ``kvpagoda.events.namespace_name``.
+    events that begin a text, the digest of its namespace, see ``kvpagoda.events.namespace_name``. ``cache_salt``, SGLang's
+    name: the same in hexadecimal, if the namespace has a salt or names weights.
     """
 
     block_hashes: list[Name]
@@ -97,9 +97,11 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
     instance: int | None = None
     group_name: str | None = None
     namespace: bytes = b""
+    cache_salt: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
@@ -144,7 +146,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 _OURS: dict[type[Event], dict[str, Any]] = {
-    BlockStored: {"instance": None, "group_name": None, "namespace": b""},
+    BlockStored: {"instance": None, "group_name": None, "namespace": b"", "cache_salt": None},
     BlockRemoved: {"instance": None, "group_name": None, "group_kind": None, "lost": []},
     AllBlocksCleared: {"instance": None, "cache": None},
 }
