@@ -126,13 +126,22 @@ class Publisher:
 class Subscriber:
     """Receives the messages of a ``Publisher``, asks for missing ones, and feeds them to ``follower``, which you query.
 
-    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which may start later. For use from one thread.
-    Raises BadInput for an endpoint that ZMQ refuses.
+    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which may start later. ``context``: whose sockets it
+    uses; None: one of its own. For use from one thread. Raises BadInput for an endpoint that ZMQ refuses.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str, *, topic: str = "", secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: str = "",
+        secret: bytes = b"",
+        context: Any = None,
+    ) -> None:
         self.follower = Follower(secret)
-        self._context = zmq.Context()
+        self.heard_at: float | None = None  #: time of ``monotonic`` of the last message; None before the first
+        self._context, self._is_shared = context or zmq.Context(), context is not None
         self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         for socket in (self._sub, self._dealer):
             socket.set_hwm(MOST_UNREAD)
@@ -140,7 +149,7 @@ class Subscriber:
             self._sub.connect(endpoint)
             self._dealer.connect(replay_endpoint)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self.close()
             raise BadInput(f"cannot connect to {endpoint!r} and {replay_endpoint!r}: {error}") from None
         self._sub.subscribe(topic.encode())
         self._poller = zmq.Poller()
@@ -159,6 +168,7 @@ class Subscriber:
                 if number == END:
                     self._asked_at = None
                 else:
+                    self.heard_at = monotonic()
                     lost += self.follower.feed(int.from_bytes(number, "big"), payload)
         wanted = self.follower.wanted
         if wanted is not None and (self._asked_at is None or monotonic() - self._asked_at > PATIENCE):
@@ -167,7 +177,10 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the sockets. A second call does nothing."""
-        self._context.destroy(linger=0)
+        for socket in (self._sub, self._dealer):
+            socket.close(linger=0)
+        if not self._is_shared:
+            self._context.term()
 
     def __enter__(self) -> Subscriber:
         return self
