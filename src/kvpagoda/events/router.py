@@ -17,6 +17,7 @@ from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra, did_you_mean
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.index import Resumable
 from kvpagoda.events.publisher import HEARTBEAT, Subscriber
+from kvpagoda.prefix.tokens import as_tokens
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import msgspec
@@ -122,10 +123,10 @@ class Router:
 
         As ``Follower.resumable``. O(n) for each worker. Raises BadInput.
         """
-        found = {}
+        found, tokens = {}, as_tokens(token_ids)
         for name, worker in self.workers.items():
             with worker.lock:
-                found[name] = worker.subscriber.follower.resumable(token_ids, namespace, media=media)
+                found[name] = worker.subscriber.follower.resumable(tokens, namespace, media=media)
         return found
 
     def answer(self, method: str, path: str, body: bytes = b"") -> Answer:

@@ -27,7 +27,7 @@ class RouterServer:
         except (OSError, OverflowError) as error:
             raise BadInput(f"cannot serve on {host}:{port}: {error}") from None
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        self._thread = Thread(target=self._server.serve_forever, name="kvpagoda-http", daemon=True)
+        self._thread = Thread(target=self._server.serve_forever, args=(0.05,), name="kvpagoda-http", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
