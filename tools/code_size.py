@@ -35,11 +35,11 @@ BOUNDS = {
     "adapters": 800,
     "policies": 750,
     "batch": 700,
-    "events": 650,
+    "events": 1_050,
     "memory": 600,
     "metrics": 550,
     "blocks": 550,
-    "cli": 350,
+    "cli": 400,
     "formats": 500,
     "lanes": 400,
     "kv_cache": 250,
@@ -57,8 +57,8 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 7_200
-ALL_BOUND = 21_500
+ENGINE_CORE_BOUND = 7_300
+ALL_BOUND = 22_000
 FILES_BOUND = 240
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""

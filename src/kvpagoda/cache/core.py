@@ -108,8 +108,9 @@ class Core:
         self.offloader: Offloader | None = None
         if settings.tiers:
             self.offloader = Offloader(
-                settings.tiers, records, self.full, self.bounded, memory, identity.secret, self.prefix.grid
-            )
+                settings.tiers, records, self.full, self.bounded, memory, identity.secret, self.prefix.grid,
+                settings.events,
+            )  # fmt: skip
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
         )

@@ -8,9 +8,10 @@ misses a change."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ from kvpagoda.errors import BadInput
 from kvpagoda.prefix.hybrid import Freed
 from kvpagoda.prefix.tokens import are_media
 from kvpagoda.schema.fields import Growth
+from kvpagoda.tiers.driver import Status
+from kvpagoda.tiers.keys import KEY_NBYTES
+from kvpagoda.tiers.level import Level
 
 TEXT = -1
 """The group number of blocks of texts, where no group keeps all tokens."""
@@ -67,7 +71,15 @@ class Restart(NamedTuple):
     shared: tuple[Shared, ...]
 
 
-Record = Shared | Gone | Renewed | Restart
+class Kept(NamedTuple):
+    """A tier stored blocks of the full group, or dropped them (``is_there``): their hashes. ``medium``: "CPU" or "STORAGE"."""
+
+    medium: str
+    hashes: tuple[bytes, ...]
+    is_there: bool
+
+
+Record = Shared | Gone | Renewed | Restart | Kept
 _Groups = tuple[tuple[int, int, AnyIds], ...]
 _Raw = tuple[bytes, int, int, Ids, int, AnyIds, _Groups, dict[int, bytes]]
 """What ``take`` turns into a ``Shared``: namespace, first block, end block, tokens, the position in the text of the
@@ -91,6 +103,32 @@ class Followed:
     fields: tuple[tuple[str, ...], ...] = ()
 
 
+class Watch:
+    """Tells ``put`` what one tier keeps, from the threads of that tier. ``medium``: see ``Kept``."""
+
+    def __init__(self, medium: str, put: Callable[[Kept], None]) -> None:
+        self._medium, self._put, self._lock = medium, put, Lock()
+        self._hashes: dict[bytes, bytes] = {}  # key of a record -> the hashes of its blocks, concatenated
+
+    def stored(self, hashes: Mapping[bytes, bytes], statuses: list[Status]) -> None:
+        """Tell which of the records with the keys of ``hashes`` are stored, as their ``statuses`` say."""
+        with self._lock:
+            for (key, some), status in zip(hashes.items(), statuses):
+                if status is Status.OK:
+                    self._hashes[key] = some
+                    self._tell(some, True)
+
+    def dropped(self, key: bytes) -> None:
+        """Tell that the record ``key`` is not kept any more, if it was told that it is."""
+        with self._lock:
+            if (hashes := self._hashes.pop(key, None)) is not None:
+                self._tell(hashes, False)
+
+    def _tell(self, hashes: bytes, is_there: bool) -> None:
+        split = tuple(hashes[at : at + KEY_NBYTES] for at in range(0, len(hashes), KEY_NBYTES))
+        self._put(Kept(self._medium, split, is_there))
+
+
 class EventLog:
     """The changes of one cache, ``KVCache(events=EventLog())``, until ``take`` removes them.
 
@@ -105,6 +143,7 @@ class EventLog:
         self._records: deque[Record | Freed | _Raw] = deque()
         self._followed: Followed | None = None
         self._is_broken = False
+        self.is_watching = False  #: whether tiers tell what they keep
 
     def attach(self, prefix: PrefixCache, namespaces: Namespaces, media: Media, followed: Followed) -> None:
         """Make this the log of ``prefix``, in which nothing is cached yet. Raises BadInput if it is the log of a cache
@@ -146,6 +185,23 @@ class EventLog:
         if freed.numbers is not None and len(freed.numbers):
             blocks.append((TEXT, freed.numbers))
         return Gone(tuple(blocks))
+
+    def watches(self, levels: Iterable[Level]) -> dict[Level, Watch]:
+        """Return an object to tell for each of ``levels`` whose driver tells what it drops: host memory and disk."""
+        found = {}
+        for level in levels:
+            if hasattr(level.tier.driver, "on_drop"):
+                found[level] = Watch("CPU" if level.spec.is_private else "STORAGE", self._put_kept)
+                level.tier.driver.on_drop = found[level].dropped
+        self.is_watching = bool(found)
+        return found
+
+    def _put_kept(self, record: Kept) -> None:
+        """Append ``record``, from any thread. If the log is full the cache's next record starts it again."""
+        if len(self._records) < self.capacity:
+            self._records.append(record)
+        else:
+            self._is_broken = True
 
     # -- called by the cache, after it has changed -------------------------------------------------------------------
 

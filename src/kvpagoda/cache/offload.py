@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic, sleep
 from weakref import finalize
 
@@ -21,10 +22,12 @@ import numpy.typing as npt
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.tier_hit import TierHit, checkpoint_part
 from kvpagoda.cache.tier_reader import TierReader
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.records import xxh3_128
@@ -41,7 +44,7 @@ class Offloader:
 
     ``full``: the group whose blocks the prefix tree shares. ``bounded``: the groups whose blocks checkpoints keep.
     ``memory``: copies the bytes. ``secret``: part of every key, so that the text cannot be guessed from a key without
-    it.
+    it. ``log``: is told which blocks the levels keep.
 
     The cache may report changes (``published``, ``freed`` and others) after it has changed its own state:
     tables are assigned after all that can fail, and a store that fails is counted as dropped."""
@@ -55,6 +58,7 @@ class Offloader:
         memory: NoMemory,
         secret: bytes = b"",
         grid: int = 1,
+        log: EventLog | None = None,
     ) -> None:
         self._full, self._bounded, self._memory = full, tuple(bounded), memory
         self._identity, self._secret = identity, secret
@@ -71,6 +75,7 @@ class Offloader:
             _close(self.levels, 0.0)
             raise
         finalize(self, _close, self.levels, 0.0).atexit = False
+        self._watches = {} if log is None else log.watches(self.levels)
         num_rows = 0 if full is None else full.plan.num_rows
         writers = [level for level in self.levels if level.spec.write == "reuse"]
         self._blocks = np.zeros(num_rows, [("hash", np.uint8, KEY_NBYTES), ("sent", np.bool_, len(writers))])
@@ -177,10 +182,12 @@ class Offloader:
                     self._store_blocks(level, units[at : at + level.batch])
 
     def _store_blocks(self, level: Level, units: Many[Unit]) -> None:
-        keys = {level.key(hashes[-KEY_NBYTES:]): names for names, hashes in units}
+        keys = {level.key(hashes[-KEY_NBYTES:]): unit for unit in units for hashes in unit[1:]}
         if keys and self._full is not None:
-            names = BlockNames(np.concatenate([*keys.values()]))
-            self._store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))])
+            names = BlockNames(np.concatenate([names for names, _ in keys.values()]))
+            watch = self._watches.get(level)
+            told = None if watch is None else partial(watch.stored, {key: hashes for key, (_, hashes) in keys.items()})
+            self._store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))], told=told)
 
     def _store(
         self,
@@ -188,9 +195,10 @@ class Offloader:
         keys: Many[bytes],
         parts: Many[tuple[BlockGroup, BlockPlaces, int]],
         sizes: Many[int] | None = None,
+        told: Callable[[list[Status]], None] | None = None,
     ) -> None:
         """Copy ``parts``, (group, places, number of records), to staging memory, and store them under ``keys``. They
-        are dropped if that fails. ``sizes``: bytes of each record (None: whole records)."""
+        are dropped if that fails. ``sizes``: bytes of each record (None: whole records). ``told``: see ``Level.store``."""
         try:
             rows, at = level.buffer.acquire(len(keys), owner=level), 0
         except OutOfBlocks:  # another thread was faster
@@ -200,7 +208,7 @@ class Offloader:
             for group, places, count in parts:
                 self._memory.to_host(group.index, places, level.buffer.payloads, rows[at : at + count])
                 at += count
-            level.store(keys, rows, sizes)
+            level.store(keys, rows, sizes, told)
         except BaseException as error:
             with suppress(Exception):
                 level.buffer.release(rows)

@@ -6,27 +6,36 @@ EventLog ──take──► EventStream ──► batches 0, 1, 2 ..      the l
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import groupby
 from secrets import randbits
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpagoda.blocks.ids import AnyIds, Ids
-from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Record, Renewed, Restart, Shared
+from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Kept, Record, Renewed, Restart, Shared
 from kvpagoda.cache.namespace import fields_of, owner_of
 from kvpagoda.events import wire
 from kvpagoda.events.index import Block, PrefixIndex
-from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event
+from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event, Name, replace
 from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.tiers.keys import prefix_hashes, prefix_root
 from kvpagoda.units import whole_number
 
 Message = tuple[int, bytes]
 """Sequence number and payload."""
+_MOST_GONE = 65_536
+"""Blocks that left the cache and may still be on their way to a tier."""
+
+
+class _InTier(NamedTuple):
+    """A block that a tier keeps, or may be storing: the name of its namespace, and the event that it is stored."""
+
+    namespace: Name
+    event: BlockStored
 
 
 class EventStream:
@@ -47,6 +56,8 @@ class EventStream:
         self._text_group = log.followed.full
         self._by_id: dict[int, dict[int, Block]] = {number: {} for number in range(TEXT, len(log.followed.groups))}
         self._media: dict[int, bytes] = {}  # media id of the cache -> digest
+        self._gone: OrderedDict[bytes, _InTier] = OrderedDict()  # by digest: blocks that a tier may be storing
+        self._kept: dict[str, dict[bytes, _InTier]] = {}  # medium -> digest -> a block that the tier keeps
         self._sent: deque[Message] = deque(maxlen=whole_number(keep, "keep, a number of batches,", at_least=1))
         self.num_events = 0  #: blocks stored or removed so far, counted once per group
         log.restart()
@@ -110,8 +121,12 @@ class EventStream:
                     self._remove(group, self._forget(group, ids), events)
             case Renewed(namespaces):
                 self._drop({self._namespace(key) for key in namespaces}, events)
+            case Kept():
+                self._keep(record, events)
             case Restart(shared):
                 self.index.clear()
+                self._gone.clear()
+                self._kept.clear()
                 for by_id in self._by_id.values():
                     by_id.clear()
                 events.append(self._cleared())
@@ -194,6 +209,28 @@ class EventStream:
                     if group != self._text_group:
                         self._remove(group, [block for block in blocks if block.groups >> group & 1], events)
                 self._remove(self._text_group, blocks[::-1], events)
+            for medium, kept in self._kept.items():
+                lost = tuple(digest for digest, block in kept.items() if block.namespace == namespace)
+                self._keep(Kept(medium, lost, False), events)
+
+    def _keep(self, record: Kept, events: list[Event]) -> None:
+        """Append events for what a tier keeps or dropped, of blocks that are cached or were lately."""
+        kept = self._kept.setdefault(record.medium, {})
+        for digest in record.hashes:
+            if not record.is_there:
+                if (block := kept.pop(digest, None)) is not None:
+                    names = block.event.block_hashes
+                    events.append(BlockRemoved(names, record.medium, block.event.group_idx))
+            elif digest not in kept and (block := self._in_tier(digest)) is not None:
+                kept[digest] = _InTier(block.namespace, replace(block.event, medium=record.medium, instance=None))
+                events.append(replace(kept[digest].event))
+
+    def _in_tier(self, digest: bytes) -> _InTier | None:
+        """Return what to tell of the block with this ``digest``; None if it is not known."""
+        block = self.index.blocks.get(self.encoding.name(digest, ()))
+        if block is None or block.digest != digest:
+            return self._gone.pop(digest, None)
+        return _InTier(block.root.name, self._stored(self._text_group, [block]))
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -253,11 +290,20 @@ class EventStream:
         self.num_events += len(blocks)
         names = [block.name for block in blocks]
         if group == self._text_group:
+            if self._log.is_watching:
+                self._remember(blocks)
             lost = [name for block, name in zip(blocks, names) if self.index.remove(block)]
         else:
             lost = self.index.set_flag(group, blocks, is_there=False)
         number, name, kind, _ = self._told(group)
         events.append(BlockRemoved(names, wire.MEDIUM, number, group_name=name, group_kind=kind, lost=lost))
+
+    def _remember(self, blocks: list[Block]) -> None:
+        """Remember ``blocks``, which are being removed: a tier may report them later."""
+        for block in blocks:
+            self._gone[block.digest] = _InTier(block.root.name, self._stored(self._text_group, [block]))
+        while len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
 
     def _told(self, group: int) -> tuple[int | None, str | None, str | None, int | None]:
         """Return number, name, kind and window of ``group`` as events have them; None each for ``TEXT``."""
@@ -276,6 +322,8 @@ class EventStream:
                     if group != self._text_group:
                         self._store(group, [block for block in run if block.groups >> group & 1], events)
         self.num_events = counted
+        for kept in self._kept.values():
+            events += [replace(block.event) for block in kept.values()]
         return events
 
 

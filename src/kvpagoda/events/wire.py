@@ -131,6 +131,7 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+replace = msgspec.structs.replace
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
