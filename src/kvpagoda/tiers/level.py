@@ -192,9 +192,9 @@ class Level:
 
         def done(future: Future[list[Status]]) -> None:
             self.buffer.release(rows)
-            self._storing.pop(future, None)
             if told is not None and not future.cancelled() and future.exception() is None:
                 told(future.result())
+            self._storing.pop(future, None)
 
         future.add_done_callback(done)
 
