@@ -3,7 +3,7 @@ addresses. PYTHON has ai-dynamo-runtime.
 
 For each schema a publisher sends what random traffic does, with evictions; the indexer joins when half of it is over. The
 output is a line of JSON for each: the schema, then [tokens asked for, the indexer's score, cached, resumable] of each
-question, the last two as ``lookup`` says them, and blocks evicted."""
+question, the last two as ``lookup`` says them, and blocks evicted. The last line is that of ``tiered``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 
 from kvpagoda import KVCache, Namespace, Schema
 from kvpagoda.events import EventLog, Publisher
+from kvpagoda.tiers import host_tier
 
 PORT, SIZE, PATIENCE = 8090, 16, 20.0
 HEADS = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
@@ -128,6 +129,34 @@ class Indexed:
         return told
 
 
+def tiered() -> tuple[str, list[tuple[int, int, int, int]], int]:
+    """Prompts of which the first ones are in host memory only: [tokens, on the device, there or in host memory, cached]."""
+    config, log = CONFIGS["full"][0], EventLog()
+    settings: dict[str, Any] = dict(device="cpu", block_size=SIZE, max_requests=1, tiers=[host_tier("4MiB")])
+    cache, told = KVCache(Schema.from_hf_config(config), "128KiB", events=log, **settings), []
+    with Publisher(log, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", interval=0.001) as publisher:
+        ends = dict(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+        ask("/register", dict(instance_id=100, model_name="tiers", block_size=SIZE, **ends))
+        texts = [[first] * 200 for first in range(8)]
+        for text in texts:
+            with cache.open(text) as sequence:
+                sequence.extend(len(text))
+                sequence.commit(text)
+        assert cache.flush(PATIENCE)
+
+        def matched(text: list[int]) -> dict[str, int]:
+            found = ask("/query", dict(token_ids=text, model_name="tiers"))["instances"]
+            return dict(found.get("100", {"gpu": 0, "cpu": 0}))
+
+        wait(lambda: publisher.flush() and matched(texts[-1])["gpu"] and matched(texts[0])["cpu"] == 192)
+        for text in texts:
+            one = matched(text)
+            told.append((len(text), one["gpu"], one["cpu"], cache.lookup([*text, 31_999]).cached))
+    evicted = sum(group.evicted for group in cache.stats().groups)
+    cache.close()
+    return "tiers", told, evicted
+
+
 def main(python: str, rounds: str, *schemas: str) -> None:
     bring_up_loopback()
     command = [python, "-m", "dynamo.indexer", "--block-size", str(SIZE), "--port", str(PORT)]
@@ -145,6 +174,7 @@ def main(python: str, rounds: str, *schemas: str) -> None:
                         told += one.compare()
                 print(json.dumps([name, told, sum(group.evicted for group in one.cache.stats().groups)]), flush=True)
                 one.publisher.close()
+            print(json.dumps(tiered()), flush=True)
         finally:
             indexer.terminate()
 

@@ -1,4 +1,5 @@
-"""Dynamo's indexer scores what ``lookup`` finds, over random traffic with evictions and tenants, joining in its middle."""
+"""Dynamo's indexer scores what ``lookup`` finds, over random traffic with evictions and tenants, joining in its middle, and
+tells what is in host memory apart."""
 
 from __future__ import annotations
 
@@ -51,10 +52,17 @@ def check(found: dict[str, tuple[list[list[int]], int]], num_rounds: int) -> Non
 
 def test_scores_are_what_lookup_finds() -> None:
     found = scores(60, "full", "sliding", "gemma", "mla")
+    told, evicted = found.pop("tiers")
     assert [*found] == ["full", "sliding", "gemma", "mla"]
     check(found, 60)
+    assert evicted > 40 and len(told) == 8
+    for tokens, on_device, anywhere, cached in told:
+        assert (on_device, anywhere) == (cached // 16 * 16, tokens // 16 * 16)
+    assert {on_device for _, on_device, _, _ in told} >= {0, 192}
 
 
 @pytest.mark.slow
 def test_scores_stay_what_lookup_finds() -> None:
-    check(scores(2000, "full", "sliding", "gemma", "mla"), 2000)
+    found = scores(2000, "full", "sliding", "gemma", "mla")
+    del found["tiers"]
+    check(found, 2000)
