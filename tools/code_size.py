@@ -39,7 +39,7 @@ BOUNDS = {
     "memory": 600,
     "metrics": 550,
     "blocks": 550,
-    "cli": 400,
+    "cli": 350,
     "formats": 500,
     "lanes": 400,
     "kv_cache": 250,
