@@ -84,6 +84,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
 """Test -> how many of its cases ``make test`` runs, evenly spread, or words of which the ids of these hold one."""
 
 LONG = {
+    "events/test_vllm_router.py::test_its_structs_read_every_message":
+        "events/test_vllm_router.py::test_without_our_fields_it_admits_every_event",
     "replay/test_auto_replay.py::test_a_point_better_where_arc_is":
         "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru",
     "test_below.py::test_a_hung_server_stalls_the_first_requests_and_no_other":

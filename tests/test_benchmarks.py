@@ -25,9 +25,9 @@ from benchmarks.timing import Options, Peers  # noqa: E402
 from benchmarks.workload import AT_ONCE, GENERATED, SHARE, TRACES, workload  # noqa: E402
 
 MARGIN = 1.5
-OWN_PROCESS = {"match", "events", "metrics"}
-"""Benchmarks that run in their own process: ``match`` tests the command; the other two collect garbage repeatedly,
-which is slow in a test process with many objects."""
+OWN_PROCESS = {"match", "events", "metrics", "router"}
+"""Benchmarks that run in their own process: ``match`` tests the command; ``router`` measures its memory; the other two
+collect garbage repeatedly, which is slow in a test process with many objects."""
 
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 BOUNDS = {
     "cache": 2_900,
-    "offload": 600,
+    "offload": 650,
     "prefix": 1_900,
     "schema": 1_950,
     "tiers": 1_800,
@@ -36,7 +36,7 @@ BOUNDS = {
     "adapters": 800,
     "policies": 750,
     "batch": 700,
-    "events": 650,
+    "events": 1_050,
     "memory": 600,
     "metrics": 550,
     "blocks": 550,
@@ -58,8 +58,8 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 6_750
-ALL_BOUND = 21_600
+ENGINE_CORE_BOUND = 6_800
+ALL_BOUND = 22_050
 FILES_BOUND = 240
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""

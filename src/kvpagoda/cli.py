@@ -1,4 +1,4 @@
-"""The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``top``, ``doctor``.
+"""The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``router``, ``top``, ``doctor``.
 
 The exit code is 0, or 2 on bad input, with one line on standard error. ``doctor`` exits with 1 if something is broken.
 """
@@ -339,6 +339,54 @@ def bench(context: typer.Context) -> None:
             typer.echo(context.get_help())
             return
     raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root).returncode)
+
+
+@app.command()
+def router(
+    worker: Annotated[
+        list[str] | None,
+        typer.Argument(help="NAME=ENDPOINT,REPLAY of an engine's publisher, e.g. a=tcp://a:5557,tcp://a:5558"),
+    ] = None,
+    workers: Annotated[
+        Path | None, typer.Option(help='a JSON file with more: {"NAME": ["ENDPOINT", "REPLAY"]}')
+    ] = None,
+    host: Annotated[str, typer.Option(help="the address to serve on; there is no authentication")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="the port to serve on; 0: a free one")] = 8470,
+    topic: Annotated[str, typer.Option(help="the topic of the publishers")] = "",
+    secret_file: Annotated[Path | None, typer.Option(help="a file with the secret of the caches' Identity")] = None,
+) -> None:
+    """Serve over HTTP how many tokens of a prompt each engine could resume: POST /score, GET /health.
+
+    The engines publish with kvpagoda.events.Publisher.
+    """
+    with one_line_errors(), suppress(KeyboardInterrupt):
+        from kvpagoda.events import Router, RouterServer
+
+        secret = b"" if secret_file is None else secret_file.read_bytes()
+        followed = Router(_workers(worker or [], workers), secret=secret, topic=topic)
+        with followed, RouterServer(followed, host, port) as server:
+            typer.echo(f"{len(followed.workers)} workers at {server.url}/score")
+            server.wait()
+
+
+def _workers(given: list[str], file: Path | None) -> dict[str, tuple[str, str]]:
+    """Return name -> (endpoint, replay endpoint) of the workers on the command line and in ``file``. Raises BadInput."""
+    try:
+        listed: Any = {} if file is None else json.loads(file.read_text())
+        pairs = [(name, *ends) for name, ends in listed.items()]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise BadInput(f'{file} must hold JSON like {{"NAME": ["ENDPOINT", "REPLAY"]}}: {error}') from None
+    for text in given:
+        name, _, rest = text.partition("=")
+        pairs.append((name, *rest.split(",")))
+    found = dict[str, tuple[str, str]]()
+    for name, *ends in pairs:
+        if len(ends) != 2 or not all(isinstance(end, str) and end for end in (name, *ends)):
+            raise BadInput(f"a worker is NAME=ENDPOINT,REPLAY, got {name!r} with {len(ends)} endpoints: {ends}")
+        if name in found:
+            raise BadInput(f"two workers are named {name!r}")
+        found[name] = (ends[0], ends[1])
+    return found
 
 
 @app.command()

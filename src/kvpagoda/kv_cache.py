@@ -104,7 +104,7 @@ class KVCache:
         )  # fmt: skip
         memory = _memory(plan, device, truth(poison, "poison"), bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
-        below = _tiers(tiers, plan, identity, fingerprint)
+        below = _tiers(tiers, plan, identity, fingerprint, events)
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
         self._core = core = Core(plan, memory, settings)
         self._guard, self._settler = core.guard, Settler(core)
@@ -348,16 +348,16 @@ class KVCache:
 
 
 def _tiers(
-    specs: Many[TierSpec], plan: Plan, identity: Identity, fingerprint: str
+    specs: Many[TierSpec], plan: Plan, identity: Identity, fingerprint: str, log: EventLog | None
 ) -> Callable[[PrefixCache, Media, NoMemory], NoTiers]:
-    """Return what makes the tiers ``specs`` for the parts of a cache."""
+    """Return what makes the tiers ``specs`` for the parts of a cache. ``log``: is told what they keep."""
     if not specs:
         return lambda *_: NoTiers()
     from kvpagoda.offload.offloader import Offloader
     from kvpagoda.tiers.level import RecordIdentity
 
     records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
-    return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret)
+    return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret, log)
 
 
 def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:

@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 
 from kvpagoda import KVCache
-from kvpagoda.events import EventLog, EventStream, Follower
+from kvpagoda.events import Encoding, EventLog, EventStream, Follower
 
 Message = tuple[int, bytes]
+ENCODINGS = tuple(Encoding(form, names) for form in ("map", "array") for names in ("int", "bytes"))
 
 
 class Line:
-    """What the stream of ``cache`` says, as far as it arrives. ``loss``: the share of messages that do not."""
+    """What the stream of ``cache`` says, as far as it arrives. ``loss``: the share of messages that do not. ``encoding``: of
+    the first publisher; each next one has the next of ``ENCODINGS``, which the follower is not told either."""
 
-    def __init__(self, cache: KVCache, log: EventLog, random: Any, loss: float = 0.0, keep: int = 10_000) -> None:
+    def __init__(
+        self, cache: KVCache, log: EventLog, random: Any, loss: float = 0.0, keep: int = 10_000, encoding: int = 0
+    ) -> None:
+        self.encoding = encoding
         self.random, self.loss, self.keep = random, loss, keep
         self.num_compared = self.num_hits = self.num_cut = self.num_events = self.num_replays = 0
         self.num_restarts = 0
@@ -25,7 +30,9 @@ class Line:
 
     def follow(self, cache: KVCache, log: EventLog) -> None:
         """Another publisher begins; the follower is not told."""
-        self.cache, self.stream = cache, EventStream(log, keep=self.keep)
+        encoding = ENCODINGS[self.encoding % len(ENCODINGS)]
+        self.cache, self.stream = cache, EventStream(log, keep=self.keep, encoding=encoding)
+        self.encoding += 1
         self.held: Message | None = None
 
     def restart_publisher(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-Name = bytes
+Name = int | bytes
 
 
 @dataclass
@@ -24,8 +24,8 @@ class Block:
 class Router:
     """``asks_from``: the number of the first message that it lacks, None if it lacks none that it has heard of."""
 
-    instance: bytes = b""
-    info: list[Any] = field(default_factory=list)
+    instance: int = -1
+    info: dict[str, Any] = field(default_factory=dict)
     expected: int = 0
     newest: int = -1
     blocks: dict[Name, Block] = field(default_factory=dict)
@@ -37,38 +37,41 @@ class Router:
 
     def hear(self, number: int, payload: bytes) -> None:
         """A message came. One that is not the next is of no use to it, unless it says all that there is."""
-        _, events, _, info = msgspec.msgpack.decode(payload)
-        if info[0] != self.instance:
-            self.instance, self.info, self.expected, self.newest, self.knows_all = info[0], info, 0, -1, False
+        _, events, _ = msgspec.msgpack.decode(payload)
+        if events[0]["instance"] != self.instance:
+            self.instance, self.expected, self.newest, self.knows_all = events[0]["instance"], 0, -1, False
         self.newest = max(self.newest, number)
-        says_all = bool(events) and events[0][0] == "AllBlocksCleared"
-        if not events or (number > self.expected and not says_all) or number < self.expected:
+        says_all = events[0]["type"] == "AllBlocksCleared"
+        is_alive = not any(event.get("block_hashes", True) for event in events)
+        if is_alive or (number > self.expected and not says_all) or number < self.expected:
             return
         self.expected = number + 1
-        for tag, *fields in events:
-            if tag == "AllBlocksCleared":
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
                 self.blocks.clear()
-                self.knows_all = True
-            elif self.knows_all and tag == "BlockStored":
-                self._stored(*fields)
+                self.info, self.knows_all = event["cache"], True
+            elif self.knows_all and event["type"] == "BlockStored":
+                self._stored(event)
             elif self.knows_all:
-                self._removed(*fields)
+                self._removed(event)
 
     def _is_text(self, group: int | None) -> bool:
-        return (-1 if group is None else group) == self.info[4]
+        return (-1 if group is None else group) == self.info["full"]
 
-    def _stored(self, names: list[Name], parent: Name | None, tokens: list[int], size: int, *rest: Any) -> None:
-        group, namespace = rest[4], rest[8]
+    def _stored(self, event: dict[str, Any]) -> None:
+        group, size, names = event.get("group_idx"), event["block_size"], event["block_hashes"]
+        above = event["parent_block_hash"]
         for at, name in enumerate(names):
             if self._is_text(group):
-                above = (parent or namespace) if at == 0 else names[at - 1]
-                self.blocks[name] = Block(above, tokens[at * size : (at + 1) * size])
+                above = event["namespace"] if above is None else above
+                self.blocks[name] = Block(above, event["token_ids"][at * size : (at + 1) * size])
+                above = name
             else:
                 self.blocks[name].groups.add(group)
 
-    def _removed(self, names: list[Name], *rest: Any) -> None:
-        group = rest[1] if len(rest) > 1 else None
-        for name in names:
+    def _removed(self, event: dict[str, Any]) -> None:
+        group = event.get("group_idx")
+        for name in event["block_hashes"]:
             if self._is_text(group):
                 del self.blocks[name]
             else:
@@ -76,8 +79,9 @@ class Router:
 
     def resumable(self, tokens: list[int], namespace: bytes) -> tuple[int, int]:
         """How many tokens of a text are there, and behind how many of them a request can begin."""
-        known, path, above = tokens[:-1], list[Block](), namespace
-        size = self.info[1]
+        above: Name = namespace
+        known, path = tokens[:-1], list[Block]()
+        size = self.info["block_size"]
         partial = 0
         while True:
             rest = known[len(path) * size : (len(path) + 1) * size]
@@ -89,8 +93,8 @@ class Router:
             (above,) = whole
             path.append(self.blocks[above])
         cached = len(path) * size + partial
-        grid = self.info[2]
-        bounded = [(i, kind, n) for i, (_, kind, n) in enumerate(self.info[3]) if kind != "full_attention"]
+        grid = self.info["hit_grid"]
+        bounded = [(i, kind, n) for i, (_, kind, n) in enumerate(self.info["groups"]) if kind != "full"]
         if not bounded:
             return cached, cached // grid * grid
         for depth in range(len(path), 0, -1):
@@ -102,10 +106,10 @@ class Router:
 def _has(path: list[Block], group: int, kind: str, span: int | None, size: int) -> bool:
     """Whether a group has what the token behind ``path`` reads."""
     end = len(path) * size
-    if kind == "mamba":
+    if kind == "state":
         return group in path[-1].groups
     assert span is not None
-    first = end - span + 1 if kind == "sliding_window" else end // span * span
+    first = end - span + 1 if kind == "window" else end // span * span
     return all(group in block.groups for block in path[max(0, first) // size :])
 
 

@@ -9,8 +9,11 @@ from random_driver.schemas import SCHEMA_NAMES
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 
-from following import Line
+from following import ENCODINGS, Line
 from traffic import Traffic
+
+from kvpagoda.events import Encoding, wire
+from kvpagoda.events.wire import Name
 
 STEPS, MANY_EVENTS = 120, 1_000_000
 
@@ -19,7 +22,7 @@ def follow(schema: str, seed: int, num_steps: int, *, loss: float, log_capacity:
     """So many operations; the follower is compared with the cache after each of them, or, where messages are lost, each time
     that it has asked for them."""
     traffic = Traffic(schema, seed, log_capacity)
-    line = Line(traffic.cache, traffic.log, traffic.random, loss, keep=40)
+    line = Line(traffic.cache, traffic.log, traffic.random, loss, keep=40, encoding=seed)
     line.follower._secret = b"s"
     texts, num_restarts = [(traffic.text(), None)], 0
     for step in range(num_steps):
@@ -82,6 +85,29 @@ def test_it_finds_again_what_was_lost(schema: str) -> None:
 def test_a_log_that_is_always_full_loses_nothing(schema: str) -> None:
     line = follow(schema, 3, 3 * STEPS, loss=0.1, log_capacity=1)
     assert line.num_restarts > 5
+
+
+@pytest.mark.parametrize("encoding", range(len(ENCODINGS)))
+def test_it_reads_every_encoding(encoding: int) -> None:
+    for schema in ("gemma", "mixed"):
+        line = follow(schema, 4 + encoding, STEPS, loss=0.0)
+        assert line.stream.encoding == ENCODINGS[(4 + encoding) % 4] and line.num_hits > STEPS // 4
+
+
+def test_blocks_of_one_cache_never_share_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of seven bits, of which many would be the same: the publisher gives each block another."""
+    monkeypatch.setattr(wire, "NAME_BITS", 7)
+    taken = set[Name]()
+    for digest in (bytes([255, 255]) + bytes(30), bytes([254, 200]) + bytes(30)):
+        taken.add(Encoding().name(digest, taken))
+    assert taken == {127, 0}
+    moved = 0
+    for schema in ("full", "gemma"):
+        line = follow(schema, 8, 3 * STEPS, loss=0.1)
+        assert line.num_hits > 20
+        blocks = line.stream.index.blocks.values()
+        moved += sum(block.name != block.digest[0] >> 1 for block in blocks)
+    assert moved > 0
 
 
 @pytest.mark.slow

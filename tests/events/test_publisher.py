@@ -19,11 +19,11 @@ from kvpagoda.errors import BadInput
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 
-import msgspec
 import zmq
 from traffic import Traffic
 
-from kvpagoda.events import EventLog, Publisher, Subscriber
+from kvpagoda.events import BlockStored, Encoding, EventBatch, EventLog, EventStream, Follower, Publisher, Subscriber
+from kvpagoda.events.wire import decode
 
 LOCAL = "tcp://127.0.0.1:*"
 PATIENCE = 20.0
@@ -110,48 +110,12 @@ def test_what_is_missed_is_asked_for() -> None:
         assert [one[1:] for one in said] == [one[1:] for one in expected]
 
 
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
-
-
-class Event(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    pass
-
-
-class BlockStored(Event):
-    block_hashes: list[bytes | int]
-    parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class BlockRemoved(Event):
-    block_hashes: list[bytes | int]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(Event):
-    pass
-
-
-class KVEventBatch(EventBatch):
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-
-
-def test_a_decoder_with_the_fields_of_vllm_reads_every_message() -> None:
-    """The structs above are its fields, in its order, with what it must have; its subscriber asks for 8 bytes."""
-    traffic, decoder = Traffic("mixed", 4), msgspec.msgpack.Decoder(KVEventBatch)
-    with Publisher(traffic.log, LOCAL, LOCAL, topic="kv-events", rank=3) as publisher, zmq.Context() as context:
+@pytest.mark.parametrize(("encoding", "frames"), [("map", (b"", b"kv-events")), ("array", (b"",))])
+def test_a_replay_has_the_frames_of_vllm(encoding: str, frames: tuple[bytes, ...]) -> None:
+    """Its subscribers ask with 8 bytes. Replies have the topic since events are maps."""
+    traffic = Traffic("mixed", 4)
+    settings: dict[str, Any] = dict(topic="kv-events", rank=3, encoding=encoding)
+    with Publisher(traffic.log, LOCAL, LOCAL, **settings) as publisher, zmq.Context() as context:
         for _ in range(120):
             traffic.step()
         assert publisher.flush()
@@ -159,24 +123,31 @@ def test_a_decoder_with_the_fields_of_vllm_reads_every_message() -> None:
             dealer.connect(publisher.replay_endpoint)
             dealer.send_multipart([b"", b"no number"])
             dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-            batches = []
-            while (frames := dealer.recv_multipart())[2]:
-                assert int.from_bytes(frames[1], "big") == len(batches)
-                batches.append(decoder.decode(frames[2]))
-            assert frames[1] == b"\xff" * 8
-    kinds = set()
-    for batch in batches:
-        assert batch.data_parallel_rank == 3
-        for event in batch.events:
-            kinds.add((type(event).__name__, getattr(event, "kv_cache_spec_kind", None)))
-            if isinstance(event, BlockStored):
-                assert len(event.token_ids) == event.block_size * len(event.block_hashes) and event.medium == "GPU"
-                window = event.kv_cache_spec_sliding_window
-                assert (window is not None) == (event.kv_cache_spec_kind == "sliding_window")
-    assert kinds == {
-        ("AllBlocksCleared", None), ("BlockRemoved", None), ("BlockStored", "full_attention"), ("BlockStored", "mamba"),
-        ("BlockStored", "sliding_window"), ("BlockStored", "chunked_local_attention"),
-    }  # fmt: skip
+            batches = list[EventBatch]()
+            while (found := dealer.recv_multipart())[-1]:
+                assert (*found[:-2],) == frames and int.from_bytes(found[-2], "big") == len(batches)
+                batches.append(decode(found[-1]))
+            assert found == [b""] * len(frames) + [b"\xff" * 8, b""]
+    assert {batch.data_parallel_rank for batch in batches} == {3}
+    kinds = {event.kv_cache_spec_kind for batch in batches for event in batch.events if isinstance(event, BlockStored)}
+    assert kinds == {"full_attention", "mamba", "sliding_window", "chunked_local_attention"}
+
+
+def test_a_follower_needs_our_fields() -> None:
+    traffic = Traffic("full", 1)
+    stream = EventStream(traffic.log, encoding=Encoding(own_fields=False))
+    for _ in range(30):
+        traffic.step()
+    stream.drain()
+    for number, payload in (*stream.replay(0), stream.alive()):
+        with pytest.raises(BadInput, match="it is not from kvpagoda, or without its own fields"):
+            Follower().feed(number, payload)
+    with pytest.raises(BadInput, match="unknown form of an encoding 'maps'; known: map, array"):
+        EventStream(traffic.log, encoding="maps")
+    with pytest.raises(BadInput, match="unknown kind of names of an encoding 'text'"):
+        Encoding(names="text")
+    with pytest.raises(BadInput, match="the rank must be a whole number"):
+        EventStream(traffic.log, rank=-1)
 
 
 def test_bad_endpoints_are_told() -> None:

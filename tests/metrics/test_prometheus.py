@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from threading import Event, Thread
 
@@ -68,16 +70,16 @@ def test_figures_are_those_of_stats() -> None:
     assert value(found, "vllm:prefix_cache_queries_total") == stats.prompt_tokens
     assert value(found, "vllm:prefix_cache_hits_total") == stats.cached_tokens - stats.loaded_tokens
     assert value(found, "vllm:external_prefix_cache_hits_total") == stats.loaded_tokens > 0
-    assert value(found, "kvpagoda:blocks", group="full", state="free") == stats.groups[0].free
-    assert value(found, "kvpagoda:blocks_evicted_total", group="full") == stats.evicted_blocks > 0
+    assert value(found, "kvpagoda_blocks", group="full", state="free") == stats.groups[0].free
+    assert value(found, "kvpagoda_blocks_evicted_total", group="full") == stats.evicted_blocks > 0
     for one in stats.namespaces:
-        assert value(found, "kvpagoda:cached_tokens_total", namespace=one.name) == one.cached_tokens
-        assert value(found, "kvpagoda:computed_tokens_total", namespace=one.name) == one.computed_tokens
+        assert value(found, "kvpagoda_cached_tokens_total", namespace=one.name) == one.cached_tokens
+        assert value(found, "kvpagoda_computed_tokens_total", namespace=one.name) == one.computed_tokens
     load = next(one for one in stats.tiers[0].calls if one.call == "load")
     labels = {"level": "1", "tier": "host", "call": "load"}
-    assert value(found, "kvpagoda:tier_call_seconds_count", **labels) == load.seconds.count > 0
-    assert value(found, "kvpagoda:tier_call_seconds_bucket", **labels, le="+Inf") == load.seconds.count
-    assert value(found, "kvpagoda:tier_moved_bytes_total", **labels) == load.nbytes > 0
+    assert value(found, "kvpagoda_tier_call_seconds_count", **labels) == load.seconds.count > 0
+    assert value(found, "kvpagoda_tier_call_seconds_bucket", **labels, le="+Inf") == load.seconds.count
+    assert value(found, "kvpagoda_tier_moved_bytes_total", **labels) == load.nbytes > 0
     assert ("vllm:num_requests_waiting", frozenset({"model_name": "m", "engine": "0"}.items())) not in found
     running.close()
 
@@ -91,7 +93,7 @@ def test_every_sample_is_in_the_table_with_its_labels() -> None:
         metric = series[name]
         seen.add(metric.name)
         assert {key for key, _ in labels} - {"le"} == {*COMMON, *metric.labels}
-    assert {metric.name for metric in METRICS} - seen == {"kvpagoda:short_hits", "kvpagoda:short_hit_tokens"}
+    assert {metric.name for metric in METRICS} - seen == {"kvpagoda_short_hits", "kvpagoda_short_hit_tokens"}
     assert {metric.name for metric in METRICS if metric.name.startswith("vllm:")} == VLLM
 
 
@@ -118,7 +120,7 @@ def test_several_caches_and_names_for_namespaces() -> None:
     names = {"tenant secret": "tenant 7", Namespace("tenant secret", "adapter"): "tenant 7"}
     found = scraped(CacheCollector(one, two, model_name="m", namespaces=names))
     for engine in "01":
-        assert value(found, "kvpagoda:requests_total", engine=engine, namespace="tenant 7") == 1
+        assert value(found, "kvpagoda_requests_total", engine=engine, namespace="tenant 7") == 1
     assert "secret" not in str(found) and "secret" not in str(scraped(CacheCollector(one)))
 
 
@@ -136,7 +138,7 @@ def test_counters_never_go_back() -> None:
     seen = []
     for rewound in (0, 6, 0):
         sequence.rewind(rewound)
-        seen.append(value(scraped(collector), "kvpagoda:computed_tokens_total", namespace="default"))
+        seen.append(value(scraped(collector), "kvpagoda_computed_tokens_total", namespace="default"))
     assert seen == [8, 8, 8] and cache.stats().computed_tokens == 2
 
 
@@ -192,8 +194,29 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
             __import__(f"kvpagoda.metrics.{name}")
 
 
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool: make consumers, or Debian's package prometheus"
+)
+def test_promtool_finds_fault_with_names_of_vllm_alone() -> None:
+    """Its check is about names, help and units; colons are for rules, says it, and vLLM has them in its names."""
+    cache = made(tiers=[host_tier("1MiB")])
+    queue = RunQueue(cache, Youngest())
+    for first in range(8):
+        serve(cache, [first % 3, *range(40)], "ab"[first % 2])
+    for prefix, faults in (("vllm:", r"vllm:\w+ metric names should not contain ':'"), ("vllm_", "none at all")):
+        registry = CollectorRegistry()
+        registry.register(CacheCollector(queue, model_name="m", vllm=prefix))
+        text = generate_latest(registry)
+        assert len(re.findall(r"^# TYPE kvpagoda_", text.decode(), re.MULTILINE)) > 30
+        done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+        said = (done.stdout + done.stderr).decode().splitlines()
+        assert not [line for line in said if not re.fullmatch(faults, line)], said
+        assert bool(said) == (prefix == "vllm:")
+
+
 # -- the dashboard -------------------------------------------------------------------------------------------------------
 
+NAME = r"(?:vllm:|kvpagoda_)[a-z_]+"
 WORDS = {"sum", "rate", "by", "on", "topk", "histogram_quantile", "label_values"}
 
 
@@ -207,7 +230,7 @@ def expressions() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("expression", "legend"), expressions())
 def test_each_query_of_the_dashboard_names_what_is_served(expression: str, legend: str) -> None:
     series = {name: metric for metric in METRICS for name in metric.series}
-    metrics = re.findall(r"[a-z_]+:[a-z_]+", expression)
+    metrics = re.findall(NAME, expression)
     assert metrics and set(metrics) <= series.keys()
     labels = {*COMMON, *set.intersection(*({*series[name].labels} for name in metrics))}
     if all(name.endswith("_bucket") for name in metrics):
@@ -218,9 +241,9 @@ def test_each_query_of_the_dashboard_names_what_is_served(expression: str, legen
     assert {*grouped, *selected} <= labels and {*shown} <= {*grouped}
     variables = {one["name"] for one in json.loads(dashboard())["templating"]["list"]} | {"__rate_interval"}
     assert {*re.findall(r"\$(\w+)", expression)} <= variables
-    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\([a-z_, ]*\)(?= \()|[a-z_]+:[a-z_]+|on \([^)]*\)", " ", expression)
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\([a-z_, ]*\)(?= \()|" + NAME + r"|on \([^)]*\)", " ", expression)
     assert {*re.findall(r"[a-z_]{2,}", bare)} <= WORDS | {*labels}
-    for counter in re.findall(r"[a-z_]+:[a-z_]+_(?:total|bucket)", expression):
+    for counter in re.findall(NAME + r"_(?:total|bucket)", expression):
         assert re.search(rf"rate\({counter}{{", expression), "a counter is shown as a rate"
 
 

@@ -114,7 +114,8 @@ class Core:
         if settings.events is not None:
             full = TEXT if self.full is None else self.full.index
             groups = tuple((group.plan.name, group.growth) for group in self.groups)
-            followed = Followed(plan.block_size, grid, groups, full, identity.secret)
+            fields = tuple(tuple(place.field.name for place in group.plan.layout.places) for group in self.groups)
+            followed = Followed(plan.block_size, grid, groups, full, identity.secret, fields)
             settings.events.attach(self.prefix, self.namespaces, self.media, followed)
         _log.info(
             "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,

@@ -66,7 +66,15 @@ class Restart(NamedTuple):
     shared: tuple[Shared, ...]
 
 
-Record = Shared | Gone | Renewed | Restart
+class Kept(NamedTuple):
+    """A tier stored blocks of the full group, or dropped them (``is_there``): their hashes. ``medium``: "CPU" or "STORAGE"."""
+
+    medium: str
+    hashes: tuple[bytes, ...]
+    is_there: bool
+
+
+Record = Shared | Gone | Renewed | Restart | Kept
 _Groups = tuple[tuple[int, int, AnyIds], ...]
 _Raw = tuple[bytes, int, int, Ids, int, AnyIds, _Groups, dict[int, bytes]]
 """What ``take`` turns into a ``Shared``: namespace, first block, end block, tokens, the position in the text of the
@@ -79,13 +87,15 @@ class Followed:
     """What a follower must know of a cache to tell from its blocks where a text can be resumed.
 
     ``hit_grid``: hits end at multiples of this many tokens. ``groups``: name and growth of each. ``full``: the index of
-    the group that keeps all tokens, or ``TEXT``. ``secret``: see ``Identity``."""
+    the group that keeps all tokens, or ``TEXT``. ``secret``: see ``Identity``. ``fields``: the names of the arrays in a
+    block of each group; publishers need them."""
 
     block_size: int
     hit_grid: int
     groups: tuple[tuple[str, Growth], ...]
     full: int
     secret: bytes = b""
+    fields: tuple[tuple[str, ...], ...] = ()
 
 
 class NoEvents:
@@ -126,6 +136,7 @@ class EventLog(NoEvents):
         self._records: deque[Record | Freed | _Raw] = deque()
         self._followed: Followed | None = None
         self._is_broken = False
+        self.is_watching = False  #: whether tiers tell what they keep
 
     def attach(self, prefix: PrefixCache, namespaces: Namespaces, media: Media, followed: Followed) -> None:
         """Make this the log of ``prefix``, in which nothing is cached yet. Raises BadInput if it is the log of a cache
@@ -167,6 +178,13 @@ class EventLog(NoEvents):
         if freed.numbers is not None and len(freed.numbers):
             blocks.append((TEXT, freed.numbers))
         return Gone(tuple(blocks))
+
+    def told(self, record: Kept) -> None:
+        """Append ``record`` of a tier, from any thread. If the log is full the cache's next record starts it again."""
+        if len(self._records) < self.capacity:
+            self._records.append(record)
+        else:
+            self._is_broken = True
 
     # -- called by the cache, after it has changed -------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from kvpagoda.cache.event_log import TEXT
 from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.errors import BadInput
 from kvpagoda.events.index import Block, PrefixIndex, Resumable
-from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, CacheInfo, Event, EventBatch, decode
+from kvpagoda.events.wire import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Name, decode
 from kvpagoda.prefix.tokens import NO_TOKEN, as_tokens
 from kvpagoda.tiers.keys import prefix_root
 
@@ -40,7 +40,7 @@ class Follower:
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
         self._index: PrefixIndex | None = None
-        self._info: CacheInfo | None = None
+        self._instance: int | None = None
         self._next = 0  # number of the next batch to apply
         self._last = 0  # highest batch number seen
         self._waiting: dict[int, EventBatch] = {}  # batches after a gap, by number
@@ -56,27 +56,31 @@ class Follower:
         """The number of blocks of texts that the cache has."""
         return 0 if self._index is None else len(self._index.blocks)
 
-    def feed(self, sequence: int, payload: bytes) -> list[bytes]:
+    def feed(self, sequence: int, payload: bytes) -> list[Name]:
         """Take batch number ``sequence``, live or replayed.
 
         Returns the names of the blocks after which no text can be resumed any more (``BlockRemoved.lost``). Raises
         BadInput, changing nothing, for bytes that are not a batch of kvpagoda.
         """
         batch = decode(payload)
-        if batch.cache is None:
-            raise BadInput("this batch does not name its cache; it is not from kvpagoda")
-        if self._info is None or batch.cache.instance != self._info.instance:
-            self._info, self._next, self._last = batch.cache, 0, 0
+        instance = batch.events[0].instance if batch.events else None
+        if instance is None:
+            raise BadInput("this batch does not name its publisher; it is not from kvpagoda, or without its own fields")
+        is_snapshot = isinstance(batch.events[0], AllBlocksCleared)
+        cleared = [event for event in batch.events if isinstance(event, AllBlocksCleared)]
+        if any(event.cache is None for event in cleared):
+            raise BadInput("this batch clears all blocks and does not describe the cache")
+        if instance != self._instance:
+            self._instance, self._next, self._last = instance, 0, 0
             self._waiting.clear()
-        is_snapshot = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
         if is_snapshot and sequence > self._next:  # it replaces all batches before it
             self._next = sequence
             self._waiting = {number: later for number, later in self._waiting.items() if number > sequence}
         self._last = max(self._last, sequence)
         is_next = sequence == self._next
-        if batch.events and (is_next or (sequence > self._next and len(self._waiting) < _MOST_WAITING)):
+        if not _is_alive(batch) and (is_next or (sequence > self._next and len(self._waiting) < _MOST_WAITING)):
             self._waiting[sequence] = batch
-        lost = list[bytes]()
+        lost = list[Name]()
         while self._next in self._waiting:
             self._apply(self._waiting.pop(self._next).events, lost)
         return lost
@@ -97,22 +101,24 @@ class Follower:
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def _apply(self, events: list[Event], lost: list[bytes]) -> None:
+    def _apply(self, events: list[Event], lost: list[Name]) -> None:
         """Apply ``events``, those of the next batch; append lost positions to ``lost``."""
         self._next += 1
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                assert self._info is not None
-                self._index, self.num_lost = PrefixIndex(self._info.followed()), 0
-            elif self._index is not None:  # else the publisher's first batch, which clears, is missing
+                assert event.cache is not None
+                self._index, self.num_lost = PrefixIndex(event.cache.followed()), 0
+            elif (
+                self._index is not None and event.medium == MEDIUM
+            ):  # no index: the first batch, which clears, is missing
                 if isinstance(event, BlockStored):
                     self._store(self._index, event)
                 else:
                     lost += self._remove(self._index, event)
 
-    def _remove(self, index: PrefixIndex, event: BlockRemoved) -> list[bytes]:
+    def _remove(self, index: PrefixIndex, event: BlockRemoved) -> list[Name]:
         """Apply ``event`` to ``index``; return the blocks after which no text can be resumed any more."""
-        blocks = [index.blocks[name] for name in event.block_hashes]
+        blocks = [index.blocks[name] for name in event.block_hashes if name in index.blocks]
         if _is_text(index, event.group_idx):
             lost = [block.name for block in blocks if index.remove(block)]
         else:
@@ -124,14 +130,16 @@ class Follower:
     def _store(index: PrefixIndex, event: BlockStored) -> None:
         """Apply ``event`` to ``index``."""
         if not _is_text(index, event.group_idx):
-            index.set_flag(event.group_idx or 0, [index.blocks[name] for name in event.block_hashes], is_there=True)
+            blocks = [index.blocks[name] for name in event.block_hashes if name in index.blocks]
+            index.set_flag(event.group_idx or 0, blocks, is_there=True)
             return
         size = event.block_size
         keys = np.full(size * len(event.block_hashes), NO_TOKEN, np.int32)
         keys[: len(event.token_ids)] = event.token_ids
         for number, extra in enumerate(event.extra_keys or ()):
-            for digest, offset in zip(extra[::2], extra[1::2]) if extra else ():
-                keys[number * size + offset] = index.media_id(digest)
+            for place in extra or ():
+                if not isinstance(place, str):  # the salt is in the namespace
+                    keys[number * size + place[1]] = index.media_id(bytes.fromhex(place[0]))
         text, step = keys.tobytes(), 4 * size
         above = event.parent_block_hash
         block: Block = index.root(event.namespace) if above is None else index.blocks[above]
@@ -142,3 +150,8 @@ class Follower:
 def _is_text(index: PrefixIndex, group: int | None) -> bool:
     """Return whether ``group`` keeps all tokens, so that its blocks are the texts of the index."""
     return (TEXT if group is None else group) == index.followed.full
+
+
+def _is_alive(batch: EventBatch) -> bool:
+    """Return whether ``batch`` has no blocks, and only says that its publisher is alive."""
+    return all(isinstance(event, BlockRemoved) and not event.block_hashes for event in batch.events)

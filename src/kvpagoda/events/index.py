@@ -17,6 +17,7 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.event_log import Followed
 from kvpagoda.cache.namespace import with_media
+from kvpagoda.events.wire import Name
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.tokens import NO_TOKEN
 from kvpagoda.schema.fields import Growth
@@ -38,16 +39,18 @@ class Resumable(NamedTuple):
 class Block:
     """A block of a text.
 
-    ``key``: its tokens, int32, with media ids. ``depth``: 1 for the first block of a text, 0 for a root, whose ``name``
-    is that of its namespace. ``groups``: a bit for each group that keeps it. ``missing``: for each window the depth of
-    the last block up to this one that the group lacks, or less if the window no longer reads it. ``is_usable``: whether
-    a text can be resumed after this block.
+    ``name``: as events name it. ``digest``, set by a publisher: the hash of all of the text up to its end, or of a root the
+    ``namespace_key``. ``key``: its tokens, int32, with media ids. ``depth``: 1 for the first block of a text, 0 for a root,
+    whose ``name`` is that of its namespace. ``groups``: a bit for each group that keeps it. ``missing``: for each window
+    the depth of the last block up to this one that the group lacks, or less if the window no longer reads it.
+    ``is_usable``: whether a text can be resumed after this block.
     """
 
-    __slots__ = ("children", "depth", "groups", "is_usable", "key", "missing", "name", "parent", "root")
+    __slots__ = ("children", "depth", "digest", "groups", "is_usable", "key", "missing", "name", "parent", "root")
 
-    def __init__(self, name: bytes, key: bytes, parent: Block | None, missing: list[int]) -> None:
+    def __init__(self, name: Name, key: bytes, parent: Block | None, missing: list[int]) -> None:
         self.name, self.key, self.parent, self.missing = name, key, parent, missing
+        self.digest = b""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.root: Block = self if parent is None else parent.root
         self.groups, self.is_usable = 0, False
@@ -73,8 +76,8 @@ class PrefixIndex:
                 self._windows.append((number, growth))
         self._is_bounded = bool(self._windows) or self._state >= 0
         self._grid = max(1, followed.hit_grid // followed.block_size)
-        self.blocks: dict[bytes, Block] = {}
-        self.roots: dict[bytes, Block] = {}
+        self.blocks: dict[Name, Block] = {}
+        self.roots: dict[Name, Block] = {}
 
     def clear(self) -> None:
         """Remove everything."""
@@ -90,7 +93,7 @@ class PrefixIndex:
             self.roots[namespace] = Block(namespace, b"", None, [0] * len(self._windows))
         return self.roots[namespace]
 
-    def add(self, parent: Block, name: bytes, key: bytes) -> Block:
+    def add(self, parent: Block, name: Name, key: bytes) -> Block:
         """Add block ``name`` after ``parent`` and return it; no group with bounded growth has it yet. O(1)."""
         block = Block(name, key, parent, [parent.depth + 1] * len(self._windows))
         if parent.children is _NO_CHILDREN:
@@ -111,12 +114,12 @@ class PrefixIndex:
         block.parent, was_usable = None, block.is_usable
         return was_usable
 
-    def set_flag(self, group: int, blocks: Iterable[Block], *, is_there: bool) -> list[bytes]:
+    def set_flag(self, group: int, blocks: Iterable[Block], *, is_there: bool) -> list[Name]:
         """Set whether ``group``, whose growth is bounded, has ``blocks``.
 
         Returns the names of the blocks after which a text could be resumed until now, and no longer can.
         """
-        bit, lost = 1 << group, list[bytes]()
+        bit, lost = 1 << group, list[Name]()
         blocks = sorted(blocks, key=_depth)
         for block in blocks:
             block.groups = block.groups | bit if is_there else block.groups & ~bit
@@ -129,7 +132,7 @@ class PrefixIndex:
                     lost.append(block.name)
         return lost
 
-    def _spread(self, window: int, growth: Growth, bit: int, blocks: list[Block], lost: list[bytes]) -> None:
+    def _spread(self, window: int, growth: Growth, bit: int, blocks: list[Block], lost: list[Name]) -> None:
         """Compute ``missing`` of ``window`` again for ``blocks`` and those after them, as far as it matters there."""
         size, waiting = self.followed.block_size, blocks[::-1]
         while waiting:

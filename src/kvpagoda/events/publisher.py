@@ -16,7 +16,7 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message
-from kvpagoda.events.wire import END, SEQUENCE_NBYTES
+from kvpagoda.events.wire import END, SEQUENCE_NBYTES, Encoding, Name
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import zmq
@@ -35,8 +35,8 @@ class Publisher:
 
     ``endpoint``: bound if it has ``*`` or is ``ipc:``, otherwise connected to. ``replay``: the endpoint where
     subscribers ask for batches again; None: no replay. ``interval``: the most seconds between two batches. ``keep``:
-    how many batches can be replayed. ``rank``: that of data parallelism. Make it between calls of the cache. Raises
-    BadInput for an endpoint that ZMQ refuses.
+    how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see ``EventStream``. Make it between
+    calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Publisher:
         topic: str = "",
         interval: float = 0.01,
         keep: int = 10_000,
-        rank: int | None = None,
+        rank: int = 0,
+        encoding: str | Encoding = "map",
     ) -> None:
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
@@ -58,7 +59,7 @@ class Publisher:
             _open(self._pub, endpoint)
             if replay is not None:
                 _open(self._router, replay)
-            self._stream = EventStream(log, keep=keep, rank=rank)
+            self._stream = EventStream(log, keep=keep, rank=rank, encoding=encoding)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -115,21 +116,32 @@ class Publisher:
         """Answer a request ``[client, b"", number]`` for the batches from ``number`` on; ignore other requests."""
         if len(frames) != 3 or len(frames[2]) != SEQUENCE_NBYTES:
             return
+        is_old = self._stream.encoding.form == "array"  # the replies of vLLM that writes arrays have no topic
         for sequence, payload in self._stream.replay(int.from_bytes(frames[2], "big")):
-            self._router.send_multipart([frames[0], b"", sequence.to_bytes(SEQUENCE_NBYTES, "big"), payload])
-        self._router.send_multipart([frames[0], b"", END, b""])
+            topic = [] if is_old else [self._topic]
+            self._router.send_multipart([frames[0], b"", *topic, sequence.to_bytes(SEQUENCE_NBYTES, "big"), payload])
+        self._router.send_multipart([frames[0], b"", *([] if is_old else [b""]), END, b""])
 
 
 class Subscriber:
     """Receives the messages of a ``Publisher``, asks for missing ones, and feeds them to ``follower``, which you query.
 
-    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which may start later. For use from one thread.
-    Raises BadInput for an endpoint that ZMQ refuses.
+    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which may start later. ``context``: whose sockets it
+    uses; None: one of its own. For use from one thread. Raises BadInput for an endpoint that ZMQ refuses.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str, *, topic: str = "", secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: str = "",
+        secret: bytes = b"",
+        context: Any = None,
+    ) -> None:
         self.follower = Follower(secret)
-        self._context = zmq.Context()
+        self.heard_at: float | None = None  #: time of ``monotonic`` of the last message; None before the first
+        self._context, self._is_shared = context or zmq.Context(), context is not None
         self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         for socket in (self._sub, self._dealer):
             socket.set_hwm(MOST_UNREAD)
@@ -137,7 +149,7 @@ class Subscriber:
             self._sub.connect(endpoint)
             self._dealer.connect(replay_endpoint)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self.close()
             raise BadInput(f"cannot connect to {endpoint!r} and {replay_endpoint!r}: {error}") from None
         self._sub.subscribe(topic.encode())
         self._poller = zmq.Poller()
@@ -146,16 +158,17 @@ class Subscriber:
         self._asked_at: float | None = None
         self._ask(0)
 
-    def poll(self, timeout: float = 0.0) -> list[bytes]:
+    def poll(self, timeout: float = 0.0) -> list[Name]:
         """Receive messages for at most ``timeout`` seconds, until some come; return what ``Follower.feed`` returns."""
-        lost, end = list[bytes](), monotonic() + timeout
+        lost, end = list[Name](), monotonic() + timeout
         while ready := self._poller.poll(max(0, round(1000 * (end - monotonic())))):
             end = 0.0
             for socket, _ in ready:
-                _, number, payload = socket.recv_multipart()
+                *_, number, payload = socket.recv_multipart()
                 if number == END:
                     self._asked_at = None
                 else:
+                    self.heard_at = monotonic()
                     lost += self.follower.feed(int.from_bytes(number, "big"), payload)
         wanted = self.follower.wanted
         if wanted is not None and (self._asked_at is None or monotonic() - self._asked_at > PATIENCE):
@@ -164,7 +177,10 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the sockets. A second call does nothing."""
-        self._context.destroy(linger=0)
+        for socket in (self._sub, self._dealer):
+            socket.close(linger=0)
+        if not self._is_shared:
+            self._context.term()
 
     def __enter__(self) -> Subscriber:
         return self

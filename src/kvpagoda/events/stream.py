@@ -6,46 +6,62 @@ EventLog ──take──► EventStream ──► batches 0, 1, 2 ..      the l
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import groupby
-from secrets import token_bytes
+from secrets import randbits
 from time import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpagoda.blocks.ids import AnyIds, Ids
-from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Record, Renewed, Restart, Shared
-from kvpagoda.cache.namespace import owner_of
+from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Kept, Record, Renewed, Restart, Shared
+from kvpagoda.cache.namespace import fields_of, owner_of
 from kvpagoda.events import wire
 from kvpagoda.events.index import Block, PrefixIndex
-from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event, Name, replace
 from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.tiers.keys import prefix_hashes, prefix_root
 from kvpagoda.units import whole_number
 
 Message = tuple[int, bytes]
 """Sequence number and payload."""
-_INSTANCE_NBYTES = 16
+_MOST_GONE = 65_536
+"""Blocks that left the cache and may still be on their way to a tier."""
+
+
+class _InTier(NamedTuple):
+    """A block that a tier keeps, or may be storing: the name of its namespace, and the event that it is stored."""
+
+    namespace: Name
+    event: BlockStored
 
 
 class EventStream:
     """The events of one ``log``, from the first on.
 
-    ``keep``: batches that can be replayed. ``rank``: of data parallelism. It keeps an index of all blocks of the cache,
+    ``keep``: batches that can be replayed. ``rank``: of data parallelism. ``encoding``: how batches are written: "map",
+    "array", or an ``Encoding``. Raises BadInput. It keeps an index of all blocks of the cache,
     from which it makes snapshots. Use it from one thread, and make it between calls of the cache.
     """
 
-    def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int | None = None) -> None:
-        self.index, self._log, self._rank = PrefixIndex(log.followed), log, rank
-        self._info = wire.CacheInfo.of(log.followed, token_bytes(_INSTANCE_NBYTES))
+    def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int = 0, encoding: str | Encoding = "map") -> None:
+        self.index, self._log, self._rank = PrefixIndex(log.followed), log, whole_number(rank, "the rank")
+        self.encoding = encoding if isinstance(encoding, Encoding) else Encoding(encoding)
+        self._info, self._instance = wire.CacheInfo.of(log.followed), randbits(wire.NAME_BITS)
+        self._kinds = [
+            wire.kind_of(growth, fields) for (_, growth), fields in zip(log.followed.groups, log.followed.fields)
+        ]
         self._text_group = log.followed.full
         self._by_id: dict[int, dict[int, Block]] = {number: {} for number in range(TEXT, len(log.followed.groups))}
         self._media: dict[int, bytes] = {}  # media id of the cache -> digest
+        self._gone: OrderedDict[bytes, _InTier] = OrderedDict()  # by digest: blocks that a tier may be storing
+        self._kept: dict[str, dict[bytes, _InTier]] = {}  # medium -> digest -> a block that the tier keeps
         self._sent: deque[Message] = deque(maxlen=whole_number(keep, "keep, a number of batches,", at_least=1))
         self.num_events = 0  #: blocks stored or removed so far, counted once per group
         log.restart()
-        self._number(self._taken() or [AllBlocksCleared()])
+        self._number(self._taken() or [self._cleared()])
 
     @property
     def last(self) -> int:
@@ -58,7 +74,7 @@ class EventStream:
         return self._number(events) if events else None
 
     def alive(self) -> Message:
-        """Return a message without events. Its number tells a follower whether it missed the last batch."""
+        """Return a message without blocks. Its number tells a follower whether it missed the last batch."""
         return self._message(self.last, [])
 
     def replay(self, start: int) -> list[Message]:
@@ -67,7 +83,7 @@ class EventStream:
         The snapshot has the number of the last batch, so that the next batch follows it.
         """
         if not self._sent[0][0] <= start <= self.last + 1:
-            events: list[Event] = [AllBlocksCleared(), *self._all()]
+            events: list[Event] = [self._cleared(), *self._all()]
             return [self._message(self.last, events)]
         return [message for message in self._sent if message[0] >= start]
 
@@ -86,7 +102,12 @@ class EventStream:
         return self._sent[-1]
 
     def _message(self, number: int, events: list[Event]) -> Message:
-        return number, wire.encode(wire.EventBatch(time(), events, self._rank, self._info))
+        events = events or [BlockRemoved([], wire.MEDIUM)]
+        events[0].instance = self._instance
+        return number, self.encoding.encode(wire.EventBatch(time(), events, self._rank))
+
+    def _cleared(self) -> AllBlocksCleared:
+        return AllBlocksCleared(cache=self._info)
 
     # -- records -----------------------------------------------------------------------------------------------------
 
@@ -100,11 +121,15 @@ class EventStream:
                     self._remove(group, self._forget(group, ids), events)
             case Renewed(namespaces):
                 self._drop({self._namespace(key) for key in namespaces}, events)
+            case Kept():
+                self._keep(record, events)
             case Restart(shared):
                 self.index.clear()
+                self._gone.clear()
+                self._kept.clear()
                 for by_id in self._by_id.values():
                     by_id.clear()
-                events.append(AllBlocksCleared())
+                events.append(self._cleared())
                 for text in shared:
                     self._share(text, events)
 
@@ -119,7 +144,7 @@ class EventStream:
         if first_new:
             parent = path[first_new - 1]
         elif not shared.first:
-            parent = self.index.root(self._namespace(shared.namespace))
+            parent = self._root(shared.namespace)
         if parent is None:
             return  # its namespace was dropped
         new = self._add(parent, shared, first_new, len(numbers))
@@ -147,16 +172,24 @@ class EventStream:
             tokens = np.where(is_media, 0, keys)
             for i in np.flatnonzero(is_media).tolist():
                 extras[i // size] = extras.get(i // size, b"") + self._place(i % size, int(keys[i]))
-        root = parent.name if parent.depth else prefix_root(shared.namespace, self.index.followed.secret)
+        root = parent.digest if parent.depth else prefix_root(shared.namespace, self.index.followed.secret)
         text, step = keys.tobytes(), 4 * size
-        for i, name in enumerate(prefix_hashes(root, tokens, size, extras)):
+        for i, digest in enumerate(prefix_hashes(root, tokens, size, extras)):
+            name = self.encoding.name(digest, self.index.blocks)
             parent = self.index.add(parent, name, text[i * step : (i + 1) * step])
+            parent.digest = digest
             new.append(parent)
         return new
 
     def _place(self, offset: int, media_id: int) -> bytes:
         digest = self._media[media_id]
         return offset.to_bytes(8, "little") + len(digest).to_bytes(8, "little") + digest
+
+    def _root(self, key: bytes) -> Block:
+        """Return the root of the texts of the namespace with this ``key``."""
+        root = self.index.root(self._namespace(key))
+        root.digest = owner_of(key)
+        return root
 
     def _namespace(self, key: bytes) -> bytes:
         return prefix_root(owner_of(key), self.index.followed.secret)
@@ -176,6 +209,28 @@ class EventStream:
                     if group != self._text_group:
                         self._remove(group, [block for block in blocks if block.groups >> group & 1], events)
                 self._remove(self._text_group, blocks[::-1], events)
+            for medium, kept in self._kept.items():
+                lost = tuple(digest for digest, block in kept.items() if block.namespace == namespace)
+                self._keep(Kept(medium, lost, False), events)
+
+    def _keep(self, record: Kept, events: list[Event]) -> None:
+        """Append events for what a tier keeps or dropped, of blocks that are cached or were lately."""
+        kept = self._kept.setdefault(record.medium, {})
+        for digest in record.hashes:
+            if not record.is_there:
+                if (block := kept.pop(digest, None)) is not None:
+                    names = block.event.block_hashes
+                    events.append(BlockRemoved(names, record.medium, block.event.group_idx))
+            elif digest not in kept and (block := self._in_tier(digest)) is not None:
+                kept[digest] = _InTier(block.namespace, replace(block.event, medium=record.medium, instance=None))
+                events.append(replace(kept[digest].event))
+
+    def _in_tier(self, digest: bytes) -> _InTier | None:
+        """Return what to tell of the block with this ``digest``; None if it is not known."""
+        block = self.index.blocks.get(self.encoding.name(digest, ()))
+        if block is None or block.digest != digest:
+            return self._gone.pop(digest, None)
+        return _InTier(block.root.name, self._stored(self._text_group, [block]))
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -190,36 +245,42 @@ class EventStream:
 
     def _stored(self, group: int, run: list[Block]) -> BlockStored:
         """Return the event that consecutive blocks ``run`` are stored in ``group``."""
-        size, parent = self.index.followed.block_size, run[0].parent
+        size, parent, root = self.index.followed.block_size, run[0].parent, run[0].root
+        assert parent is not None
         keys = np.frombuffer(b"".join(block.key for block in run), np.int32)
         number, name, kind, window = self._told(group)
+        salt, adapter, weights = fields_of(root.digest)
+        space = b"" if parent.depth else prefix_root(root.digest, self.index.followed.secret)
+        salted = space.hex() if space and (salt is not None or weights is not None) else None
         return BlockStored(
             [block.name for block in run],
-            parent.name if parent is not None and parent.depth else None,
+            parent.name if parent.depth else None,
             np.maximum(keys[keys != NO_TOKEN], 0).tolist(),
             size,
+            lora_id=None,
             medium=wire.MEDIUM,
-            extra_keys=self._extra_keys(keys.reshape(-1, size)) if len(self._media) else None,
+            lora_name=None if adapter is None else adapter.decode(errors="replace"),
+            extra_keys=self._extra_keys(keys.reshape(-1, size), salted),
             group_idx=number,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             group_name=name,
-            namespace=run[0].root.name,
+            namespace=space,
+            cache_salt=salted,
         )
 
-    def _extra_keys(self, keys: Ids) -> list[tuple[bytes | int, ...] | None] | None:
-        """Return for each row of ``keys`` the digests and offsets of the media that begin in it, in alternation.
-
-        None for a row without media, and in place of the list if no row has any.
-        """
-        if not are_media(keys).any():
+    def _extra_keys(self, keys: Ids, salt: str | None) -> list[tuple[Any, ...] | None] | None:
+        """Return the ``extra_keys`` of the blocks with tokens ``keys``, int32 ``[blocks, block size]``. ``salt``: of
+        the first one."""
+        found: list[tuple[Any, ...] | None] = [None] * len(keys)
+        is_media = are_media(keys) if self._media else np.zeros(0, np.bool_)
+        if salt is None and not is_media.any():
             return None
-        found = list[tuple[bytes | int, ...] | None]()
-        for row in keys:
-            media = list[bytes | int]()
-            for offset in np.flatnonzero(are_media(row)).tolist():
-                media += [self._media[int(row[offset])], offset]
-            found.append(tuple(media) or None)
+        for number in np.flatnonzero(is_media.any(axis=-1)).tolist():
+            offsets = np.flatnonzero(is_media[number]).tolist()
+            found[number] = tuple((self._media[int(keys[number, at])].hex(), at) for at in offsets)
+        if salt is not None:
+            found[0] = (*(found[0] or ()), salt)
         return found
 
     def _remove(self, group: int, blocks: list[Block], events: list[Event]) -> None:
@@ -229,18 +290,27 @@ class EventStream:
         self.num_events += len(blocks)
         names = [block.name for block in blocks]
         if group == self._text_group:
+            if self._log.is_watching:
+                self._remember(blocks)
             lost = [name for block, name in zip(blocks, names) if self.index.remove(block)]
         else:
             lost = self.index.set_flag(group, blocks, is_there=False)
         number, name, kind, _ = self._told(group)
-        events.append(BlockRemoved(names, wire.MEDIUM, number, name, kind, lost))
+        events.append(BlockRemoved(names, wire.MEDIUM, number, group_name=name, group_kind=kind, lost=lost))
+
+    def _remember(self, blocks: list[Block]) -> None:
+        """Remember ``blocks``, which are being removed: a tier may report them later."""
+        for block in blocks:
+            self._gone[block.digest] = _InTier(block.root.name, self._stored(self._text_group, [block]))
+        while len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
 
     def _told(self, group: int) -> tuple[int | None, str | None, str | None, int | None]:
         """Return number, name, kind and window of ``group`` as events have them; None each for ``TEXT``."""
         if group == TEXT:
             return None, None, None, None
         name, growth = self.index.followed.groups[group]
-        return group, name, wire.kind_of(growth), growth.window
+        return group, name, self._kinds[group], growth.window
 
     def _all(self) -> Iterable[Event]:
         """Return events that store all blocks of the index, parents before their children."""
@@ -252,6 +322,8 @@ class EventStream:
                     if group != self._text_group:
                         self._store(group, [block for block in run if block.groups >> group & 1], events)
         self.num_events = counted
+        for kept in self._kept.values():
+            events += [replace(block.event) for block in kept.values()]
         return events
 
 

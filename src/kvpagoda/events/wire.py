@@ -1,18 +1,21 @@
-"""The messages: the fields of vLLM's KV events, in its array form, followed by fields of kvpagoda.
+"""The messages: vLLM's KV events, with fields of kvpagoda by name, and the two forms in which events are encoded.
 
-A message of ZMQ has three frames: topic, sequence number (8 bytes, big-endian), a batch in MessagePack. The field
-names, their order and their types are those of ``vllm/distributed/kv_events.py`` up to
-``kv_cache_spec_sliding_window``. A decoder of arrays ignores fields after those that it knows.
+A message of ZMQ has three frames: topic, sequence number (8 bytes, big-endian), a batch in MessagePack. A batch is an array
+``[ts, events, data_parallel_rank]``. An event is a map with its class as ``type`` (vLLM from 0.24 on, SGLang, Dynamo), or an
+array that begins with it (vLLM up to 0.23). Field names, their order and types are those of vLLM 0.33's
+``vllm/distributed/kv_events.py``; those of kvpagoda come after them:
 
-    batch           ts  events  data_parallel_rank                                             | cache
-    BlockStored     block_hashes  parent_block_hash  token_ids  block_size  lora_id  medium  lora_name  extra_keys
-                    group_idx  kv_cache_spec_kind  kv_cache_spec_sliding_window                | group_name  namespace
-    BlockRemoved    block_hashes  medium  group_idx                                            | group_name  group_kind  lost
-    AllBlocksCleared
+    BlockStored     block_hashes  parent_block_hash  token_ids  block_size  lora_id  medium  lora_name  extra_keys  group_idx
+                    kv_cache_spec_kind  kv_cache_spec_sliding_window  locality  ownership  session_id  lookahead_token_ids
+                    | instance  group_name  namespace  cache_salt
+    BlockRemoved    block_hashes  medium  group_idx  locality  ownership  | instance  group_name  group_kind  lost
+    AllBlocksCleared                                                      | instance  cache
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from kvpagoda.cache.event_log import Followed
@@ -26,124 +29,225 @@ SEQUENCE_NBYTES = 8
 END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)
 """Sent in place of a sequence number at the end of a replay."""
 MEDIUM = "GPU"
+NAME_BITS = 63
+"""Bits of a name that is a number: every reader of 64-bit integers, signed or not, takes it."""
+Name = int | bytes
+"""How events name a block. Followers compare names, and read nothing from them."""
 
 
-def kind_of(growth: Growth) -> str:
-    """Return vLLM's name for a group with this growth."""
+def kind_of(growth: Growth, fields: Iterable[str]) -> str:
+    """Return vLLM's name (``KVCacheSpecKind``) for a group with this growth, whose blocks have arrays of these names."""
+    rows = {name.partition(".")[0] for name in fields}
+    is_latent = bool(rows & {"latent", "rope", "entries"}) and not rows & {"k", "v", "kv"}
     if growth.window is not None:
-        return "sliding_window"
+        return "sliding_window_mla" if is_latent else "sliding_window"
     if growth.chunk is not None:
         return "chunked_local_attention"
-    return "mamba" if growth.is_state else "full_attention"
+    if growth.is_state:
+        return "unknown" if rows and all(name.startswith("sink_") for name in rows) else "mamba"
+    return "mla_attention" if is_latent else "full_attention"
 
 
-class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Consecutive blocks of a text were stored in one group.
+class CacheInfo(msgspec.Struct, frozen=True):
+    """What a follower must know of a cache. ``groups``: for each its name, how it grows ("full", "window", "chunk" or
+    "state"), and the tokens of its window or chunk, else None. ``full``: the index of the group that keeps all tokens; -1 if
+    there is none."""
 
-    ``block_hashes``: 32 bytes each, computed from all tokens up to the block's end, the namespace and the weights.
-    ``token_ids``: those of all these blocks; 0 where a medium begins; fewer if the last block is the partial last block
-    of a closed text. ``extra_keys``: None, or for each block None or the digests and offsets of the media that begin in
-    it, in alternation. ``group_idx``: None if only the text is known, for a model in which no group keeps all tokens.
-    ``namespace``: the digest of the namespace, see ``kvpagoda.events.namespace_name``.
-    """
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    group_name: str | None = None
-    namespace: bytes = b""
-
-
-class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Blocks were removed from one group.
-
-    ``lost``: the positions at which a text could be resumed until now, each named by the last block before it: after
-    these blocks, and after other blocks whose resumption needed them.
-    """
-
-    block_hashes: list[bytes]
-    medium: str | None = None
-    group_idx: int | None = None
-    group_name: str | None = None
-    group_kind: str | None = None
-    lost: list[bytes] = []
-
-
-class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """All blocks were removed. A batch that begins with it is a snapshot: it stores all blocks that the cache has."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class CacheInfo(msgspec.Struct, array_like=True, frozen=True):
-    """The cache that a batch describes.
-
-    ``instance``: random bytes, new for each start of a publisher. ``groups``: name, kind and window or chunk (else
-    None) of each. ``full``: the index of the group that keeps all tokens; -1 if there is none.
-    """
-
-    instance: bytes
     block_size: int
     hit_grid: int
     groups: list[tuple[str, str, int | None]]
     full: int
 
     @classmethod
-    def of(cls, followed: Followed, instance: bytes) -> CacheInfo:
-        """Return the description of ``followed`` for followers."""
-        groups = [(name, kind_of(growth), growth.span) for name, growth in followed.groups]
-        return cls(instance, followed.block_size, followed.hit_grid, groups, followed.full)
+    def of(cls, followed: Followed) -> CacheInfo:
+        """Return the description of ``followed``."""
+        groups = [(name, _law(growth), growth.span) for name, growth in followed.groups]
+        return cls(followed.block_size, followed.hit_grid, groups, followed.full)
 
     def followed(self) -> Followed:
-        """Return the description for an index. Raises BadInput for an unknown kind of group."""
-        return Followed(
-            self.block_size, self.hit_grid, tuple((name, _growth(kind, n)) for name, kind, n in self.groups), self.full
-        )
+        """Return the description for an index. Raises BadInput for an unknown growth."""
+        groups = tuple((name, _growth(law, span)) for name, law, span in self.groups)
+        return Followed(self.block_size, self.hit_grid, groups, self.full)
 
 
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """Consecutive blocks of a text were stored in one group.
+
+    ``token_ids``: those of all blocks; 0 where a medium begins; the last block of a text may be partial. ``extra_keys``:
+    None, or for each block None or what its name depends on besides its tokens: (digest in hexadecimal, offset in the
+    block) of each medium that begins in it, and in the first block of a text its ``cache_salt``. ``group_idx``: None if
+    only the text is known, for a model in which no group keeps all tokens. ``lora_name``: the adapter of the namespace.
+
+    ``instance``: in the first event of each batch, the number that the publisher drew when it started. ``namespace``: in
+    events that begin a text, the digest of its namespace, see ``kvpagoda.events.namespace_name``. ``cache_salt``, SGLang's
+    name: the same in hexadecimal, if the namespace has a salt or names weights.
+    """
+
+    block_hashes: list[Name]
+    parent_block_hash: Name | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    instance: int | None = None
+    group_name: str | None = None
+    namespace: bytes = b""
+    cache_salt: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """Blocks were removed from one group.
+
+    ``lost``: the positions at which a text could be resumed until now, each named by the last block before it: after
+    these blocks, and after other blocks whose resumption needed them. ``instance``: see ``BlockStored``.
+    """
+
+    block_hashes: list[Name]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    instance: int | None = None
+    group_name: str | None = None
+    group_kind: str | None = None
+    lost: list[Name] = []
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """All blocks were removed. A batch that begins with it is a snapshot: it stores all blocks that the cache has.
+    ``instance``: see ``BlockStored``."""
+
+    instance: int | None = None
+    cache: CacheInfo | None = None
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+replace = msgspec.structs.replace
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
     """The events since the batch before. ``ts``: seconds since the epoch.
 
-    A batch without events only says that the publisher is alive; its sequence number is that of the last batch with
+    A batch without blocks only says that the publisher is alive; its sequence number is that of the last batch with
     events.
     """
 
     ts: float
     events: list[Event]
     data_parallel_rank: int | None = None
-    cache: CacheInfo | None = None
 
 
+_OURS: dict[type[Event], dict[str, Any]] = {
+    BlockStored: {"instance": None, "group_name": None, "namespace": b"", "cache_salt": None},
+    BlockRemoved: {"instance": None, "group_name": None, "group_kind": None, "lost": []},
+    AllBlocksCleared: {"instance": None, "cache": None},
+}
+"""The fields of kvpagoda and their defaults, by class of event."""
+_ARRAYS = {BlockStored: 11, BlockRemoved: 3, AllBlocksCleared: 0}
+"""How many fields vLLM 0.23's arrays have, by class of event."""
+_CLASSES: dict[str, type[Event]] = {of.__name__: of for of in _OURS}
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EventBatch)
+_any_decoder = msgspec.msgpack.Decoder()
 
 
-def encode(batch: EventBatch) -> bytes:
-    """Return ``batch`` as the third frame of a message."""
-    return _encoder.encode(batch)
+@dataclass(frozen=True)
+class Encoding:
+    """How a stream is written.
+
+    ``form``: "map" or "array", of an event. ``names``: "int" or "bytes": names of ``NAME_BITS`` bits, or the whole digest of
+    32 bytes. ``own_fields``: write the fields of kvpagoda, without which a ``Follower`` cannot read the stream; vllm-router
+    refuses events that have them. Raises BadInput.
+    """
+
+    form: str = "map"
+    names: str = "int"
+    own_fields: bool = True
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("form", self.form, ("map", "array")),
+            ("kind of names", self.names, ("int", "bytes")),
+        ):
+            if value not in known:
+                raise unknown_name(f"{what} of an encoding", value, known)
+
+    def name(self, digest: bytes, taken: Container[Name]) -> Name:
+        """Return the name of a block with this ``digest``, which is not ``taken`` yet: the first bits of the digest, or the
+        next free number."""
+        if self.names == "bytes":
+            return digest
+        name = int.from_bytes(digest[:8], "big") >> 64 - NAME_BITS
+        while name in taken:
+            name = (name + 1) % (1 << NAME_BITS)
+        return name
+
+    def encode(self, batch: EventBatch) -> bytes:
+        """Return ``batch`` as the third frame of a message. May change its events."""
+        if not self.own_fields:
+            batch.events = [event for event in batch.events if _is_vllms(event)]
+        if self.form == "map":
+            return _encoder.encode(batch)
+        events = [self._array(event) for event in batch.events]
+        return _encoder.encode((batch.ts, events, batch.data_parallel_rank))
+
+    def _array(self, event: Event) -> list[Any]:
+        values = msgspec.structs.astuple(event)
+        return [type(event).__name__, *(values if self.own_fields else values[: _ARRAYS[type(event)]])]
 
 
 def decode(payload: bytes) -> EventBatch:
-    """Return the batch that ``encode``, or a publisher of vLLM, encoded. Raises BadInput."""
+    """Return the batch that ``Encoding.encode``, or a publisher of vLLM, encoded in either form. Raises BadInput."""
     try:
         return _decoder.decode(payload)
     except msgspec.MsgspecError as error:
-        raise BadInput(f"{len(payload)} bytes are no batch of KV events: {error}") from None
+        with_arrays = _from_arrays(payload)
+        if with_arrays is None:
+            raise BadInput(f"{len(payload)} bytes are no batch of KV events: {error}") from None
+        return with_arrays
 
 
-def _growth(kind: str, span: int | None) -> Growth:
-    """Return the growth of a group of ``kind`` with window or chunk ``span``. Raises BadInput for an unknown kind."""
-    known = {"full_attention": FULL, "mamba": STATE}
-    known |= {"sliding_window": Growth(window=span), "chunked_local_attention": Growth(chunk=span)}
-    if kind not in known:
-        raise unknown_name("kind of a group", kind, known)
-    return known[kind]
+def _from_arrays(payload: bytes) -> EventBatch | None:
+    """Return the batch whose events are arrays; None if ``payload`` is none."""
+    try:
+        ts, events, *rank = _any_decoder.decode(payload)
+        maps = [{"type": tag, **dict(zip(_CLASSES[tag].__struct_fields__, fields))} for tag, *fields in events]
+        return msgspec.convert([ts, maps, *rank[:1]], EventBatch)
+    except (msgspec.MsgspecError, TypeError, ValueError, KeyError):
+        return None
+
+
+def _is_vllms(event: Event) -> bool:
+    """Take the fields of kvpagoda from ``event``, and a partial block, which vLLM does not have; return whether anything is
+    left."""
+    for name, default in _OURS[type(event)].items():
+        setattr(event, name, default)
+    if isinstance(event, BlockStored):
+        whole = len(event.token_ids) // event.block_size
+        event.block_hashes, event.token_ids = event.block_hashes[:whole], event.token_ids[: whole * event.block_size]
+        event.extra_keys = event.extra_keys and event.extra_keys[:whole]
+    return isinstance(event, AllBlocksCleared) or bool(event.block_hashes)
+
+
+def _law(growth: Growth) -> str:
+    """Return the word for ``growth`` in ``CacheInfo``."""
+    if growth.is_state:
+        return "state"
+    return "window" if growth.window is not None else "full" if growth.chunk is None else "chunk"
+
+
+def _growth(law: str, span: int | None) -> Growth:
+    """Return the growth of a group whose ``law`` has this window or chunk. Raises BadInput for an unknown one."""
+    known = {"full": FULL, "state": STATE, "window": Growth(window=span), "chunk": Growth(chunk=span)}
+    if law not in known:
+        raise unknown_name("growth of a group", law, known)
+    return known[law]

@@ -1,7 +1,7 @@
 """The metrics: the name and labels of each, and the counter that it is read from. The table is ``metrics.json``.
 
 A metric that means the same as one of vLLM has vLLM's name, so that dashboards and routers made for vLLM read it. The
-names of all others begin with ``kvpagoda:``.
+names of all others begin with ``kvpagoda_``.
 """
 
 from __future__ import annotations

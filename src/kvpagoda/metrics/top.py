@@ -177,14 +177,14 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
         samples = _Samples(text, vllm)
     except (ValueError, KeyError, IndexError):
         raise BadInput(f"{source} does not hold metrics in the text form of Prometheus") from None
-    if not samples.by("kvpagoda:cache_bytes"):
+    if not samples.by("kvpagoda_cache_bytes"):
         raise BadInput(
             f"{source} has no metrics of kvpagoda: register a kvpagoda.metrics.CacheCollector where it is served"
         )
-    blocks = samples.by("kvpagoda:blocks", "group", "state")
-    nbytes = samples.by("kvpagoda:cache_bytes", "model_name", "engine")
-    sizes = samples.by("kvpagoda:block_bytes", "group", of=max)
-    evicted, found = (samples.by(f"kvpagoda:{name}_total", "group") for name in ("blocks_evicted", "found_tokens"))
+    blocks = samples.by("kvpagoda_blocks", "group", "state")
+    nbytes = samples.by("kvpagoda_cache_bytes", "model_name", "engine")
+    sizes = samples.by("kvpagoda_block_bytes", "group", of=max)
+    evicted, found = (samples.by(f"kvpagoda_{name}_total", "group") for name in ("blocks_evicted", "found_tokens"))
     groups = tuple(
         GroupFigures(
             name, {state: int(blocks.get((name, state), 0)) for state in STATES}, int(sizes.get((name,), 0)),
@@ -196,18 +196,18 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
     return Figures(
         engines=len(nbytes),
         running=samples.total("vllm:num_requests_running"),
-        requests_max=samples.total("kvpagoda:requests_max"),
-        suspended=samples.total("kvpagoda:requests_suspended"),
+        requests_max=samples.total("kvpagoda_requests_max"),
+        suspended=samples.total("kvpagoda_requests_suspended"),
         waiting=samples.some("vllm:num_requests_waiting"),
         preempted=samples.some("vllm:num_preemptions_total"),
         nbytes=int(sum(nbytes.values())),
         usage=sum(usage.get(engine, 0.0) * size for engine, size in nbytes.items()) / max(1.0, sum(nbytes.values())),
         prompt_tokens=samples.total("vllm:prefix_cache_queries_total"),
-        cached_tokens=samples.total("kvpagoda:cached_tokens_total"),
-        loaded_tokens=samples.total("kvpagoda:loaded_tokens_total"),
-        computed_tokens=samples.total("kvpagoda:computed_tokens_total"),
-        checkpoints=samples.total("kvpagoda:checkpoints"),
-        pins=samples.total("kvpagoda:pins"),
+        cached_tokens=samples.total("kvpagoda_cached_tokens_total"),
+        loaded_tokens=samples.total("kvpagoda_loaded_tokens_total"),
+        computed_tokens=samples.total("kvpagoda_computed_tokens_total"),
+        checkpoints=samples.total("kvpagoda_checkpoints"),
+        pins=samples.total("kvpagoda_pins"),
         groups=groups,
         short_hits=_columns(samples, "reason", "short_hits", "short_hit_tokens"),
         namespaces=_columns(samples, "namespace", "requests", "prompt_tokens", "cached_tokens"),
@@ -217,18 +217,18 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
 
 def _columns(samples: _Samples, label: str, *names: str) -> dict[str, Any]:
     """Return the value of ``label`` -> the totals of the counters ``names``."""
-    columns = [samples.by(f"kvpagoda:{name}_total", label) for name in names]
+    columns = [samples.by(f"kvpagoda_{name}_total", label) for name in names]
     return {key: tuple(int(column.get((key,), 0)) for column in columns) for (key,) in sorted(columns[0])}
 
 
 def _tiers(samples: _Samples) -> tuple[TierFigures, ...]:
     keys = ("level", "tier", "call")
-    records = samples.by("kvpagoda:tier_outcomes_total", *keys, "outcome")
-    moved = samples.by("kvpagoda:tier_moved_bytes_total", *keys)
-    available, made = samples.by("kvpagoda:tier_available", "level", "tier", of=min), list[TierFigures]()
+    records = samples.by("kvpagoda_tier_outcomes_total", *keys, "outcome")
+    moved = samples.by("kvpagoda_tier_moved_bytes_total", *keys)
+    available, made = samples.by("kvpagoda_tier_available", "level", "tier", of=min), list[TierFigures]()
     for level, tier, call in sorted(moved):
         mine = {outcome: int(n) for (*key, outcome), n in records.items() if key == [level, tier, call]}
-        seconds = samples.histogram("kvpagoda:tier_call_seconds", dict(zip(keys, (level, tier, call))))
+        seconds = samples.histogram("kvpagoda_tier_call_seconds", dict(zip(keys, (level, tier, call))))
         made.append(
             TierFigures(
                 int(level), tier, call, bool(available.get((level, tier), 0)), sum(mine.values()), mine.get("ok", 0),

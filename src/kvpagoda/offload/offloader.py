@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic, perf_counter, sleep
 from typing import Any
 from weakref import finalize
@@ -23,6 +24,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.below import NoTiers
+from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.namespace import Media
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
@@ -30,7 +32,9 @@ from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.offload.hit import Prefetch, TierHit, checkpoint_part
 from kvpagoda.offload.reader import TierReader
+from kvpagoda.offload.watch import watches_of
 from kvpagoda.prefix.hybrid import Freed, Kept
+from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.records import xxh3_128
@@ -47,7 +51,8 @@ class Offloader(NoTiers):
     """Stores what one cache has in its levels; ``reader`` loads it back. Used by the thread of the cache.
 
     ``prefix``: what is cached, by name. ``media``: the digests of images in texts. ``memory``: copies the bytes.
-    ``secret``: part of every key, so that the text cannot be guessed from a key without it.
+    ``secret``: part of every key, so that the text cannot be guessed from a key without it. ``log``: is told which blocks
+    the levels keep.
 
     The cache may report changes (``published``, ``freed`` and others) after it has changed its own state:
     tables are assigned after all that can fail, and a store that fails is counted as dropped."""
@@ -60,6 +65,7 @@ class Offloader(NoTiers):
         media: Media,
         memory: NoMemory,
         secret: bytes = b"",
+        log: EventLog | None = None,
     ) -> None:
         full = prefix.full
         self._prefix, self._media, self._memory = prefix, media, memory
@@ -78,6 +84,7 @@ class Offloader(NoTiers):
             _close(self.levels, 0.0)
             raise
         finalize(self, _close, self.levels, 0.0).atexit = False
+        self._watches = {} if log is None else watches_of(self.levels, log)
         num_rows = 0 if full is None else full.plan.num_rows
         writers = [level for level in self.levels if level.spec.write == "reuse"]
         self._blocks = np.zeros(num_rows, [("hash", np.uint8, KEY_NBYTES), ("sent", np.bool_, len(writers))])
@@ -214,10 +221,12 @@ class Offloader(NoTiers):
                     self._store_blocks(level, units[at : at + level.batch])
 
     def _store_blocks(self, level: Level, units: Many[Unit]) -> None:
-        keys = {level.key(hashes[-KEY_NBYTES:]): names for names, hashes in units}
+        keys = {level.key(hashes[-KEY_NBYTES:]): unit for unit in units for hashes in unit[1:]}
         if keys and self._full is not None:
-            names = BlockNames(np.concatenate([*keys.values()]))
-            self._store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))])
+            names = BlockNames(np.concatenate([names for names, _ in keys.values()]))
+            watch = self._watches.get(level)
+            told = None if watch is None else partial(watch.stored, {key: hashes for key, (_, hashes) in keys.items()})
+            self._store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))], told=told)
 
     def _store(
         self,
@@ -225,9 +234,10 @@ class Offloader(NoTiers):
         keys: Many[bytes],
         parts: Many[tuple[BlockGroup, BlockPlaces, int]],
         sizes: Many[int] | None = None,
+        told: Callable[[list[Status]], None] | None = None,
     ) -> None:
         """Copy ``parts``, (group, places, number of records), to staging memory, and store them under ``keys``. They
-        are dropped if that fails. ``sizes``: bytes of each record (None: whole records)."""
+        are dropped if that fails. ``sizes``: bytes of each record (None: whole records). ``told``: see ``Level.store``."""
         try:
             rows, at = level.buffer.acquire(len(keys), owner=level), 0
         except OutOfBlocks:  # another thread was faster
@@ -237,7 +247,7 @@ class Offloader(NoTiers):
             for group, places, count in parts:
                 self._memory.to_host(group.index, places, level.buffer.payloads, rows[at : at + count])
                 at += count
-            level.store(keys, rows, sizes)
+            level.store(keys, rows, sizes, told)
         except BaseException as error:
             with suppress(Exception):
                 level.buffer.release(rows)

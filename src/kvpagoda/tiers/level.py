@@ -178,13 +178,22 @@ class Level:
         loads."""
         return max(0, self.num_writable - self._kept_for_stores)
 
-    def store(self, keys: Sequence[bytes], rows: Sequence[int], nbytes: Sequence[int] | None = None) -> None:
-        """Store the records in ``rows``, which this level acquired, without waiting; they are released afterwards."""
+    def store(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        nbytes: Sequence[int] | None = None,
+        told: Callable[[list[Status]], None] | None = None,
+    ) -> None:
+        """Store the records in ``rows``, which this level acquired, without waiting; they are released afterwards.
+        ``told`` is then called with their statuses, in another thread."""
         future = self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes)
         self._storing[future] = rows
 
         def done(future: Future[list[Status]]) -> None:
             self.buffer.release(rows)
+            if told is not None and not future.cancelled() and future.exception() is None:
+                told(future.result())
             self._storing.pop(future, None)
 
         future.add_done_callback(done)

@@ -71,6 +71,7 @@ class SlotDriver:
         self._numbers = count()
         self._evicted = self._rejected = 0
         self._calls = Calls(medium.close)  # the last call that uses the medium closes it
+        self.on_drop: Callable[[bytes], None] | None = None  #: called with each key that is evicted or discarded
         watch_forks(self)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
@@ -139,6 +140,8 @@ class SlotDriver:
             return [Status.UNAVAILABLE] * len(keys)
         with self._lock:
             slots = [self._slots.pop(key, None) for key in keys]
+            for key in keys:
+                self._tell(key)
             held = [slot for slot in slots if slot is not None]
             self._busy.update(held)
             self._dropped.update(held)
@@ -206,12 +209,17 @@ class SlotDriver:
             elif key not in self._writing and self._is_admitted(key) and (victim := next(victims, None)) is not None:
                 given.append(self._slots.pop(victim))
                 self._evicted += 1
+                self._tell(victim)
             else:
                 given.append(Status.REJECTED)
                 self._rejected += 1
             if isinstance(given[-1], int):
                 self._writing[key] = given[-1]
         return given
+
+    def _tell(self, key: bytes) -> None:
+        if self.on_drop is not None:
+            self.on_drop(key)
 
     def _victims(self, n: int, keep: set[bytes]) -> list[bytes]:
         """Return up to ``n`` evictable keys, none of ``keep``, first victim first. O(n + keys not evictable)."""

@@ -1,0 +1,210 @@
+"""What many engines have of a prompt: a ``Subscriber`` for each, asked together, in this process or over HTTP.
+
+publishers ──► Subscriber, one for each worker ──► Follower ◄── scores(tokens) ◄── POST /score     any thread
+               all polled by the router's thread
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import Any, NamedTuple
+
+from kvpagoda.cache.namespace import Namespace
+from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra, did_you_mean
+from kvpagoda.events.follower import Follower
+from kvpagoda.events.index import Resumable
+from kvpagoda.events.publisher import HEARTBEAT, Subscriber
+from kvpagoda.prefix.tokens import as_tokens
+
+with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
+    import msgspec
+    import zmq
+
+MOST_NBYTES = 16 << 20
+"""Bytes of the largest body that is read."""
+_SILENT = 3 * HEARTBEAT  # seconds without a message after which a worker counts as stale
+
+
+class Answer(NamedTuple):
+    """An answer to an HTTP request: a status code, and an object to send as JSON."""
+
+    status: int
+    body: dict[str, Any]
+
+
+class _Space(msgspec.Struct, forbid_unknown_fields=True):
+    salt: str | None = None
+    adapter: str | None = None
+    weights: str | None = None
+
+
+class _Question(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``POST /score``. ``namespace``: text is a salt. ``media``: offset -> digest in hexadecimal."""
+
+    tokens: list[int]
+    namespace: str | _Space | None = None
+    media: dict[int, str] = {}
+
+
+_decoder = msgspec.json.Decoder(_Question)
+
+
+class Worker:
+    """One engine as its messages describe it. ``lock``: held while ``subscriber`` is used. ``fault``: why its last message
+    could not be read; "" if it could."""
+
+    def __init__(self, subscriber: Subscriber, secret: bytes) -> None:
+        self.subscriber, self._secret, self.lock, self.fault = subscriber, secret, Lock(), ""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the engine may have other blocks than is known: messages are missing, or none came for three
+        heartbeats."""
+        heard = self.subscriber.heard_at
+        is_silent = heard is None or monotonic() - heard > _SILENT
+        return is_silent or bool(self.fault) or self.subscriber.follower.wanted is not None
+
+    def poll(self) -> None:
+        """Receive what has come. A message that contradicts those before it makes this worker start from nothing."""
+        with self.lock:
+            heard = self.subscriber.heard_at
+            try:
+                self.subscriber.poll()
+                if self.subscriber.heard_at != heard:
+                    self.fault = ""
+            except KVPagodaError as error:
+                self.fault = str(error)
+            except Exception as error:
+                self.fault = f"{type(error).__name__}: {error}"
+                self.subscriber.follower = Follower(self._secret)
+
+
+class Router:
+    """Follows the publishers of ``workers``, name -> (endpoint, replay endpoint), in a thread of its own.
+
+    ``secret``: that of their ``Identity``. ``topic``: that of their publishers. ``interval``: seconds between two polls.
+    Any thread may ask. Raises BadInput for an endpoint that ZMQ refuses, and if there are no workers.
+    """
+
+    def __init__(
+        self,
+        workers: Mapping[str, tuple[str, str]],
+        *,
+        secret: bytes = b"",
+        topic: str = "",
+        interval: float = 0.01,
+    ) -> None:
+        if not workers:
+            raise BadInput("a router follows at least one worker, got none", needed=1, available=0)
+        self._context = zmq.Context()
+        self.workers: dict[str, Worker] = {}  #: by name
+        try:
+            for name, (endpoint, replay) in workers.items():
+                subscriber = Subscriber(endpoint, replay, topic=topic, secret=secret, context=self._context)
+                self.workers[name] = Worker(subscriber, secret)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._interval, self._is_closed = interval, Event()
+        self._thread = Thread(target=self._run, name="kvpagoda-router", daemon=True)
+        self._thread.start()
+
+    def scores(
+        self,
+        token_ids: Any,
+        namespace: Namespace | str | bytes | None = None,
+        *,
+        media: Mapping[int, bytes] | None = None,
+    ) -> dict[str, Resumable]:
+        """Return by worker how many tokens of this prompt are cached, and how many a new request there need not compute.
+
+        As ``Follower.resumable``. O(n) for each worker. Raises BadInput.
+        """
+        found, tokens = {}, as_tokens(token_ids)
+        for name, worker in self.workers.items():
+            with worker.lock:
+                found[name] = worker.subscriber.follower.resumable(tokens, namespace, media=media)
+        return found
+
+    def answer(self, method: str, path: str, body: bytes = b"") -> Answer:
+        """Return the answer to an HTTP request; raises nothing. To mount in a server of your own.
+
+        ``POST /score`` with ``{"tokens": [..], "namespace": .., "media": {..}}``: ``{"resumable": {worker: tokens}, "cached":
+        {worker: tokens}, "stale": [workers]}``. ``GET /health``: what is known of each worker. Errors have a status from 400
+        on and ``{"error": {"type": .., "message": .., "needed": .., "available": ..}}``.
+        """
+        try:
+            known = {"/score": ("POST", self._score), "/health": ("GET", self._health)}
+            if path not in known:
+                hint = did_you_mean(path, known)
+                text = f"no {path!r} here; known: {', '.join(known)}" + (f"; {hint}" if hint else "")
+                return failure(404, "NotFound", text, path, [*known])
+            allowed, call = known[path]
+            if method != allowed:
+                return failure(405, "MethodNotAllowed", f"{path} takes {allowed}, got {method}", method, [allowed])
+            if len(body) > MOST_NBYTES:
+                return too_large(len(body))
+            return Answer(200, call(body))
+        except KVPagodaError as error:
+            return failure(400, type(error).__name__, str(error), error.needed, error.available)
+        except Exception as error:
+            return failure(500, type(error).__name__, str(error))
+
+    def close(self) -> None:
+        """End the thread and close the sockets. A second call does nothing."""
+        self._is_closed.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Router:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(self._interval):
+            for worker in self.workers.values():
+                worker.poll()
+
+    def _score(self, body: bytes) -> dict[str, Any]:
+        try:
+            question = _decoder.decode(body)
+            media = {at: bytes.fromhex(digest) for at, digest in question.media.items()}
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BadInput(f"{len(body)} bytes are no question; {error}") from None
+        space = question.namespace
+        namespace = Namespace(space.salt, space.adapter, space.weights) if isinstance(space, _Space) else space
+        found = self.scores(question.tokens, namespace, media=media)
+        return {
+            "resumable": {name: one.resumable for name, one in found.items()},
+            "cached": {name: one.cached for name, one in found.items()},
+            "stale": [name for name, worker in self.workers.items() if worker.is_stale],
+        }
+
+    def _health(self, _: bytes) -> dict[str, Any]:
+        now, told = monotonic(), {}
+        for name, worker in self.workers.items():
+            follower, heard = worker.subscriber.follower, worker.subscriber.heard_at
+            told[name] = {
+                "num_blocks": follower.num_blocks,
+                "is_stale": worker.is_stale,
+                "wanted": follower.wanted,
+                "silent_seconds": None if heard is None else round(now - heard, 3),
+                "fault": worker.fault,
+            }
+        return {"status": "stale" if any(one["is_stale"] for one in told.values()) else "ok", "workers": told}
+
+
+def failure(status: int, kind: str, message: str, needed: Any = None, available: Any = None) -> Answer:
+    """Return an answer that says what is wrong."""
+    error = {"type": kind, "message": message, "needed": needed, "available": available}
+    return Answer(status, {"error": json.loads(json.dumps(error, default=str))})
+
+
+def too_large(nbytes: int) -> Answer:
+    """Return the answer to a body of more than ``MOST_NBYTES``."""
+    return failure(413, "TooLarge", f"a body is at most {MOST_NBYTES} bytes, got {nbytes}", nbytes, MOST_NBYTES)

@@ -1,0 +1,132 @@
+"""Events of tiers: what host memory and disk keep is told with their medium, until they drop it; a follower is not misled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvpagoda import Identity, KVCache
+from kvpagoda.cache.event_log import Kept
+from kvpagoda.offload.watch import Watch
+from kvpagoda.tiers import disk_tier, host_tier
+from kvpagoda.tiers.driver import Status
+
+pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+
+from test_event_log import SCHEMA
+
+from kvpagoda.events import EventLog, EventStream, Follower
+
+
+def serve(cache: KVCache, tokens: Any, namespace: Any = None) -> None:
+    with cache.open(tokens, namespace, capacity=0) as sequence:
+        while part := tokens[sequence.length : sequence.length + 8]:
+            sequence.extend(len(part))
+            sequence.commit(part)
+
+
+class Reader:
+    """What a router knows of each medium, from events alone: name -> (parent, tokens)."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, dict[int, Any]] = {}
+        self.num_dropped = 0  # names that left a tier
+
+    def read(self, payload: bytes) -> None:
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if event["type"] == "AllBlocksCleared":
+                self.known.clear()
+                continue
+            known = self.known.setdefault(event["medium"], {})
+            if event["group_idx"] != 0:  # the window's
+                assert event["medium"] == "GPU"
+            elif event["type"] == "BlockRemoved":
+                for name in event["block_hashes"]:
+                    del known[name]
+                    self.num_dropped += event["medium"] != "GPU"
+            else:
+                above, size = event["parent_block_hash"], event["block_size"]
+                for at, name in enumerate(event["block_hashes"]):
+                    known[name] = (above, event["token_ids"][at * size : (at + 1) * size])
+                    above = name
+
+
+def settled(cache: KVCache, stream: EventStream, reader: Reader, follower: Follower, medium: str) -> None:
+    """Read what is told when no store is on its way any more: just that is what the driver has."""
+    assert cache.flush(10) and cache.core.offloader is not None
+    (level,), (watch,) = cache.core.offloader.levels, cache.core.offloader._watches.values()
+    end = monotonic() + 10
+    while level._storing:
+        assert monotonic() < end
+    if (message := stream.drain()) is not None:
+        reader.read(message[1])
+        follower.feed(*message)
+    keys = level.tier.driver._slots  # type: ignore[attr-defined]
+    kept = {int.from_bytes(one[:8], "big") >> 1 for key, one in watch._hashes.items() if key in keys}
+    assert {*reader.known.get(medium, {})} == kept
+
+
+@pytest.mark.parametrize("write", ["evict", "commit", "reuse"])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_what_a_tier_keeps_is_told(kind: str, write: str, tmp_path: Path) -> None:
+    if kind == "disk":
+        pytest.importorskip("xxhash", reason="records on disk need xxhash")
+        tier, medium = disk_tier(tmp_path, "160KiB", write=write, admit_all=True, timeout=10.0), "STORAGE"
+    else:
+        tier, medium = host_tier("128KiB", write=write, timeout=10.0), "CPU"
+    log = EventLog()
+    cache = KVCache(SCHEMA, "16KiB", device="cpu", block_size=4, events=log, tiers=[tier], identity=Identity("w"))
+    stream, reader, follower = EventStream(log, keep=1), Reader(), Follower()
+    reader.read(stream.replay(0)[0][1])
+    follower.feed(*stream.replay(0)[0])
+    random, most = np.random.default_rng(0), 0
+    texts = [[100 + first, *random.integers(0, 3, 30).tolist()] for first in range(40)]
+    for number in random.integers(0, len(texts), 150).tolist():
+        serve(cache, texts[number], "tenant" if number % 3 == 0 else None)
+        settled(cache, stream, reader, follower, medium)
+        assert reader.known["GPU"].keys() == stream.index.blocks.keys()
+        most = max(most, len(reader.known.get(medium, {})))
+        text, namespace = texts[number], "tenant" if number % 3 == 0 else None
+        found = cache.lookup(text, namespace)
+        assert follower.resumable(text, namespace) == (found.cached, found.resumable)
+    assert most > 10 and (reader.num_dropped > 10 or write == "reuse")
+    for above, tokens in reader.known[medium].values():
+        assert len(tokens) == 4 and (above is None) == (tokens[0] >= 100)
+    late = Reader()
+    late.read(stream.replay(0)[-1][1])  # a snapshot: of all batches only one is kept
+    assert late.known[medium] == reader.known[medium] and late.known["GPU"].keys() == reader.known["GPU"].keys()
+    cache.invalidate("tenant")
+    message = stream.drain()
+    assert message is not None
+    reader.read(message[1])
+    firsts = {tokens[0] for above, tokens in reader.known[medium].values() if above is None}
+    assert firsts and not any((first - 100) % 3 == 0 for first in firsts)
+    cache.close()
+
+
+def test_a_watch_tells_only_what_changes() -> None:
+    log = EventLog()
+    watch = Watch("CPU", log)
+    one, two = b"1" * 32, b"2" * 32
+    watch.stored({b"k": one + two, b"l": two}, [Status.OK, Status.REJECTED])
+    watch.dropped(b"l")
+    watch.dropped(b"m")
+    watch.dropped(b"k")
+    watch.dropped(b"k")
+    assert log.take() == [Kept("CPU", (one, two), True), Kept("CPU", (one, two), False)]
+
+
+def test_a_full_log_starts_again_after_news_of_a_tier() -> None:
+    log = EventLog(capacity=1)
+    cache = KVCache(SCHEMA, "16KiB", device="cpu", block_size=4, events=log, tiers=[host_tier("24KiB", write="commit")])
+    serve(cache, range(20))
+    assert cache.flush(10) and log._is_broken
+    serve(cache, range(40, 60))
+    assert log.num_restarts > 0 and len(log.take()) == 1
+    cache.close()
