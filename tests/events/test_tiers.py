@@ -12,6 +12,7 @@ import pytest
 
 from kvpagoda import Identity, KVCache
 from kvpagoda.cache.event_log import Kept
+from kvpagoda.offload.offloader import Offloader
 from kvpagoda.offload.watch import Watch
 from kvpagoda.tiers import disk_tier, host_tier
 from kvpagoda.tiers.driver import Status
@@ -59,8 +60,8 @@ class Reader:
 
 def settled(cache: KVCache, stream: EventStream, reader: Reader, follower: Follower, medium: str) -> None:
     """Read what is told when no store is on its way any more: just that is what the driver has."""
-    assert cache.flush(10) and cache.core.offloader is not None
-    (level,), (watch,) = cache.core.offloader.levels, cache.core.offloader._watches.values()
+    assert cache.flush(10) and isinstance(cache.core.tiers, Offloader)
+    (level,), (watch,) = cache.core.tiers.levels, cache.core.tiers._watches.values()
     end = monotonic() + 10
     while level._storing:
         assert monotonic() < end
