@@ -325,7 +325,8 @@ class KVCache:
 
     @exclusive
     def stats(self) -> CacheStats:
-        """Return the counters of this cache; cheap enough for every step."""
+        """Return the counters of this cache; cheap enough for every step. Blocks that a running request completed and
+        nobody has asked for yet count as its own, not as shared."""
         self._lifecycle.ending.leave_dropped_fences()
         return stats_of(self._core)
 
