@@ -63,7 +63,7 @@ class ConnectorAnswers(Answers, KVConnectorWorkerMetadata):  # type: ignore[misc
 
     def aggregate(self, other: ConnectorAnswers) -> ConnectorAnswers:
         """Return the reports of both."""
-        return ConnectorAnswers(self.found + other.found, self.failed + other.failed)
+        return ConnectorAnswers(self.found + other.found, self.failed + other.failed, self.waiting + other.waiting)
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
@@ -166,7 +166,7 @@ class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         answers = connector_output.kv_connector_worker_meta or Answers()
-        self._planner.answered(answers.found, answers.failed, connector_output.finished_recving or ())
+        self._planner.answered(answers, connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._planner.finished(request), None
@@ -240,7 +240,7 @@ class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> ConnectorAnswers | None:
         answers = self._mover.answers()
-        return None if answers is None else ConnectorAnswers(answers.found, answers.failed)
+        return None if answers is None else ConnectorAnswers(**vars(answers))
 
     def tier_stats(self) -> tuple[LevelStats, ...]:
         """Return the counters of each tier of this worker, without I/O."""

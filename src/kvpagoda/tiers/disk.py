@@ -37,7 +37,6 @@ class SlabFile:
             raise BadInput(f"{format_bytes(nbytes)} holds no record of {format_bytes(self.slot_nbytes)}; give it more")
         self._rows = buffer.rows
         self._zeros = pages(PAGE)
-        self._is_dirty = bytearray(b"\1" * self.num_slots)  # whether the first page of the slot may not be zero
         self._files: list[int] = []
         path = folder / FILE_NAME
         try:
@@ -56,6 +55,7 @@ class SlabFile:
                 f"process uses, with room, on a file system {'with O_DIRECT' if direct else 'that can be written'}"
             ) from error
         self._data = self._files[-1]
+        self._is_dirty = bytearray(b"\1" * self.num_slots)  # whether the first page of the slot may not be zero
 
     def _open(self, file: int) -> None:
         """Lock the file and set its size. Its records are kept if its slots have the same size as now."""

@@ -72,7 +72,9 @@ class Answer:
 
 @dataclass
 class Answers:
-    """What workers report after a step. ``failed``: requests for which a record could not be loaded."""
+    """What workers report after a step. ``failed``: requests for which a record could not be loaded. ``waiting``: requests
+    whose blocks are not all copied to staging memory yet."""
 
     found: list[Answer] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)

@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.adapters.connector.groups import LayerGroup, RecordGrid
-from kvpagoda.adapters.connector.messages import Answer, Find, Load, Orders, Store
+from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
 from kvpagoda.adapters.connector.options import Options
 from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.tiers import prefix_hashes, prefix_root
+
+_UNREPORTED = 3
+"""Steps after which the workers have told whether they copied what they were to store."""
 
 
 @dataclass(eq=False)
@@ -44,6 +47,8 @@ class Tracked:
     """Whether a load failed: it is not tried again."""
     is_stale: bool = False
     """Whether it may have begun with other weights: nothing of it is loaded or stored."""
+    ordered: int = 0
+    """The last step in which something of it was to be stored."""
 
 
 class SchedulerSide:
@@ -66,7 +71,8 @@ class SchedulerSide:
         self._epoch: bytes | None = None
         self._tracked: dict[str, Tracked] = {}
         self._storing: dict[str, Tracked] = {}  # those of which something was stored
-        self._orders = Orders()
+        self._waiting: frozenset[str] = frozenset()  # those of which workers have not copied everything
+        self._step, self._orders = 0, Orders()
         self._loading = Counter[bytes]()  # first records that are being loaded, by hash
 
     def reset(self) -> None:
@@ -170,13 +176,14 @@ class SchedulerSide:
             self._orders.forget.append(one.request.request_id)
             one.asked, one.answers = None, []
 
-    def answered(self, found: Iterable[Answer], failed: Iterable[str], received: Iterable[str]) -> None:
-        """Take what the workers report: answers, requests whose load failed, requests whose load is over."""
-        for answer in found:
+    def answered(self, answers: Answers, received: Iterable[str]) -> None:
+        """Take what the workers report, and the requests whose loads are over."""
+        self._waiting = frozenset(answers.waiting)
+        for answer in answers.found:
             one = self._tracked.get(answer.request_id)
             if one is not None and one.attempt == answer.attempt and one.asked is not None:
                 one.answers.append(answer)
-        for name in failed:
+        for name in answers.failed:
             if name in self._tracked:
                 self._tracked[name].is_hopeless = True
                 self._tracked[name].num_stored = 0
@@ -194,7 +201,7 @@ class SchedulerSide:
 
     def orders(self, scheduled: Any) -> Orders:
         """Return what the workers do in the step ``scheduled``, a SchedulerOutput of vLLM."""
-        orders, self._orders = self._orders, Orders()
+        orders, self._orders, self._step = self._orders, Orders(), self._step + 1
         orders.is_idle = not scheduled.total_num_scheduled_tokens
         for name, one in self._storing.items():
             if one.request.num_preemptions != one.preemptions:  # its blocks are others' now
@@ -216,18 +223,21 @@ class SchedulerSide:
     def _store(self, orders: Orders, one: Tracked, count: int, state: Any) -> None:
         """Order the records that are complete when ``count`` more tokens of a request are computed."""
         request, size, before = one.request, self._grid.tokens, len(orders.stores)
-        end = min(request.num_computed_tokens + count, request.num_tokens) // size  # drafts are not stored
+        at = request.num_computed_tokens + count
+        end = min(at, request.num_tokens) // size  # drafts are not stored
         handed = state.boundary_state_offloads.get(request.request_id, ())
-        handed = [(index, block, at) for index, block, at in handed if block and self._is_settled(request, at)]
+        states = {(index, token): block for index, block, token in handed if self._is_settled(request, token)}
         first, one.num_stored = one.num_stored, max(one.num_stored, end)
-        if end <= first and not handed:
+        if end <= first and not states:
             return
         ids = state.get_block_ids(request.request_id) if end > first else None
-        self._extend(one, max([end, *(at // size for _, _, at in handed)]))
+        self._extend(one, max([end, *(token // size for _, token in states)]))
         for group in self._grid.groups:
             found: list[tuple[int, tuple[int, ...]]] = []
             if group.is_handed:
-                found = [(at // size - 1, (block,)) for index, block, at in handed if index == group.index]
+                if ids is not None and self._is_settled(request, at):  # the state with which the step ends
+                    states.setdefault((group.index, at), ids[group.index][at // group.block_size - 1])
+                found = [(token // size - 1, (block,)) for (index, token), block in states.items() if index == group.index]
             elif ids is not None:
                 numbers = [n for n in range(first, end) if self._is_wanted(group, n, request.num_prompt_tokens)]
                 found = [(n, tuple(ids[group.index][i] for i in self._grid.blocks(group, n))) for n in numbers]
@@ -237,6 +247,7 @@ class SchedulerSide:
                     orders.stores.append(Store(request.request_id, group.index, number, block_hash, blocks))
         if len(orders.stores) > before:
             self._storing[request.request_id] = one
+            one.ordered = self._step
 
     def _is_settled(self, request: Any, at: int) -> bool:
         """Whether the state after ``at`` tokens ends a record, and no draft that is rejected later has changed it."""
@@ -269,6 +280,7 @@ class SchedulerSide:
             self._loaded(one)
             self._orders.forget.append(request.request_id)
             return False
-        if is_stored:
+        is_waiting = is_stored and (request.request_id in self._waiting or self._step - one.ordered < _UNREPORTED)
+        if is_waiting:
             self._orders.closing.append(request.request_id)
-        return is_stored
+        return is_waiting

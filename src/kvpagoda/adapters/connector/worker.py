@@ -368,8 +368,7 @@ class WorkerSide:
 
     def finished(self, orders: Orders) -> tuple[set[str], set[str], set[str]]:
         """Return the requests whose blocks may be freed, those whose loads are over, and those whose loads failed."""
-        waiting = {store.request_id for backlog in self._backlog.values() for store, _ in backlog.values()}
-        sent = self._closing - waiting
+        sent = self._closing - self._waiting()
         self._closing -= sent
         with self._changed:
             if orders.is_idle and not sent and self._num_open:
@@ -388,7 +387,12 @@ class WorkerSide:
         """Return what is to be reported to the scheduler."""
         with self._changed:
             made, self._answers = self._answers, Answers()
-        return made if made.found or made.failed else None
+        made.waiting += self._waiting()
+        return made if made.found or made.failed or made.waiting else None
+
+    def _waiting(self) -> set[str]:
+        """Return the requests whose blocks wait for staging memory."""
+        return {store.request_id for backlog in self._backlog.values() for store, _ in backlog.values()}
 
     def stats(self) -> tuple[LevelStats, ...]:
         """Return the counters of each tier, without I/O."""
