@@ -1,6 +1,6 @@
-"""KvpagodaConnector in the whole engine of the installed vLLM, on a CPU: what it finds again, and that no fault changes a token.
+"""KvpagodaConnector in the whole engine of the installed vLLM, on a CPU: what it finds, and that no fault changes a token.
 
-Run them in an environment that has vLLM: ``make vllm``, or .venv-vllm/bin/python -m pytest tests/adapters/test_vllm_connector.py.
+Run it where vLLM is: ``.venv-vllm/bin/python -m pytest tests/adapters/test_vllm_connector.py -q``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
         assert engine.tier.loaded_tokens == 4 * whole and not engine.tier.failed and not engine.tier.dropped
         stored = engine.tier.num_records
         more = engine.run([prompt + tuple(text(7, 300)) for prompt in prompts_of(kind)])  # goes on where it ended
-        assert min(more.cached) >= whole and engine.tier.num_records > stored or kind == "qwen3_next"
+        assert min(more.cached) >= whole
+        assert engine.tier.num_records > stored or kind == "qwen3_next", "whose blocks are longer"
 
 
 def test_the_loaded_bytes_are_what_the_answers_come_from(
@@ -272,7 +273,7 @@ def test_a_disk_that_is_full_stores_less_and_nothing_else(
     with Engine(models("llama"), disk(tmp_path / "full")) as engine:
         assert engine.run(prompts_of("llama")).tokens == expected
         assert engine.tier.failed and not engine.tier.num_records
-    with pytest.raises(BadInput, match="no disk tier of 900.0 TiB in"):  # before vLLM serves
+    with pytest.raises(BadInput, match=r"no disk tier of 900\.0 TiB in"):  # before vLLM serves
         Engine(models("llama"), [f"disk:{tmp_path}/none:900TiB"])
 
 
@@ -284,7 +285,9 @@ def test_little_memory_everywhere(kind: str, models: Models, tmp_path: Path) -> 
     with Engine(models(kind)) as engine:
         expected = engine.run(many, 40)
     for _ in range(2):
-        with Engine(models(kind), disk(tmp_path, staging=staging), blocks=26 if kind == "llama" else 60, max_model_len=1024) as engine:
+        with Engine(
+            models(kind), disk(tmp_path, staging=staging), blocks=26 if kind == "llama" else 60, max_model_len=1024
+        ) as engine:
             assert engine.run(many, 40).tokens == expected.tokens
             assert engine.run(many, 40).tokens == expected.tokens
             manager = engine.core.scheduler.kv_cache_manager
@@ -411,7 +414,9 @@ def test_a_version_that_is_not_supported_says_what_to_do() -> None:
 
     check_version("0.32.0")
     check_version("0.33.1rc2")
-    with pytest.raises(BadInput, match=r"supports vLLM 0\.32 and 0\.33, this is 0\.40\.1: install one of them") as caught:
+    with pytest.raises(
+        BadInput, match=r"supports vLLM 0\.32 and 0\.33, this is 0\.40\.1: install one of them"
+    ) as caught:
         check_version("0.40.1")
     assert caught.value.needed == "0.40.1"
 

@@ -67,7 +67,9 @@ class ConnectorAnswers(Answers, KVConnectorWorkerMetadata):  # type: ignore[misc
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """The counters of tiers since they were last reported; ``data`` is ``Figures``."""
+    """The counters of tiers since they were last reported."""
+
+    data: Figures
 
     def reset(self) -> None:
         """Forget what was counted."""

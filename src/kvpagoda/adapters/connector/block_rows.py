@@ -1,6 +1,6 @@
 """The memory of an engine's layers as rows of bytes, one for each block, and copies between them and records.
 
-    payload of a record   | block 0: layer 0, layer 1, .. | block 1: layer 0, layer 1, .. | ..
+payload of a record   | block 0: layer 0, layer 1, .. | block 1: layer 0, layer 1, .. | ..
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rows_of(name: str, cache: Tensor, num_blocks: int) -> Tensor:
 
     A block is one row of ``cache``, or several in succession. Raises LayoutError if its bytes are not together.
     """
-    blocks = cache if cache.shape[0] == num_blocks else cache.unflatten(0, (num_blocks, -1))
+    blocks = cache if cache.shape[0] == num_blocks else cache.view(num_blocks, -1, *cache.shape[1:])
     inner = sorted((stride, size) for stride, size in zip(blocks.stride()[1:], blocks.shape[1:]) if size > 1)
     dense = 1
     for stride, size in inner:
@@ -38,7 +38,7 @@ def rows_of(name: str, cache: Tensor, num_blocks: int) -> Tensor:
     width = cache.element_size()
     rows = torch.empty(0, dtype=torch.uint8, device=cache.device)
     start, shape = blocks.storage_offset() * width, (num_blocks, dense * width)
-    return rows.set_(cache.untyped_storage(), start, shape, (blocks.stride(0) * width, 1))  # type: ignore[call-overload, no-any-return]
+    return rows.set_(cache.untyped_storage(), start, shape, (blocks.stride(0) * width, 1))
 
 
 class BlockRows:

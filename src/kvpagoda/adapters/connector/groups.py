@@ -1,10 +1,10 @@
 """The groups of layers of an engine, which of their blocks a request needs to go on, and how records divide a text.
 
-    tokens        0          G          2G         3G         4G      G: tokens of a record
-    full          | record 0 | record 1 | record 2 | record 3 |       all blocks; to resume at 4G all four are needed
-    window < G    |       == |       == |       == |       == |       the last blocks; only record 3 is needed
-    window > G    | ======== | ======== | ======== | ======== |       all blocks; the last records are needed
-    state         |        = |        = |        = |        = |       the last block; only record 3 is needed
+tokens        0          G          2G         3G         4G      G: tokens of a record
+full          | record 0 | record 1 | record 2 | record 3 |       all blocks; to resume at 4G all four are needed
+window < G    |       == |       == |       == |       == |       the last blocks; only record 3 is needed
+window > G    | ======== | ======== | ======== | ======== |       all blocks; the last records are needed
+state         |        = |        = |        = |        = |       the last block; only record 3 is needed
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
             window = chunk = None  # full attention, whatever part of it a layer reads
         elif window is not None:
             window += _most(specs, "extra_retained_tokens") or 0
-        kind = dict(window=window, chunk=chunk, is_state=bool(mode), is_handed=mode == "align")
-        served.append(LayerGroup(index, specs[0].block_size, nbytes, tuple(group.layer_names), **kind))
+        layers, size = tuple(group.layer_names), specs[0].block_size
+        served.append(LayerGroup(index, size, nbytes, layers, window, chunk, bool(mode), mode == "align"))
     return tuple(served)
 
 

@@ -76,5 +76,3 @@ def schema_of(vllm_config: Any, groups: Any, caches: Any, version: str, facts: C
     known = [version, str(model.dtype), model.quantization, cache.cache_dtype, config, shapes, layers]
     text = json.dumps(known, sort_keys=True, default=str)
     return blake2b(text.encode(), digest_size=16).hexdigest()
-
-

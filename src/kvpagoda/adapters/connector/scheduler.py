@@ -1,8 +1,8 @@
 """The scheduler's side of the connector: which requests could begin further on, and which of their blocks are stored.
 
-    get_num_new_matched_tokens   ──► Find ─► workers ─► Answer ──► None until all workers have answered
-    update_state_after_alloc     ──► Load ─► workers ─► finished, or failed: then the request computes its tokens itself
-    build_connector_meta         ──► Store, as soon as all blocks of a record are computed, or will be in this step
+get_num_new_matched_tokens   ──► Find ─► workers ─► Answer ──► None until all workers have answered
+update_state_after_alloc     ──► Load ─► workers ─► finished, or failed: then the request computes its tokens itself
+build_connector_meta         ──► Store, as soon as all blocks of a record are computed, or will be in this step
 """
 
 from __future__ import annotations
@@ -210,9 +210,8 @@ class SchedulerSide:
         state = getattr(scheduled, "kv_connector_block_state", None)
         if self._writes and state is not None:
             for name, count in scheduled.num_scheduled_tokens.items():
-                one = self._tracked.get(name)
-                if one is not None and not one.is_stale:
-                    self._store(orders, one, count, state)
+                if name in self._tracked and not self._tracked[name].is_stale:
+                    self._store(orders, self._tracked[name], count, state)
         return orders
 
     def track(self, request: Any) -> None:
@@ -237,7 +236,9 @@ class SchedulerSide:
             if group.is_handed:
                 if ids is not None and self._is_settled(request, at):  # the state with which the step ends
                     states.setdefault((group.index, at), ids[group.index][at // group.block_size - 1])
-                found = [(token // size - 1, (block,)) for (index, token), block in states.items() if index == group.index]
+                found = [
+                    (token // size - 1, (block,)) for (index, token), block in states.items() if index == group.index
+                ]
             elif ids is not None:
                 numbers = [n for n in range(first, end) if self._is_wanted(group, n, request.num_prompt_tokens)]
                 found = [(n, tuple(ids[group.index][i] for i in self._grid.blocks(group, n))) for n in numbers]

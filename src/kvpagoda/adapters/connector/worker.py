@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from threading import Condition
 from time import monotonic, sleep
 from typing import Any
@@ -27,6 +27,7 @@ from kvpagoda.adapters.connector.found import Found, Record, batches, record_kin
 from kvpagoda.adapters.connector.groups import RecordGrid
 from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.memory.layerwise import side_stream
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.tiers import LevelStats, TierSpec
 from kvpagoda.tiers.level import Level, Loading, RecordIdentity
@@ -59,7 +60,9 @@ class WorkerSide:
         self._device = next(iter(caches.values())).device
         counts = [1 if group.is_state else grid.tokens // group.block_size for group in grid.groups]
         payload = max(count * rows.nbytes for count, rows in zip(counts, self._blocks.values()))
-        self._counted = next((group.index for group in grid.groups if group.keeps_all), 0)  # its records count as tokens
+        self._counted = next(
+            (group.index for group in grid.groups if group.keeps_all), 0
+        )  # its records count as tokens
         self.levels: tuple[Level, ...] = ()
         try:
             for spec in specs:
@@ -71,7 +74,7 @@ class WorkerSide:
         self._finder = ThreadPoolExecutor(1, "kvpagoda-find")
         self._loader = ThreadPoolExecutor(_LOADERS, "kvpagoda-load")
         self._saver = ThreadPoolExecutor(1, "kvpagoda-save") if self._device.type == "cuda" else None
-        self._streams = [torch.cuda.Stream(self._device)] if self._device.type == "cuda" else []
+        self._stream = side_stream(self._device)
         self._changed = Condition()
         self._finding: dict[str, int] = {}  # request -> its last attempt
         self._found: dict[str, Found] = {}
@@ -173,7 +176,7 @@ class WorkerSide:
             with self._changed:
                 found = self._found.pop(load.request_id, None)
                 self._finding.pop(load.request_id, None)
-            event = torch.cuda.current_stream(self._device).record_event() if self._streams else None
+            event = torch.cuda.current_stream(self._device).record_event() if self._stream else None
             if load.is_layerwise and found is not None:
                 self._start_layers(load, found)
             else:
@@ -226,15 +229,11 @@ class WorkerSide:
                 for _, _, other in begun:
                     other.future.result()  # its rows are released by the caller
                 return ones[0]
-            with self._side_stream(event):
+            with _copying(self._stream, event):
                 self._copy_in(load, ones, level, loading.rows)
             level.buffer.release(loading.rows)
             level.loaded_blocks += len(ones) if ones[0][0] == self._counted else 0
         return None
-
-    def _side_stream(self, event: Any) -> Any:
-        """Return the context in which a loader copies: after ``event``, and done when it ends."""
-        return _SideStream(self._streams[0], event) if self._streams else nullcontext()
 
     @staticmethod
     def _acquire(level: Level, n: int, owner: Found, seconds: float) -> list[int] | None:
@@ -295,10 +294,12 @@ class WorkerSide:
             for name in tuple(names):
                 self._copy_layer(load, found, name)
             self._layers.popleft()
-            if self._streams:
+            if self._stream is not None:
                 torch.cuda.current_stream(self._device).synchronize()
             for level in self.levels:
-                level.loaded_blocks += sum(level is one for (group, _), (one, _) in found.rows.items() if group == self._counted)
+                level.loaded_blocks += sum(
+                    level is one for (group, _), (one, _) in found.rows.items() if group == self._counted
+                )
             found.release()
 
     # -- storing -------------------------------------------------------------------------------------------------------
@@ -312,7 +313,9 @@ class WorkerSide:
         for level, waiting in self._backlog.items():
             fleeting = [one for one in orders.stores if not self._grid.groups[one.group].keeps_all]
             lasting = [one for one in orders.stores if self._grid.groups[one.group].keeps_all]
-            self._store(level, [*dict.fromkeys((level.key(one.block_hash, record_kind(one.group)), one) for one in fleeting)])
+            self._store(
+                level, [*dict.fromkeys((level.key(one.block_hash, record_kind(one.group)), one) for one in fleeting)]
+            )
             for one in lasting:
                 waiting.setdefault(level.key(one.block_hash, record_kind(one.group)), (one, until))
             self._drain(level)
@@ -414,17 +417,13 @@ class WorkerSide:
         return all([level.tier.close(deadline) for level in self.levels]) and is_stored  # noqa: C419
 
 
-class _SideStream:
-    """The context of copies on ``stream`` that begin after ``event`` and are over at its end."""
-
-    def __init__(self, stream: Any, event: Any) -> None:
-        self._stream, self._event = stream, event
-        self._context = torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-        self._stream.wait_event(self._event)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.synchronize()
-        self._context.__exit__(*error)
+@contextmanager
+def _copying(stream: torch.cuda.Stream | None, event: Any) -> Iterator[None]:
+    """The context of a loader's copies on ``stream``: they begin after ``event`` and are over at its end."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
+        yield
+        stream.synchronize()
