@@ -129,6 +129,13 @@ class SlabFile:
             data, start = data[done:], start + done
 
 
+def slot_nbytes_of(file: int) -> int:
+    """Return the bytes of a slot in the ``file`` of a disk tier; 0 if it is not one."""
+    start = os.pread(file, _SUPERBLOCK.size + 16, 0)
+    fields, digest = start[: _SUPERBLOCK.size], start[_SUPERBLOCK.size :]
+    return int(_SUPERBLOCK.unpack(fields)[3]) if len(digest) == 16 and xxh3_128(fields) == digest else 0
+
+
 def _proven(file: int) -> os.stat_result:
     """Return the ``fstat`` of a regular file that only this user can open and that has one name.
 
