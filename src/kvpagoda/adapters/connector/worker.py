@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from threading import Condition
 from time import monotonic, sleep
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -89,8 +90,9 @@ class WorkerSide:
         """Return page-aligned memory; page-locked if the engine computes on a GPU."""
         memory = pages(nbytes, large=True)
         if self._device.type == "cuda":
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostRegister(memory.ctypes.data, nbytes, 0))
+            runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
+            finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return memory
 
     # -- before a step -------------------------------------------------------------------------------------------------
