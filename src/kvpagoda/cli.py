@@ -371,7 +371,7 @@ def tier(
         from kvpagoda.tiers.folder import delete_tier_files, tier_files
 
         files = tier_files(folder)
-        freed = delete_tier_files(folder) if clean else None
+        freed = delete_tier_files(folder) if clean else 0
     if as_json:
         shown = [{**asdict(file), "path": str(file.path)} for file in files]
         typer.echo(json.dumps({"files": shown, "deleted_nbytes": freed}, indent=2))
@@ -379,8 +379,8 @@ def tier(
     for file in files:
         held = f"{file.num_records:,} records of {format_bytes(file.record_nbytes)} in {format_bytes(file.nbytes)}"
         typer.echo(f"{file.path}: {held}{', in use' if file.is_in_use else ''}")
-    if freed is not None or not files:
-        typer.echo(f"no disk tier in {folder}" if not files else f"deleted {format_bytes(freed or 0)}")
+    if clean or not files:
+        typer.echo(f"deleted {format_bytes(freed)}" if files else f"no disk tier in {folder}")
 
 
 @app.command()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from os import urandom
 from typing import Any
 
@@ -25,30 +24,21 @@ _UNREPORTED = 3
 """Steps after which the workers have told whether they copied what they were to store."""
 
 
-@dataclass(eq=False)
 class Tracked:
-    """What is known of one request of vLLM."""
+    """What is known of one ``request`` of vLLM. ``root``: with which the hashes of its text begin."""
 
-    request: Any
-    hashes: list[bytes]
-    """The root of its text, then the hash of each whole record."""
-    num_stored: int = 0
-    """Records that workers have, or were told to store."""
-    preemptions: int = 0
-    attempt: int = 0
-    asked: tuple[int, int] | None = None
-    """The cached tokens and the number of records with which the workers were asked; None: they were not."""
-    answers: list[Answer] = field(default_factory=list)
-    target: int = 0
-    """The record after which it resumes, as vLLM was told; 0: none."""
-    loading: bytes | None = None
-    """The hash of the first record that is being loaded; None: nothing is."""
-    is_hopeless: bool = False
-    """Whether a load failed: it is not tried again."""
-    is_stale: bool = False
-    """Whether it may have begun with other weights: nothing of it is loaded or stored."""
-    ordered: int = 0
-    """The last step in which something of it was to be stored."""
+    def __init__(self, request: Any, root: bytes) -> None:
+        self.request, self.preemptions = request, request.num_preemptions
+        self.hashes = [root]  #: the root of its text, then the hash of each whole record
+        self.num_stored = 0  #: records that workers have, or were told to store
+        self.ordered = 0  #: the last step in which something of it was to be stored
+        self.attempt = 0
+        self.asked: tuple[int, int] | None = None  #: cached tokens and records in the last question; None: not asked
+        self.answers: list[Answer] = []
+        self.target = 0  #: the record after which it resumes, as vLLM was told; 0: none
+        self.loading: bytes | None = None  #: the hash of the first record that is being loaded; None: nothing is
+        self.is_hopeless = False  #: whether a load failed: it is not tried again
+        self.is_stale = False  #: whether it may have begun with other weights: nothing of it is loaded or stored
 
 
 class SchedulerSide:
@@ -92,7 +82,7 @@ class SchedulerSide:
             lora = request.lora_request
             name = Namespace(salt=request.cache_salt, adapter=None if lora is None else self._adapter(lora))
             root = prefix_root(namespace_key(name) + (self._epoch or b""), self._options.secret.encode())
-            known = Tracked(request, [root], preemptions=request.num_preemptions)
+            known = Tracked(request, root)
             self._tracked[request.request_id] = known
         return known
 
