@@ -5,7 +5,8 @@ Run it in the environment that has vLLM: ``.venv-vllm/bin/python -m benchmarks v
 The model is a random Llama of 48 million parameters in bfloat16, on one thread; a prompt has 2,000 tokens. Each case starts
 an engine, which is warm when it is measured: it has answered another prompt. ``seconds``: median over prompts from the
 request to its first token, one request at a time. ``faster``: the time to compute, divided by ``seconds``.
-``cached_tokens``: of each prompt. The system's page cache stays.
+``cached_tokens``: of each prompt. ``same_tokens``: whether the tokens are those of the first case in every round. The
+system's page cache stays.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ def measure(options: Options) -> list[Row]:
             for case in CASES:
                 if options.only in case:
                     found.setdefault(case, []).append(_process(Path(root), case, number, options))
+    expected = next(iter(found.values()))[0]["tokens"]
     plain = median(row["seconds"] for row in found.get(CASES[0], ())) if CASES[0] in found else None
     return [
         {
             "case": case, "seconds": (taken := median(row["seconds"] for row in rows)),
             **({"faster": plain / taken} if plain else {}),
-            "cached_tokens": rows[-1]["cached"], "same_tokens": len({str(row["tokens"]) for row in rows}) == 1,
+            "cached_tokens": rows[-1]["cached"],
+            "same_tokens": all(row["tokens"] == expected for row in rows),
         }
         for case, rows in found.items()
     ]  # fmt: skip

@@ -25,7 +25,7 @@ if find_spec("vllm") is None:
     pytest.skip("no vLLM here; make vllm installs it", allow_module_level=True)
 
 import tiny_vllm
-from servers import Server, ask, has_redis, redis_server
+from servers import Server, ask, has_redis, mooncake_server, redis_server, why_no_mooncake
 from tiny_vllm import BLOCK, Engine, Run
 
 from kvpagoda.errors import BadInput
@@ -334,6 +334,19 @@ def test_a_server_that_is_killed_in_the_middle_is_a_miss(models: Models, tmp_pat
             assert engine.llm.reset_prefix_cache()
             assert engine.run(prompts).tokens == expected
             assert engine.tier.failed
+
+
+@pytest.mark.skipif(bool(why_no_mooncake()), reason=why_no_mooncake())
+def test_mooncake_store_well_and_killed(models: Models, tmp_path: Path) -> None:
+    prompts, expected = prompts_of("gemma3_text"), plain(models, "gemma3_text").tokens
+    with mooncake_server(tmp_path, "256MiB") as server:
+        for cached in ([0] * 4, [896] * 4, [0] * 4):
+            with Engine(models("gemma3_text"), [server.address], options={"record_nbytes": 1}) as engine:
+                again = engine.run(prompts)
+                assert again.tokens == expected and again.cached == cached
+                if cached[0]:
+                    assert engine.tier.loaded
+                    server.kill()
 
 
 def port_of(server: Server) -> int:
