@@ -177,6 +177,18 @@ def test_what_is_stored_does_not_depend_on_the_steps() -> None:
     assert [one.number for one in every if one.group == 1] == [0, 1, 2, 3, 4, 5]
 
 
+def test_what_requests_share_is_stored_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, text, now = side(ALONE), [*range(50)], [1000.0]
+    monkeypatch.setattr("kvpagoda.adapters.connector.scheduler.monotonic", lambda: now[0])
+    counts = []
+    for name, seconds in (("a", 0), ("b", 1), ("c", 58), ("d", 2)):
+        now[0] += seconds
+        counts.append(len(orders_of(planner, request(name, text), [50])))
+    assert counts == [6, 0, 0, 6]
+    more = orders_of(planner, request("e", [*text, *range(20)]), [70])
+    assert [one.number for one in more] == [6, 7]
+
+
 def test_states_are_stored_where_a_step_or_the_engine_says_so() -> None:
     text = [*range(64)]
     stored = orders_of(side(), request("r", text), [24, 9, 31])
@@ -248,7 +260,7 @@ def test_blocks_are_kept_until_they_are_copied_and_forgotten_when_others_get_the
     two = request("t", [*range(64)])
     orders_of(planner, two, [59, 1, 1, 1, 1])
     assert not planner.finished(two), "workers have reported that nothing waits"
-    three = request("u", [*range(64)])
+    three = request("u", [*range(100, 164)])
     orders_of(planner, three, [59, 1, 1, 1, 1])
     planner.answered(Answers(waiting=["u"]), ())
     assert planner.finished(three)

@@ -7,9 +7,11 @@ build_connector_meta         ──► Store, as soon as all blocks of a record 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from os import urandom
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from kvpagoda.adapters.connector.options import Options
 from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.tiers import prefix_hashes, prefix_root
 
+_AGAIN_SECONDS, _MOST_LATELY = 60.0, 1 << 16
+"""Seconds after which a record is stored again when another request has it, and how many records are remembered."""
 _UNREPORTED = 3
 """Steps after which the workers have told whether they copied what they were to store."""
 
@@ -38,6 +42,7 @@ class Tracked:
         self.target = 0  #: the record after which it resumes, as vLLM was told; 0: none
         self.loading: bytes | None = None  #: the hash of the first record that is being loaded; None: nothing is
         self.is_hopeless = False  #: whether a load failed: it is not tried again
+        self.repeats = False  #: whether it stores also what was stored lately, because some of that was lost
         self.is_stale = False  #: whether it may have begun with other weights: nothing of it is loaded or stored
 
 
@@ -61,6 +66,7 @@ class SchedulerSide:
         self._epoch: bytes | None = None
         self._tracked: dict[str, Tracked] = {}
         self._storing: dict[str, Tracked] = {}  # those of which something was stored
+        self._lately: OrderedDict[tuple[int, bytes], float] = OrderedDict()  # record -> when it was to be stored
         self._waiting: frozenset[str] = frozenset()  # those of which workers have not copied everything
         self._step, self._orders = 0, Orders()
         self._loading = Counter[bytes]()  # first records that are being loaded, by hash
@@ -175,7 +181,7 @@ class SchedulerSide:
                 one.answers.append(answer)
         for name in answers.failed:
             if name in self._tracked:
-                self._tracked[name].is_hopeless = True
+                self._tracked[name].is_hopeless = self._tracked[name].repeats = True
                 self._tracked[name].num_stored = 0
         for name in received:
             if name in self._tracked:
@@ -195,7 +201,7 @@ class SchedulerSide:
         orders.is_idle = not scheduled.total_num_scheduled_tokens
         for name, one in self._storing.items():
             if one.request.num_preemptions != one.preemptions:  # its blocks are others' now
-                one.preemptions, one.num_stored = one.request.num_preemptions, 0
+                one.preemptions, one.num_stored, one.repeats = one.request.num_preemptions, 0, True
                 orders.forget.append(name)
         state = getattr(scheduled, "kv_connector_block_state", None)
         if self._writes and state is not None:
@@ -234,11 +240,23 @@ class SchedulerSide:
                 found = [(n, tuple(ids[group.index][i] for i in self._grid.blocks(group, n))) for n in numbers]
             for number, blocks in found:
                 if blocks and all(blocks):
-                    block_hash = one.hashes[number + 1]
-                    orders.stores.append(Store(request.request_id, group.index, number, block_hash, blocks))
+                    store = Store(request.request_id, group.index, number, one.hashes[number + 1], blocks)
+                    if self._is_due(store) or one.repeats:
+                        orders.stores.append(store)
         if len(orders.stores) > before:
             self._storing[request.request_id] = one
             one.ordered = self._step
+
+    def _is_due(self, store: Store) -> bool:
+        """Return whether the record was not stored lately; if so, it is from now on."""
+        key, now, lately = (store.group, store.block_hash), monotonic(), self._lately
+        if now - lately.get(key, -inf) < _AGAIN_SECONDS:
+            return False
+        lately[key] = now
+        lately.move_to_end(key)
+        if len(lately) > _MOST_LATELY:
+            lately.popitem(last=False)
+        return True
 
     def _is_settled(self, request: Any, at: int) -> bool:
         """Whether the state after ``at`` tokens ends a record, and no draft that is rejected later has changed it."""
