@@ -313,13 +313,11 @@ class WorkerSide:
         self._closing.update(orders.closing)
         until = monotonic() + _WAIT_SECONDS
         for level, waiting in self._backlog.items():
-            fleeting = [one for one in orders.stores if not self._grid.groups[one.group].keeps_all]
-            lasting = [one for one in orders.stores if self._grid.groups[one.group].keeps_all]
-            self._store(
-                level, [*dict.fromkeys((level.key(one.block_hash, record_kind(one.group)), one) for one in fleeting)]
-            )
-            for one in lasting:
-                waiting.setdefault(level.key(one.block_hash, record_kind(one.group)), (one, until))
+            keyed = [(level.key(one.block_hash, record_kind(one.group)), one) for one in orders.stores]
+            self._store(level, [item for item in keyed if not self._grid.groups[item[1].group].keeps_all])
+            for key, one in keyed:
+                if self._grid.groups[one.group].keeps_all:
+                    waiting.setdefault(key, (one, until))
             self._drain(level)
 
     def _drain(self, level: Level) -> None:
