@@ -64,6 +64,8 @@ def _short(value: object) -> str:
 def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
     """Draw a plot for each question that compares peers (rows with ``over_ours``): each peer's time over ours. Return
     the paths of the PNG files in ``folder``."""
+    if not any(row.get("over_ours") is not None for found in results.values() for row in found["rows"]):
+        return []
     import matplotlib
 
     matplotlib.use("Agg")

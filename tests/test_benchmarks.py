@@ -56,7 +56,7 @@ def test_every_benchmark_runs_in_a_tiny_size(
         benchmarks_main(asked)
         told = capsys.readouterr().out
     found = json.loads(told)[name]
-    if name in ("shared_store", "adapters") and not found["rows"]:
+    if name in ("shared_store", "adapters", "vllm_connector") and not found["rows"]:
         pytest.skip(str(found["absent"]))
     assert found["rows"] and found["quick"] and found["machine"]["numpy"] == np.__version__
     measured = ("us", "seconds", "us_a_block", "bytes_a_block", "hit_percent", "lru", "bits_per_byte")

@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": ["doctor", "--tier", "host:64MiB"],
     "generate": ["generate", "--max-new-tokens", "2"],
     "top": ["top", "METRICS", "--once"],
+    "tier": ["tier", "."],
     "bench": ["bench", "allocate", "--quick"],
 }
 SERVES = {"router"}

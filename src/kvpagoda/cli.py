@@ -1,4 +1,4 @@
-"""The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``router``, ``top``, ``doctor``.
+"""The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``router``, ``tier`` and others.
 
 The exit code is 0, or 2 on bad input, with one line on standard error. ``doctor`` exits with 1 if something is broken.
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, did_you_mean
 from kvpagoda.layouts import names
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import find_preset, presets
+from kvpagoda.units import format_bytes
 
 try:
     import typer
@@ -405,6 +406,29 @@ def top(
         from kvpagoda.metrics.top import run
 
         run(source, every, once=once, as_json=as_json, vllm=vllm)
+
+
+@app.command()
+def tier(
+    folder: Annotated[Path, typer.Argument(help="the FOLDER of disk:FOLDER:SIZE")],
+    clean: Annotated[bool, typer.Option("--clean", help="delete the files; refused while a process uses one")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the files as JSON")] = False,
+) -> None:
+    """Show what tiers on a disk keep in a folder, for each engine and rank, and delete it."""
+    with one_line_errors():
+        from kvpagoda.tiers.folder import delete_tier_files, tier_files
+
+        files = tier_files(folder)
+        freed = delete_tier_files(folder) if clean else 0
+    if as_json:
+        shown = [{**asdict(file), "path": str(file.path)} for file in files]
+        typer.echo(json.dumps({"files": shown, "deleted_nbytes": freed}, indent=2))
+        return
+    for file in files:
+        held = f"{file.num_records:,} records of {format_bytes(file.record_nbytes)} in {format_bytes(file.nbytes)}"
+        typer.echo(f"{file.path}: {held}{', in use' if file.is_in_use else ''}")
+    if clean or not files:
+        typer.echo(f"deleted {format_bytes(freed)}" if files else f"no disk tier in {folder}")
 
 
 @app.command()

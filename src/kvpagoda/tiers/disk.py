@@ -37,7 +37,6 @@ class SlabFile:
             raise BadInput(f"{format_bytes(nbytes)} holds no record of {format_bytes(self.slot_nbytes)}; give it more")
         self._rows = buffer.rows
         self._zeros = pages(PAGE)
-        self._is_dirty = bytearray(b"\1" * self.num_slots)  # whether the first page of the slot may not be zero
         self._files: list[int] = []
         path = folder / FILE_NAME
         try:
@@ -56,6 +55,7 @@ class SlabFile:
                 f"process uses, with room, on a file system {'with O_DIRECT' if direct else 'that can be written'}"
             ) from error
         self._data = self._files[-1]
+        self._is_dirty = bytearray(b"\1" * self.num_slots)  # whether the first page of the slot may not be zero
 
     def _open(self, file: int) -> None:
         """Lock the file and set its size. Its records are kept if its slots have the same size as now."""
@@ -127,6 +127,13 @@ class SlabFile:
             if not done:
                 raise OSError(errno.EIO, "nothing was written")
             data, start = data[done:], start + done
+
+
+def slot_nbytes_of(file: int) -> int:
+    """Return the bytes of a slot in the ``file`` of a disk tier; 0 if it is not one."""
+    start = os.pread(file, _SUPERBLOCK.size + 16, 0)
+    fields, digest = start[: _SUPERBLOCK.size], start[_SUPERBLOCK.size :]
+    return int(_SUPERBLOCK.unpack(fields)[3]) if len(digest) == 16 and xxh3_128(fields) == digest else 0
 
 
 def _proven(file: int) -> os.stat_result:
