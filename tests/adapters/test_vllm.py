@@ -18,7 +18,7 @@ from projects import path_of, stubs
 from rows import GroupRows, Kind, most_for_state, next_token
 
 from kvpagoda import BadInput, SchemaError
-from kvpagoda.adapters.vllm import KVCacheManager
+from kvpagoda.adapters.vllm.simulated import KVCacheManager
 
 
 @dataclass
