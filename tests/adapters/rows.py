@@ -53,10 +53,14 @@ class GroupRows:
     def __init__(self, kinds: list[Kind], num_blocks: int, size: int) -> None:
         self.kinds, self.size, self.rows = kinds, size, np.zeros((num_blocks, size), np.uint64)
 
-    def prove(self, tokens: list[int], tables: list[list[int]], reader: int, end: int, who: object) -> None:
+    def prove(
+        self, tokens: list[int], tables: list[list[int]], reader: int, end: int, who: object, *, states_only: bool = False
+    ) -> None:
         """Of rows before ``end``, those that the token at ``reader`` reads are of exactly this text, in every group."""
         marks = marks_of(tokens)
         for group, (kind, span) in enumerate(self.kinds):
+            if states_only and kind != "state":
+                continue
             if kind == "state":
                 at = np.arange(end - 1, end) if end else np.arange(0)
             else:

@@ -1,0 +1,231 @@
+"""How much do vLLM's requests find cached, and what does a step cost its scheduler, with our cache manager in it?
+
+    make vllm                                   # makes the environment, then runs this too
+    .venv-vllm/bin/python -m benchmarks.vllm_engine [--quick] [--only TEXT] [--save]
+
+vLLM's own engine runs, on a CPU, with small random models; nothing is downloaded. For each cell of the table its cache
+manager is exchanged while it is idle: for another one of its own with another ``--prefix-cache-retention-interval``, or
+for ours. Weights are random but not small, so a token depends on everything before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.timing import RESULTS, Row, machine
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+)  # fmt: skip
+QUESTION = "How much do vLLM's requests find cached, and what does a step cost, with our cache manager in it?"
+BLOCK = 32
+BLOCKS = (80, 200)
+"""Blocks of memory for each group of layers."""
+AT_ONCE = (1, 4, 16)
+_SMALL = dict(
+    hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=512,
+    max_position_embeddings=4096, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "full attention": dict(_SMALL, architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=2),
+    "windows alone": dict(
+        _SMALL, architectures=["MistralForCausalLM"], model_type="mistral", num_hidden_layers=2, sliding_window=96
+    ),
+    "Gemma-3-like": dict(
+        _SMALL, architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", num_hidden_layers=6, sliding_window=96,
+        query_pre_attn_scalar=32, layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    ),
+    "gpt-oss-like": dict(
+        _SMALL, architectures=["GptOssForCausalLM"], model_type="gpt_oss", num_hidden_layers=4, sliding_window=128,
+        num_local_experts=2, num_experts_per_tok=1, layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "Qwen3-Next-like": dict(
+        _SMALL | dict(num_attention_heads=8, num_key_value_heads=8, head_dim=256),
+        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"], linear_num_key_heads=1, linear_num_value_heads=2,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=64, shared_expert_intermediate_size=64, partial_rotary_factor=0.25,
+        tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
+        full_attention_interval=4,
+    ),
+    "LFM2-like": dict(
+        _SMALL, architectures=["Lfm2ForCausalLM"], model_type="lfm2", num_hidden_layers=4, conv_L_cache=3,
+        layer_types=["conv", "full_attention"] * 2, conv_bias=False, block_dim=64, block_ff_dim=64, conv_dim=64,
+        conv_dim_out=64, norm_eps=1e-5, block_auto_adjust_ff_dim=False,
+    ),
+}  # fmt: skip
+"""Configs of models. The last two keep states, in vLLM's "align" mode."""
+STATES = ("Qwen3-Next-like", "LFM2-like")
+
+
+class Chats(NamedTuple):
+    """A workload: conversations of ``turns`` turns, each with one of ``heads`` system prompts; ``active`` of them take
+    turns at any time. A turn adds the user's tokens and the answer to the text before it."""
+
+    conversations: int = 30
+    turns: int = 4
+    heads: int = 4
+    active: int = 10
+    answer: int = 8
+
+    def prompts(self, seed: int = 0) -> Iterator[tuple[int, list[int]]]:
+        """Yield (number of the conversation, tokens that its user adds), in the order in which they are asked."""
+        random = np.random.default_rng(seed)
+        tokens: Callable[[int, int], list[int]] = lambda low, high: random.integers(
+            3, 500, int(random.integers(low, high))
+        ).tolist()
+        heads = [tokens(90, 260) for _ in range(self.heads)]
+        left = {number: self.turns for number in range(self.conversations)}
+        begun = set[int]()
+        while left:
+            number = int(random.choice(list(left)[: self.active]))
+            added = tokens(20, 90)
+            yield number, added if number in begun else [*heads[number % self.heads], *added]
+            begun.add(number)
+            left[number] -= 1
+            if not left[number]:
+                del left[number]
+
+
+class Engine:
+    """vLLM's engine with a model of ``MODELS``."""
+
+    def __init__(self, model: str) -> None:
+        from vllm import LLM
+        from vllm.v1.core.sched import scheduler
+
+        own, self._said = scheduler.KVCacheManager, dict[str, Any]()
+
+        def record(**arguments: Any) -> Any:
+            self._said = arguments
+            return own(**arguments)
+
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+            scheduler.KVCacheManager = record
+            try:
+                self.llm = LLM(
+                    folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
+                    dtype="bfloat16" if model in STATES[:1] else "float32", block_size=BLOCK, max_num_seqs=64,
+                    num_gpu_blocks_override=9000 if model in STATES else 20000, max_num_batched_tokens=8192,
+                    enable_prefix_caching=True, async_scheduling=False, seed=0,
+                    **({"mamba_cache_mode": "align"} if model in STATES else {}),
+                )  # fmt: skip
+            finally:
+                scheduler.KVCacheManager = own
+        self.llm.apply_model(_fill)
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.num_groups = len(self._said["kv_cache_config"].kv_cache_groups)
+        self.block_size = self.scheduler.block_size
+
+    def exchange(self, who: str, blocks: int | None, caching: bool = True) -> None:
+        """Give the idle engine the manager of ``who`` with ``blocks`` blocks for each group; None: all."""
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+        from kvpagoda.adapters.vllm.manager import KVCacheManager as Ours
+
+        config = self._said["kv_cache_config"]
+        most = config.num_blocks if blocks is None else min(config.num_blocks, blocks * self.num_groups + 1)
+        bounded = any(
+            type(group.kv_cache_spec).__name__ != "FullAttentionSpec" for group in config.kv_cache_groups
+        )
+        interval = {"vLLM, all": None}.get(who, int(who.split()[-1]) if who[-1].isdigit() else 0)
+        config = dataclasses.replace(
+            config, num_blocks=most, prefix_cache_retention_interval=interval if bounded else None
+        )
+        make = Ours if who == "ours" else KVCacheManager
+        said = {**self._said, "kv_cache_config": config, "enable_caching": caching}
+        self.scheduler.kv_cache_manager = make(**said)
+
+    def run(self, chats: Chats, at_once: int) -> tuple[int, list[list[int]], list[int]]:
+        """Run a workload. Return the tokens found, each request's tokens, and each request's found tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=chats.answer, temperature=0, ignore_eos=True, detokenize=False)
+        engine, texts = self.llm.llm_engine, dict[int, list[int]]()
+        asked, running = [*chats.prompts()], dict[str, int]()
+        said, found, turn = [list[int]() for _ in asked], [0] * len(asked), 0
+        while turn < len(asked) or running:
+            busy = {asked[number][0] for number in running.values()}
+            while turn < len(asked) and len(running) < at_once and asked[turn][0] not in busy:
+                number, added = asked[turn]
+                texts[number] = [*texts.get(number, []), *added]
+                engine.add_request(f"{turn}", {"prompt_token_ids": texts[number]}, sampling)
+                running[f"{turn}"] = turn
+                busy.add(number)
+                turn += 1
+            for output in engine.step():
+                if output.finished:
+                    at = running.pop(output.request_id.split("-")[0])
+                    said[at] = [*output.outputs[0].token_ids]
+                    found[at] = output.num_cached_tokens or 0
+                    texts[asked[at][0]] += said[at]
+        return sum(found), said, found
+
+
+def _fill(model: Any) -> None:
+    """Give ``model`` random weights with which every token depends on all before it."""
+    import torch
+
+    torch.manual_seed(0)
+    for name, values in model.named_parameters():
+        if values.dim() > 1:
+            values.data.normal_(0, values.shape[-1] ** -0.5)
+        elif "norm" in name and "weight" in name:
+            values.data.fill_(0.0 if "gemma" in type(model).__name__.lower() else 1.0)
+        else:
+            values.data.normal_(0, 0.1)
+
+
+def found(model: str, quick: bool) -> list[Row]:
+    """Return a row for each cell: tokens found by each manager, and whether all tokens are those without a cache."""
+    rows: list[Row] = []
+    chats = Chats(conversations=8, turns=3) if quick else Chats()
+    engine = Engine(model)
+    size = engine.block_size
+    managers = ["vLLM", "vLLM, all", f"vLLM, {2 * size}", f"vLLM, {8 * size}", "ours"]
+    if model == "full attention":
+        managers = ["vLLM", "ours"]
+    for at_once in AT_ONCE if not quick else AT_ONCE[1:2]:
+        engine.exchange("vLLM, all", None, caching=False)
+        _, cold, _ = engine.run(chats, at_once)
+        engine.exchange("vLLM, all", None)
+        unlimited, _, _ = engine.run(chats, at_once)
+        for blocks in BLOCKS if not quick else BLOCKS[:1]:
+            row: Row = {"case": model, "blocks": blocks, "at once": at_once, "unlimited": unlimited}
+            for who in managers:
+                engine.exchange(who, blocks)
+                row[who], said, _ = engine.run(chats, at_once)
+                row[f"{who}: equal"] = sum(one == other for one, other in zip(said, cold))
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--save", action="store_true")
+    said = parser.parse_args()
+    rows = [row for model in MODELS if model == said.only for row in found(model, said.quick)]
+    if said.save:
+        (RESULTS / "vllm_engine.json").write_text(
+            json.dumps({"question": QUESTION, "machine": machine(), "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

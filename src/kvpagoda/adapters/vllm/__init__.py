@@ -1,0 +1,26 @@
+"""vLLM's scheduler with a cache that keeps what texts need to be resumed: switched on by one option of vLLM's.
+
+    vllm serve MODEL --scheduler-cls kvpagoda.adapters.vllm.Scheduler
+
+``Scheduler`` installs ``KVCacheManager`` in vLLM's own scheduler, the asynchronous one where vLLM would choose it.
+Names are imported when they are first used; nothing here imports vLLM before. Where vLLM is not installed,
+``KVCacheManager`` is the one of ``simulated``, for simulators: the same calls over a prefix tree, without vLLM.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+_MODULES = {"Scheduler": "scheduler", "AsyncScheduler": "scheduler", "installed": "scheduler", "Options": "options"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVCacheManager":
+        module = "simulated" if find_spec("vllm") is None else "manager"
+    elif name in _MODULES:
+        module = _MODULES[name]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)

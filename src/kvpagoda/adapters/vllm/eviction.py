@@ -1,0 +1,193 @@
+"""The order in which vLLM's free blocks are reused, for groups that keep a window or a state of a text.
+
+    first used again | no content | cold | warm: least recently used, ends of texts first | last
+
+A block of such a group is *warm* if it is part of a place where a text can be resumed: marked by ``keep``. Any other
+one with content is *cold*. Blocks of full attention are warm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_group_id
+
+from kvpagoda.blocks.id_pool import IdPool
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.errors import CheckFailed
+from kvpagoda.policies import EvictionPolicy
+
+
+class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
+    """vLLM's queue of free blocks in the order that the top of this file describes.
+
+    ``free``: the free blocks of a pool of ``num_blocks``, which have no content yet. ``bounded``: the block size of each
+    group that keeps a window or a state, by number of the group.
+    """
+
+    def __init__(self, free: list[KVCacheBlock], num_blocks: int, bounded: dict[int, int]) -> None:
+        super().__init__(free)
+        self._bounded = bounded
+        self._kept = bytearray(num_blocks)
+        self._edge: KVCacheBlock = free[-1] if free else self.fake_free_list_head
+        """The last block that is not warm; the head of the list if there is none."""
+
+    def keep(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Mark ``blocks`` as part of a place where a text can be resumed, until they are used for something else."""
+        kept = self._kept
+        for block in blocks:
+            kept[block.block_id] = 1
+
+    def is_cold(self, block: KVCacheBlock) -> bool:
+        """Return whether ``block``, which is free or becomes so, has content that resuming no text is known to need."""
+        if block.block_hash is None or self._kept[block.block_id]:
+            return False
+        size = self._bounded.get(get_group_id(block.block_hash))
+        # A block that ends inside itself holds the state at the end of a prompt: a place too.
+        return size is not None and block.block_hash_num_tokens % size == 0
+
+    def append(self, block: KVCacheBlock) -> None:
+        self.append_n([block])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        cold = [block for block in blocks if self.is_cold(block)]
+        if not cold:
+            super().append_n(blocks)
+            return
+        super().append_n([block for block in blocks if not self.is_cold(block)])
+        before, after = self._edge, self._edge.next_free_block
+        for block in cold:
+            before.next_free_block, block.prev_free_block = block, before
+            before = block
+        before.next_free_block, after.prev_free_block = after, before
+        self._edge = before
+        self.num_free_blocks += len(cold)
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        super().prepend_n(blocks)
+        if blocks and self._edge is self.fake_free_list_head:
+            self._edge = blocks[-1]
+
+    def remove(self, block: KVCacheBlock) -> None:
+        if block is self._edge:
+            self._edge = block.prev_free_block
+        super().remove(block)
+
+    def popleft(self) -> KVCacheBlock:
+        (block,) = self.popleft_n(1)
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        blocks: list[KVCacheBlock] = super().popleft_n(n)
+        if self._edge.next_free_block is None:  # it was among them
+            self._edge = self.fake_free_list_head
+        for block in blocks:
+            self._kept[block.block_id] = 0
+        return blocks
+
+    def used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Called when a request begins with the cached ``blocks``. The list itself is the order: nothing to note."""
+
+    def check(self) -> None:
+        """Prove that the list is whole, and that cold blocks come before warm ones. Raises CheckFailed. O(blocks)."""
+        blocks = self.get_all_free_blocks()
+        if len(blocks) != self.num_free_blocks or len({block.block_id for block in blocks}) != len(blocks):
+            raise CheckFailed(f"the list of free blocks has {len(blocks)}, its count says {self.num_free_blocks}")
+        edge = blocks.index(self._edge) + 1 if self._edge is not self.fake_free_list_head else 0
+        late = [block.block_id for block in blocks[edge:] if self.is_cold(block)]
+        if late:
+            raise CheckFailed(f"cold blocks among the warm ones: {late[:16]}")
+
+
+class PolicyQueue(EvictionQueue):
+    """The same, with an eviction policy of ours choosing among the warm blocks.
+
+    Each block with content has a key for the policy. A key that the policy remembers after the block was evicted belongs
+    to its hash: if the text is cached again, it comes back. What vLLM lists as its order is least recently used.
+    """
+
+    def __init__(
+        self, free: list[KVCacheBlock], num_blocks: int, bounded: dict[int, int], policy: EvictionPolicy
+    ) -> None:
+        super().__init__(free, num_blocks, bounded)
+        self.policy, self._numbers = policy, IdPool()
+        self._key_of: dict[int, int] = {}  # block id -> key, of blocks that the policy knows
+        self._leaves: dict[int, KVCacheBlock] = {}  # key -> block, of those that are free
+        self._keys: dict[bytes, int] = {}  # hash -> key, also of ghosts
+        self._hash_of: dict[int, bytes] = {}  # the same, the other way
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        super().append_n(blocks)
+        for block in blocks:
+            if block.block_hash is not None and not self.is_cold(block):
+                key = self._key(block)
+                self._leaves[key] = block
+                self.policy.set_leaf(key, True)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        self._left(block)
+        super().remove(block)
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        taken: list[KVCacheBlock] = []
+        while len(taken) < n:
+            if self._edge is self.fake_free_list_head and self._leaves:
+                key = int(self.policy.choose(_alone)[0])
+                block = self._leaves[key]
+                self.remove(block)
+                self._kept[block.block_id] = 0
+            else:
+                (block,) = super().popleft_n(1)
+                self._left(block)
+            self._evicted(block)
+            taken.append(block)
+        return taken
+
+    def used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        known = [self._key_of[block.block_id] for block in blocks if block.block_id in self._key_of]
+        if known:
+            self.policy.touch(np.array(known, np.int32), 0)
+
+    def check(self) -> None:
+        super().check()
+        self.policy.check(np.array([*self._key_of.values()], np.int32), set(self._leaves))
+
+    def _key(self, block: KVCacheBlock) -> int:
+        """Return the key of ``block``; the policy learns of one that it does not know."""
+        key = self._key_of.get(block.block_id)
+        if key is None:
+            name = bytes(block.block_hash)
+            ghost = self._keys.get(name)
+            if ghost is not None and ghost not in self._key_of.values():
+                key = ghost
+            else:
+                key = int(self._numbers.peek(1)[0])
+                self._numbers.advance(1)
+                if ghost is None:
+                    self._keys[name], self._hash_of[key] = key, name
+            self.policy.add(np.array([key], np.int32), 0)
+            self._key_of[block.block_id] = key
+        return key
+
+    def _left(self, block: KVCacheBlock) -> None:
+        """Note that ``block`` is not free any more."""
+        key = self._key_of.get(block.block_id)
+        if key is not None and self._leaves.pop(key, None) is not None:
+            self.policy.set_leaf(key, False)
+
+    def _evicted(self, block: KVCacheBlock) -> None:
+        """Note that the content of ``block`` is gone."""
+        key = self._key_of.pop(block.block_id, None)
+        if key is None:
+            return
+        for forgotten in map(int, self.policy.remove(np.array([key], np.int32), evicted=True)):
+            name = self._hash_of.pop(forgotten, None)
+            if name is not None:
+                del self._keys[name]
+            self._numbers.give(np.array([forgotten], np.int32))
+
+
+def _alone(leaf: int) -> Ids:
+    """Return what is evicted with ``leaf``: nothing else, because the list has no tree."""
+    return np.array([leaf], np.int32)

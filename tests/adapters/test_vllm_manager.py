@@ -1,0 +1,214 @@
+"""Our cache manager inside the installed vLLM: its scheduler, its blocks, its options. ``make vllm`` runs this."""
+
+from __future__ import annotations
+
+import importlib
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_run import MODULES, SHAPES, Run
+
+from kvpagoda import BadInput, CheckFailed
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+
+from kvpagoda.adapters.vllm import AsyncScheduler, KVCacheManager, Options, Scheduler, installed  # noqa: E402
+from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue  # noqa: E402
+
+PROJECT = SimpleNamespace(**{name.rpartition(".")[2]: importlib.import_module(f"vllm.{name}") for name in MODULES})
+init_none_hash(sha256)
+
+
+class Checked(KVCacheManager):
+    """Proves itself every few steps."""
+
+    steps = count()
+
+    def new_step_starts(self) -> None:
+        super().new_step_starts()
+        if next(self.steps) % 5 == 0:
+            self.check()
+
+
+def run(seed: int, shape: str, options: Options | None = None) -> Run:
+    def make(**arguments: Any) -> Checked:
+        return Checked(**arguments, options=options)
+
+    return Run(PROJECT, seed, shape, make, is_early=True).run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_random_traffic(shape: str, seed: int) -> None:
+    """Every row that a step reads is that of its text."""
+    done = run(seed, shape)
+    manager = done.scheduler.kv_cache_manager
+    manager.check()
+    assert isinstance(manager, Checked) and manager.usage == 0
+    assert not manager._quiet and not manager._places
+    assert done.computed < done.tokens
+
+
+@pytest.mark.parametrize("policy", ["fifo", "lfu", "lfuda", "sieve", "s3fifo", "arc", "auto"])
+@pytest.mark.parametrize("shape", ["full", "full, windows"])
+def test_random_traffic_with_every_policy(shape: str, policy: str) -> None:
+    done = run(1, shape, Options(policy))
+    manager = done.scheduler.kv_cache_manager
+    manager.check()
+    assert isinstance(manager.block_pool.free_block_queue, PolicyQueue)
+    assert manager.reset_prefix_cache()
+    manager.check()
+
+
+# -- what stays cached -------------------------------------------------------------------------------------------------
+
+SIZE = 4
+
+
+def manager_of(*kinds: str, blocks: int = 24, **more: Any) -> KVCacheManager:
+    import torch
+
+    interface = PROJECT.kv_cache_interface
+    common = dict(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    specs = {
+        "full": lambda: interface.FullAttentionSpec(**common),
+        "window": lambda: interface.SlidingWindowSpec(**common, sliding_window=2 * SIZE),
+        "state": lambda: interface.MambaSpec(
+            block_size=SIZE, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        ),
+    }
+    groups = [interface.KVCacheGroupSpec([f"layer {i}"], specs[kind]()) for i, kind in enumerate(kinds)]
+    config = interface.KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=0
+    )
+    return KVCacheManager(config, 256, scheduler_block_size=SIZE, hash_block_size=SIZE, **more)
+
+
+def ask(manager: KVCacheManager, tokens: list[int], name: str, answer: int = 1, step: int = 256) -> int:
+    """Run a request to its end, ``step`` tokens at a time; return how many tokens were found."""
+    sampling = PROJECT.sampling_params.SamplingParams(max_tokens=answer, ignore_eos=True)
+    hasher = get_request_block_hasher(SIZE, sha256)
+    request = PROJECT.request.Request(name, tokens, sampling, None, block_hasher=hasher)
+    blocks, found, request.shared_prefix_boundary = manager.get_computed_blocks(request)
+    begin: Any = (found, blocks)
+    while request.num_computed_tokens + begin[0] < len(tokens) + answer:
+        computed = request.num_computed_tokens + begin[0]
+        n = min(step, request.num_tokens - computed)
+        manager.new_step_starts()
+        assert manager.allocate_slots(request, n, *begin) is not None
+        request.status = PROJECT.request.RequestStatus.RUNNING
+        request.num_computed_tokens, begin = computed + n, (0, None)
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids(7)
+    manager.free(request)
+    manager.check()
+    return found
+
+
+def text(seed: int, n: int) -> list[int]:
+    return [100 * seed + i for i in range(n)]
+
+
+def test_blocks_that_left_their_window_are_used_again_before_texts() -> None:
+    manager = manager_of("full", "window", blocks=1 + 2 * 14)
+    assert isinstance(manager.block_pool.free_block_queue, EvictionQueue)
+    assert ask(manager, text(1, 24), "a", step=SIZE) == 0
+    assert ask(manager, text(2, 24), "b", step=SIZE) == 0  # 6 full and 6 window blocks each, and one for the answer
+    assert ask(manager, text(3, 12), "c", step=SIZE) == 0  # fills the memory
+    assert [ask(manager, [*text(n, size), 5], f"{n}") for n, size in ((1, 24), (2, 24), (3, 12))] == [24, 24, 12]
+
+
+def test_where_texts_part_stays_resumable() -> None:
+    manager, head = manager_of("full", "window", blocks=60), text(9, 32)
+    found = [ask(manager, [*head, *text(n, 40)], f"{n}", step=SIZE) for n in range(1, 5)]
+    assert found[0] == 0 and found[2:] == [32, 32]
+
+
+def test_a_text_that_was_seen_before_parts_too_without_full_attention() -> None:
+    manager, head = manager_of("window", blocks=9), text(9, 32)
+    found = [ask(manager, [*head, *text(n, 40)], f"{n}", step=SIZE) for n in range(1, 5)]
+    assert found == [0, 0, 32, 32]
+
+
+def test_a_prompt_that_is_sent_again_is_found_up_to_its_last_block() -> None:
+    for kind in ("window", "state"):
+        manager = manager_of("full", kind, blocks=60)
+        assert ask(manager, text(1, 41), "first", answer=20, step=SIZE) == 0
+        assert ask(manager, text(1, 41), "again", answer=20, step=SIZE) == 40
+
+
+@pytest.mark.parametrize("every", [None, 8])
+def test_checkpoint_every_keeps_more_places(every: int | None) -> None:
+    manager = manager_of("full", "window", blocks=1 + 2 * 20, options=Options(checkpoint_every=every))
+    ask(manager, text(1, 64), "a", step=SIZE)
+    kept = manager.block_pool.free_block_queue._kept
+    assert (sum(kept) > 8) == (every is not None)
+
+
+def test_a_step_in_which_nothing_changes_asks_no_group() -> None:
+    manager = manager_of("full", "window")
+    sampling = PROJECT.sampling_params.SamplingParams(max_tokens=64)
+    request = PROJECT.request.Request("a", text(1, 9), sampling, None, block_hasher=get_request_block_hasher(SIZE, sha256))
+    assert manager.allocate_slots(request, 9) is not None
+    request.status, request.num_computed_tokens = PROJECT.request.RequestStatus.RUNNING, 9
+    asked = []
+    own = manager.coordinator.get_num_blocks_to_allocate
+    manager.coordinator.get_num_blocks_to_allocate = lambda **said: asked.append(request.num_tokens) or own(**said)
+    for token in range(20):
+        request.append_output_token_ids(token)
+        added = manager.allocate_slots(request, 1)
+        request.num_computed_tokens += 1
+        needs = [-(-request.num_tokens // SIZE)] * 2
+        assert added is not None and [len(ids) for ids in manager.get_block_ids("a")] == needs
+    assert 5 <= len(asked) <= 12
+
+
+def test_check_finds_a_block_in_two_places() -> None:
+    manager = manager_of("full", "window")
+    ask(manager, text(1, 8), "a")
+    manager.block_pool.blocks[3].ref_cnt += 1
+    with pytest.raises(CheckFailed, match="free or unused"):
+        manager.check()
+
+
+# -- the schedulers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_async", "kind"), [(False, Scheduler), (True, AsyncScheduler)])
+def test_the_scheduler_is_the_one_that_vllm_would_choose(is_async: bool, kind: type) -> None:
+    made = _made(is_async, {"kvpagoda": {"policy": "sieve"}})
+    assert type(made) is kind and isinstance(made.kv_cache_manager, KVCacheManager)
+    assert made.kv_cache_manager.options.policy == "sieve"
+    assert PROJECT.scheduler.KVCacheManager is not KVCacheManager  # vLLM itself is as it was
+
+
+def test_a_wrong_option_is_an_error_before_anything_is_made() -> None:
+    with pytest.raises(BadInput, match="unknown option of kvpagoda"):
+        _made(False, {"kvpagoda": {"polcy": "lru"}})
+
+
+def test_another_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpagoda.adapters.vllm.options._installed_version", lambda: "0.99.0")
+    with pytest.raises(BadInput, match=r"vLLM 0\.99\.0 is installed"):
+        _made(False, {})
+
+
+def _made(is_async: bool, additional: dict[str, Any]) -> Any:
+    def configured(vllm_config: Any, **arguments: Any) -> Any:
+        vllm_config.scheduler_config.async_scheduling = is_async
+        vllm_config.additional_config = additional
+        return Scheduler(vllm_config=vllm_config, **arguments)
+
+    return Run(PROJECT, 0, "full", None, configured).scheduler
+
+
+def test_installed_ends_with_its_context() -> None:
+    own = PROJECT.scheduler.KVCacheManager
+    with installed(Options("fifo")):
+        assert PROJECT.scheduler.KVCacheManager is not own
+    assert PROJECT.scheduler.KVCacheManager is own
