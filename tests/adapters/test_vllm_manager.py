@@ -14,11 +14,11 @@ from kvpagoda import BadInput, CheckFailed
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
-from kvpagoda.adapters.vllm import AsyncScheduler, KVCacheManager, Options, Scheduler, installed  # noqa: E402
-from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue  # noqa: E402
+from kvpagoda.adapters.vllm import AsyncScheduler, KVCacheManager, Options, Scheduler, installed
+from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
 
 PROJECT = SimpleNamespace(**{name.rpartition(".")[2]: importlib.import_module(f"vllm.{name}") for name in MODULES})
 init_none_hash(sha256)
@@ -153,7 +153,9 @@ def test_checkpoint_every_keeps_more_places(every: int | None) -> None:
 def test_a_step_in_which_nothing_changes_asks_no_group() -> None:
     manager = manager_of("full", "window")
     sampling = PROJECT.sampling_params.SamplingParams(max_tokens=64)
-    request = PROJECT.request.Request("a", text(1, 9), sampling, None, block_hasher=get_request_block_hasher(SIZE, sha256))
+    request = PROJECT.request.Request(
+        "a", text(1, 9), sampling, None, block_hasher=get_request_block_hasher(SIZE, sha256)
+    )
     assert manager.allocate_slots(request, 9) is not None
     request.status, request.num_computed_tokens = PROJECT.request.RequestStatus.RUNNING, 9
     asked = []
