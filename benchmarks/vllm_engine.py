@@ -15,10 +15,8 @@ import dataclasses
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,11 +81,12 @@ class Chats(NamedTuple):
     def prompts(self, seed: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of the conversation, tokens that its user adds), in the order in which they are asked."""
         random = np.random.default_rng(seed)
-        tokens: Callable[[int, int], list[int]] = lambda low, high: random.integers(
-            3, 500, int(random.integers(low, high))
-        ).tolist()
+
+        def tokens(low: int, high: int) -> list[int]:
+            return [*map(int, random.integers(3, 500, int(random.integers(low, high))))]
+
         heads = [tokens(90, 260) for _ in range(self.heads)]
-        left = {number: self.turns for number in range(self.conversations)}
+        left = dict.fromkeys(range(self.conversations), self.turns)
         begun = set[int]()
         while left:
             number = int(random.choice(list(left)[: self.active]))
@@ -137,10 +136,8 @@ class Engine:
         from kvpagoda.adapters.vllm.manager import KVCacheManager as Ours
 
         config = self._said["kv_cache_config"]
-        most = config.num_blocks if blocks is None else min(config.num_blocks, blocks * self.num_groups + 1)
-        bounded = any(
-            type(group.kv_cache_spec).__name__ != "FullAttentionSpec" for group in config.kv_cache_groups
-        )
+        most = config.num_blocks if blocks is None else min(config.num_blocks, int(blocks * self.num_groups) + 1)
+        bounded = any(type(group.kv_cache_spec).__name__ != "FullAttentionSpec" for group in config.kv_cache_groups)
         interval = {"vLLM, all": None}.get(who, int(who.split()[-1]) if who[-1].isdigit() else 0)
         config = dataclasses.replace(
             config, num_blocks=most, prefix_cache_retention_interval=interval if bounded else None

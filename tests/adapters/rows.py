@@ -54,7 +54,14 @@ class GroupRows:
         self.kinds, self.size, self.rows = kinds, size, np.zeros((num_blocks, size), np.uint64)
 
     def prove(
-        self, tokens: list[int], tables: list[list[int]], reader: int, end: int, who: object, *, states_only: bool = False
+        self,
+        tokens: list[int],
+        tables: list[list[int]],
+        reader: int,
+        end: int,
+        who: object,
+        *,
+        states_only: bool = False,
     ) -> None:
         """Of rows before ``end``, those that the token at ``reader`` reads are of exactly this text, in every group."""
         marks = marks_of(tokens)

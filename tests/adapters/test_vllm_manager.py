@@ -14,11 +14,11 @@ from kvpagoda import BadInput, CheckFailed
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
-from kvpagoda.adapters.vllm import AsyncScheduler, KVCacheManager, Options, Scheduler, installed  # noqa: E402
-from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue  # noqa: E402
+from kvpagoda.adapters.vllm import AsyncScheduler, KVCacheManager, Options, Scheduler, installed
+from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
 
 PROJECT = SimpleNamespace(**{name.rpartition(".")[2]: importlib.import_module(f"vllm.{name}") for name in MODULES})
 init_none_hash(sha256)
@@ -130,7 +130,7 @@ def test_where_texts_part_stays_resumable() -> None:
 
 
 def test_a_text_that_was_seen_before_parts_too_without_full_attention() -> None:
-    manager, head = manager_of("window", blocks=9), text(9, 32)
+    manager, head = manager_of("window", blocks=11), text(9, 32)
     found = [ask(manager, [*head, *text(n, 40)], f"{n}", step=SIZE) for n in range(1, 5)]
     assert found == [0, 0, 32, 32]
 
@@ -153,7 +153,9 @@ def test_checkpoint_every_keeps_more_places(every: int | None) -> None:
 def test_a_step_in_which_nothing_changes_asks_no_group() -> None:
     manager = manager_of("full", "window")
     sampling = PROJECT.sampling_params.SamplingParams(max_tokens=64)
-    request = PROJECT.request.Request("a", text(1, 9), sampling, None, block_hasher=get_request_block_hasher(SIZE, sha256))
+    request = PROJECT.request.Request(
+        "a", text(1, 9), sampling, None, block_hasher=get_request_block_hasher(SIZE, sha256)
+    )
     assert manager.allocate_slots(request, 9) is not None
     request.status, request.num_computed_tokens = PROJECT.request.RequestStatus.RUNNING, 9
     asked = []

@@ -36,7 +36,9 @@ class Run:
     """One random workload through vLLM's own scheduler. The worker's tables grow by what the scheduler tells; every row is
     proved before it is read and after it is written. ``is_early``: blocks are shared when they are scheduled."""
 
-    def __init__(self, project: Any, seed: int, shape: str, manager: Any = None, scheduler: Any = None, *, is_early: bool = False) -> None:
+    def __init__(
+        self, project: Any, seed: int, shape: str, manager: Any = None, scheduler: Any = None, *, is_early: bool = False
+    ) -> None:
         self.project, self.random, self.is_early = project, np.random.default_rng(seed), is_early
         random, self.longest = self.random, 160
         self.size, kinds = int(random.choice([1, 4, 16])), SHAPES[shape]
@@ -86,7 +88,9 @@ class Run:
         return make(block_size=self.size, num_kv_heads=1, head_size=1, dtype=caching_dtype(), **more)
 
     def request(self, name: str, text: list[int], sampling: Any) -> Any:
-        hashing, utils = (importlib.import_module(f"vllm.{name}") for name in ("utils.hashing", "v1.core.kv_cache_utils"))
+        hashing, utils = (
+            importlib.import_module(f"vllm.{name}") for name in ("utils.hashing", "v1.core.kv_cache_utils")
+        )
         utils.init_none_hash(hashing.sha256)
         hasher = utils.get_request_block_hasher(self.size, hashing.sha256)
         return self.project.request.Request(name, text, sampling, None, block_hasher=hasher)
