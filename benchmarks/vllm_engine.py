@@ -81,10 +81,10 @@ class Chats(NamedTuple):
     def prompts(self, seed: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of the conversation, tokens that its user adds), in the order in which they are asked."""
         random = np.random.default_rng(seed)
+
         def tokens(low: int, high: int) -> list[int]:
-            return random.integers(
-                    3, 500, int(random.integers(low, high))
-                ).tolist()
+            return [*map(int, random.integers(3, 500, int(random.integers(low, high))))]
+
         heads = [tokens(90, 260) for _ in range(self.heads)]
         left = dict.fromkeys(range(self.conversations), self.turns)
         begun = set[int]()
@@ -136,7 +136,7 @@ class Engine:
         from kvpagoda.adapters.vllm.manager import KVCacheManager as Ours
 
         config = self._said["kv_cache_config"]
-        most = config.num_blocks if blocks is None else min(config.num_blocks, blocks * self.num_groups + 1)
+        most = config.num_blocks if blocks is None else min(config.num_blocks, int(blocks * self.num_groups) + 1)
         bounded = any(type(group.kv_cache_spec).__name__ != "FullAttentionSpec" for group in config.kv_cache_groups)
         interval = {"vLLM, all": None}.get(who, int(who.split()[-1]) if who[-1].isdigit() else 0)
         config = dataclasses.replace(

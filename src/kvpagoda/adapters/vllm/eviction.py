@@ -1,9 +1,11 @@
 """The order in which vLLM's free blocks are reused, for groups that keep a window or a state of a text.
 
-    first used again | no content | cold | warm: least recently used, ends of texts first | last
+    no content | cold, oldest first | warm, least recently used first and ends of texts before their beginnings
 
 A block of such a group is *warm* if it is part of a place where a text can be resumed: marked by ``keep``. Any other
-one with content is *cold*. Blocks of full attention are warm.
+one with content is *cold*. Blocks of full attention are warm. The oldest cold block is used again before the oldest warm
+one unless that is ``haste`` times as old. Requests that miss texts raise ``haste``, those that miss windows lower it; 1
+is plain least recently used.
 """
 
 from __future__ import annotations
@@ -18,6 +20,16 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import EvictionPolicy
 
+_HASTE = 2.0
+"""How many times as fast as a warm block a cold one ages, at first."""
+_MOST_HASTE = 64.0
+_ONCE = 1
+"""The mark of a block at a place that is kept until it is found: where a text ended, which one other text continues."""
+_ALWAYS = 2
+"""The mark of a block at a place that is kept as long as it is used: where texts part."""
+_FOUND = (_ALWAYS, 0, _ALWAYS)
+"""Mark before a block was found -> its mark from then on."""
+
 
 class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
     """vLLM's queue of free blocks in the order that the top of this file describes.
@@ -30,14 +42,36 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         super().__init__(free)
         self._bounded = bounded
         self._kept = bytearray(num_blocks)
-        self._edge: KVCacheBlock = free[-1] if free else self.fake_free_list_head
-        """The last block that is not warm; the head of the list if there is none."""
+        self._clock = 0
+        self.haste = _HASTE
+        self._freed = [0] * num_blocks  # block id -> the time at which a block with content became free
+        self._empty: KVCacheBlock = free[-1] if free else self.fake_free_list_head
+        """The last block without content; the head of the list if there is none."""
+        self._cold: KVCacheBlock = self._empty
+        """The last block that is not warm, in the same way."""
 
-    def keep(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Mark ``blocks`` as part of a place where a text can be resumed, until they are used for something else."""
+    def keep(self, blocks: Iterable[KVCacheBlock], *, once: bool = False) -> None:
+        """Mark ``blocks`` as part of a place where a text can be resumed, until they are used for something else.
+
+        ``once``: also until they are found, because the text that continues there has a place of its own further on.
+        """
+        mark, kept = _ONCE if once else _ALWAYS, self._kept
+        for block in blocks:
+            if kept[block.block_id] < mark:
+                kept[block.block_id] = mark
+
+    def found(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Note that a request begins with ``blocks`` of windows or states."""
         kept = self._kept
         for block in blocks:
-            kept[block.block_id] = 1
+            kept[block.block_id] = _FOUND[kept[block.block_id]]
+
+    def missed(self, cold: int, warm: int) -> None:
+        """Adapt to what a request did not find: ``cold`` tokens for want of windows or states, ``warm`` for want of the
+        text before them."""
+        if cold + warm:
+            haste = self.haste * 2 ** ((warm - cold) / (warm + cold) / 2)
+            self.haste = min(_MOST_HASTE, max(1.0, haste))
 
     def is_cold(self, block: KVCacheBlock) -> bool:
         """Return whether ``block``, which is free or becomes so, has content that resuming no text is known to need."""
@@ -51,27 +85,35 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        cold = [block for block in blocks if self.is_cold(block)]
-        if not cold:
-            super().append_n(blocks)
-            return
-        super().append_n([block for block in blocks if not self.is_cold(block)])
-        before, after = self._edge, self._edge.next_free_block
-        for block in cold:
-            before.next_free_block, block.prev_free_block = block, before
-            before = block
-        before.next_free_block, after.prev_free_block = after, before
-        self._edge = before
-        self.num_free_blocks += len(cold)
+        self._clock += len(blocks)
+        now, freed = self._clock, self._freed
+        cold: list[KVCacheBlock] = []
+        warm: list[KVCacheBlock] = []
+        for block in blocks:
+            freed[block.block_id] = now
+            (cold if self.is_cold(block) else warm).append(block)
+        super().append_n(warm)
+        if cold:
+            before, after = self._cold, self._cold.next_free_block
+            for block in cold:
+                before.next_free_block, block.prev_free_block = block, before
+                before = block
+            before.next_free_block, after.prev_free_block = after, before
+            self._cold = before
+            self.num_free_blocks += len(cold)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         super().prepend_n(blocks)
-        if blocks and self._edge is self.fake_free_list_head:
-            self._edge = blocks[-1]
+        if blocks and self._empty is self.fake_free_list_head:
+            if self._cold is self._empty:
+                self._cold = blocks[-1]
+            self._empty = blocks[-1]
 
     def remove(self, block: KVCacheBlock) -> None:
-        if block is self._edge:
-            self._edge = block.prev_free_block
+        if block is self._cold:
+            self._cold = block.prev_free_block
+        if block is self._empty:
+            self._empty = block.prev_free_block
         super().remove(block)
 
     def popleft(self) -> KVCacheBlock:
@@ -79,25 +121,34 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        blocks: list[KVCacheBlock] = super().popleft_n(n)
-        if self._edge.next_free_block is None:  # it was among them
-            self._edge = self.fake_free_list_head
-        for block in blocks:
+        head, tail, freed = self.fake_free_list_head, self.fake_free_list_tail, self._freed
+        blocks: list[KVCacheBlock] = []
+        while len(blocks) < n:
+            block = head.next_free_block
+            if self._empty is head and self._cold is not head:
+                warm = self._cold.next_free_block
+                now = self._clock
+                if warm is not tail and (now - freed[warm.block_id]) > self.haste * (now - freed[block.block_id]):
+                    block = warm
+            self.remove(block)
             self._kept[block.block_id] = 0
+            blocks.append(block)
         return blocks
 
     def used(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Called when a request begins with the cached ``blocks``. The list itself is the order: nothing to note."""
 
     def check(self) -> None:
-        """Prove that the list is whole, and that cold blocks come before warm ones. Raises CheckFailed. O(blocks)."""
-        blocks = self.get_all_free_blocks()
+        """Prove that the list is whole, and that its parts are in order. Raises CheckFailed. O(blocks)."""
+        blocks, head = self.get_all_free_blocks(), self.fake_free_list_head
         if len(blocks) != self.num_free_blocks or len({block.block_id for block in blocks}) != len(blocks):
             raise CheckFailed(f"the list of free blocks has {len(blocks)}, its count says {self.num_free_blocks}")
-        edge = blocks.index(self._edge) + 1 if self._edge is not self.fake_free_list_head else 0
-        late = [block.block_id for block in blocks[edge:] if self.is_cold(block)]
-        if late:
-            raise CheckFailed(f"cold blocks among the warm ones: {late[:16]}")
+        empty, cold = (0 if end is head else blocks.index(end) + 1 for end in (self._empty, self._cold))
+        late = [block.block_id for block in blocks[cold:] if self.is_cold(block)]
+        if late or empty > cold:
+            raise CheckFailed(
+                f"the first {empty} blocks are empty, the first {cold} not warm; cold ones after: {late[:16]}"
+            )
 
 
 class PolicyQueue(EvictionQueue):
@@ -132,7 +183,7 @@ class PolicyQueue(EvictionQueue):
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         taken: list[KVCacheBlock] = []
         while len(taken) < n:
-            if self._edge is self.fake_free_list_head and self._leaves:
+            if self._cold is self.fake_free_list_head and self._leaves:
                 key = int(self.policy.choose(_alone)[0])
                 block = self._leaves[key]
                 self.remove(block)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from vllm.v1.core import kv_cache_manager
 from vllm.v1.core import single_type_kv_cache_manager as groups
-from vllm.v1.core.kv_cache_coordinator import replay_boundaries
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
@@ -30,8 +29,8 @@ _FORESEEN = {
     groups.ChunkedLocalAttentionManager, groups.MambaManager, groups.CrossAttentionManager,
 }  # fmt: skip
 """Kinds of groups whose next change can be foreseen."""
-_TEXTS = 2
-"""How many blocks of texts are remembered for each block of memory, in each of two generations."""
+_TEXTS = 4
+"""How many blocks of texts are remembered for each block of memory of a group, in each of two generations."""
 
 
 class Quiet(NamedTuple):
@@ -47,9 +46,9 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
     """vLLM's ``KVCacheManager``, with all its arguments. ``options``: see ``Options``; None for the default.
 
     Differences, where prefixes are cached. Every whole block that was computed can be found until it is used again. Of
-    groups with windows, chunks or states, blocks that left their window are used again first, but for those at places
-    where a text can be resumed: where requests ended, were found, parted from other texts, at ends of prompts, and
-    after every ``checkpoint_every`` tokens. These are evicted with the texts, least recently used first.
+    groups with windows, chunks or states, blocks that left their window are used again sooner, but for those at places
+    where a text can be resumed: where a request ended, until another one goes on there; where texts part, or one was
+    resumed in the middle; and after every ``checkpoint_every`` tokens. These are evicted with the texts.
     """
 
     def __init__(self, *args: Any, options: Options | None = None, **kwargs: Any) -> None:
@@ -60,10 +59,11 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self._is_foreseen = {type(manager) for manager in managers} <= _FORESEEN and not getattr(
             self.block_pool, "num_hash_lookahead_tokens", 0
         )
+        self._missed: tuple[Request | None, int, int] = None, 0, 0  # the last one looked up, and what it did not find
         self._quiet: dict[str, Quiet] = {}
         self._places: dict[str, list[int]] = {}  # request -> numbers of tokens after which to keep it resumable
         self._every = self.options.checkpoint_every or self.coordinator.retention_interval or 0
-        self._seen = SeenTexts(_TEXTS * self.block_pool.num_gpu_blocks) if self._bounded else None
+        self._seen = SeenTexts(_TEXTS * self.block_pool.num_gpu_blocks // len(managers)) if self._bounded else None
         if self._bounded:
             self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
         self._order()
@@ -95,7 +95,9 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         if self._seen is not None and self.prefix_cache_lookup_enabled(request):
             unit, aligned = self.block_pool.hash_block_size, self.coordinator.scheduler_block_size
             known = self._seen.num_known(request.block_hashes, num_tokens // unit) * unit // aligned * aligned
-            if known > max(num_tokens, boundary):
+            text = max(num_tokens, boundary)
+            self._missed = request, text - num_tokens, max(0, known - text)
+            if known > text:
                 boundary = known
         return blocks, num_tokens, boundary
 
@@ -140,16 +142,16 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         queue = self.block_pool.free_block_queue
         if found is not None and isinstance(queue, EvictionQueue):
             for manager in self._bounded:
-                queue.keep(block for block in found.blocks[manager.kv_cache_group_id] if not block.is_null)
+                queue.found(block for block in found.blocks[manager.kv_cache_group_id] if not block.is_null)
             queue.used(block for blocks in found.blocks for block in blocks if not block.is_null)
         places: set[int] = set()
         if self._seen is not None:
             self._seen.add(request.block_hashes)
-            unit, prompt = self.coordinator.scheduler_block_size, request.num_prompt_tokens
-            places.update(replay_boundaries(prompt, unit, bool(self.coordinator.eagle_group_ids)))
+            if self._missed[0] is request:
+                queue.missed(*self._missed[1:])
             places.add(request.shared_prefix_boundary or 0)
             if self._every:
-                places.update(range(self._every, prompt, self._every))
+                places.update(range(self._every, request.num_prompt_tokens, self._every))
         alignment = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
         aligned = {place // alignment * alignment for place in places}
         self._places[request.request_id] = sorted((place for place in aligned if place > num_found), reverse=True)
@@ -212,7 +214,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self._seen.add(request.block_hashes)
         queue = self.block_pool.free_block_queue
         for manager in self._bounded:
-            queue.keep(block for block in manager.req_to_blocks.get(name, ()) if not block.is_null)
+            held = manager.req_to_blocks.get(name, ())
+            queue.keep((block for block in held if not block.is_null), once=True)
         managers = self.coordinator.single_type_managers
         columns = [manager.pop_blocks_for_free(name) for manager in managers]
         return _by_position(columns, [manager.block_size for manager in managers])
