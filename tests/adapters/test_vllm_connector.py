@@ -423,15 +423,14 @@ def test_a_wrong_option_is_an_error_before_vllm_serves(models: Models, tmp_path:
 
 
 def test_a_version_that_is_not_supported_says_what_to_do() -> None:
-    from kvpagoda.adapters.vllm_connector import check_version
+    from kvpagoda.adapters.vllm.options import check_version
 
-    check_version("0.32.0")
-    check_version("0.33.1rc2")
-    with pytest.raises(
-        BadInput, match=r"supports vLLM 0\.32 and 0\.33, this is 0\.40\.1: install one of them"
-    ) as caught:
-        check_version("0.40.1")
-    assert caught.value.needed == "0.40.1"
+    check_version("0.32.0", "--kv-transfer-config")
+    check_version("0.33.1rc2", "--kv-transfer-config")
+    said = r"vLLM 0\.40\.1 is installed; --kv-transfer-config of kvpagoda supports 0\.32 and 0\.33"
+    with pytest.raises(BadInput, match=said) as caught:
+        check_version("0.40.1", "--kv-transfer-config")
+    assert caught.value.available == "0.40.1" and "or start vLLM without --kv-transfer-config" in str(caught.value)
 
 
 def test_figures_for_vllms_log_and_for_prometheus(models: Models, tmp_path: Path) -> None:

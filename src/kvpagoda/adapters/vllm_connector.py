@@ -32,26 +32,13 @@ from kvpagoda.adapters.connector.options import options_of
 from kvpagoda.adapters.connector.scheduler import SchedulerSide
 from kvpagoda.adapters.connector.stats import COUNTED, HELD, Figures, added, since
 from kvpagoda.adapters.connector.worker import WorkerSide
+from kvpagoda.adapters.vllm.options import check_version
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import LevelStats
 from kvpagoda.tiers.level import RecordIdentity
 
-SUPPORTED = ("0.32", "0.33")
-"""The versions of vLLM whose connector interface this is."""
 _CLOSING_SECONDS = 10.0
 _log = logging.getLogger(__name__)
-
-
-def check_version(version: str) -> None:
-    """Raise BadInput unless ``version`` of vLLM is supported; the message says what to do."""
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        raise BadInput(
-            f"KvpagodaConnector supports vLLM {' and '.join(SUPPORTED)}, this is {version}: install one of them (pip install "
-            f"'vllm=={SUPPORTED[-1]}.*'), or a newer kvpagoda (pip install -U kvpagoda), or start vLLM without "
-            "--kv-transfer-config",
-            needed=version,
-            available=SUPPORTED,
-        )
 
 
 class ConnectorOrders(Orders, KVConnectorMetadata):  # type: ignore[misc]
@@ -120,7 +107,7 @@ class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     SchemaError for a model whose groups cannot be stored: all before vLLM serves."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__)
+        check_version(vllm.__version__, "--kv-transfer-config")
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -55,15 +55,15 @@ class Options:
         return cls(**said)
 
 
-def check_version(found: str | None = None) -> None:
+def check_version(found: str | None = None, option: str = "--scheduler-cls") -> None:
     """Raise BadInput unless ``found``, the version of vLLM (None: the installed one), is supported, MissingExtra if
-    there is no vLLM."""
+    there is no vLLM. ``option``: the option of vLLM's that switches on what asks."""
     if found is None:
         found = _installed_version()
     if not f"{found}.".startswith(tuple(f"{release}." for release in SUPPORTED)):
         raise BadInput.with_hint(
-            f"vLLM {found} is installed; kvpagoda.adapters.vllm knows {' and '.join(SUPPORTED)}",
-            "install one of these, or start vLLM without --scheduler-cls",
+            f"vLLM {found} is installed; {option} of kvpagoda supports {' and '.join(SUPPORTED)}",
+            f"pip install 'vllm=={SUPPORTED[-1]}.*', or a newer kvpagoda, or start vLLM without {option}",
             needed=SUPPORTED,
             available=found,
         )
