@@ -100,6 +100,24 @@ def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
         assert engine.tier.num_records > stored or kind == "qwen3_next", "whose blocks are longer"
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_it_serves_our_scheduler_too(kind: str, models: Models, tmp_path: Path) -> None:
+    name = "kvpagoda.adapters.vllm.Scheduler"
+    tiers, prompts = filled(models, kind, tmp_path), prompts_of(kind)
+    with Engine(models(kind), tiers, scheduler_cls=name) as engine:
+        from kvpagoda.adapters.vllm import KVCacheManager
+
+        manager = engine.core.scheduler.kv_cache_manager
+        assert type(engine.core.scheduler).__module__ == "kvpagoda.adapters.vllm.scheduler"
+        assert isinstance(manager, KVCacheManager)
+        again = engine.run(prompts)
+        assert again.tokens == plain(models, kind).tokens
+        assert again.cached == [(len(prompts[0]) - 1) // BLOCK[kind] * BLOCK[kind]] * 4
+        manager.check()
+        assert engine.run([prompt + tuple(text(7, 300)) for prompt in prompts]).cached >= again.cached
+        manager.check()
+
+
 def test_the_loaded_bytes_are_what_the_answers_come_from(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
