@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.policies.heap import LazyHeap
-from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.invariants import expect
+from kvpagoda.prefix.lru import Clock
 from kvpagoda.prefix.node import Checkpoint, Node
 
 

@@ -8,10 +8,9 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.descend import descend
 from kvpagoda.prefix.edge_arrays import arrays_of
 from kvpagoda.prefix.eviction_order import EvictionOrder
-from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.node import Node, Roots
 from kvpagoda.prefix.owned_ids import OwnedIds
 from kvpagoda.prefix.results import Mask
-from kvpagoda.prefix.roots import Roots
 
 
 class Inserter:

@@ -10,11 +10,24 @@ from heapq import heappop, heappush
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.node import NO_USES, Node
 
 _NEVER = 2**63
+
+
+class Clock:
+    """A count of uses, by which blocks and checkpoints are compared by age. ``now``: uses so far; 0 is before them all."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def tick(self) -> int:
+        """Count one more use and return its time."""
+        self.now += 1
+        return self.now
 
 
 class LRUOrder:

@@ -1,14 +1,16 @@
-"""A node of the prefix tree: one edge with its blocks, its checkpoints, and its links to parent and children."""
+"""The nodes of the prefix tree, each one edge with its blocks, checkpoints and links; and the roots above them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.errors import BadInput
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.edge_arrays import EdgeArrays
 
@@ -236,6 +238,43 @@ class Node(EdgeArrays):
             self.parent.put_child(self)
 
 
-def new_root(block_size: int, rows: int, name: int, namespace: bytes) -> Node:
-    """Return a root without children and without blocks; ``rows`` is the number of ids for each block below it."""
-    return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), 0, root=(name, namespace))
+def nodes_below(root: Node) -> Iterator[Node]:
+    """Yield ``root`` and every node below it, parents before children."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.children.values())
+
+
+class Roots(dict[bytes, Node]):
+    """Namespace in which something is cached or pinned -> its root.
+
+    Blocks have ``block_size`` tokens and ``num_rows`` ids each.
+    """
+
+    def __init__(self, block_size: int, num_rows: int) -> None:
+        self._block_size, self._num_rows = block_size, num_rows
+        self._num_made = 0
+
+    def new(self, namespace: bytes) -> Node:
+        """Return a new root, which is not in this map yet. Raises BadInput.
+
+        It is added when something is pinned or cached in its namespace.
+        """
+        if not isinstance(namespace, bytes):
+            raise BadInput(f"a namespace is bytes, got {namespace!r}")
+        self._num_made += 1
+        no_ids = np.empty((self._num_rows, 0), np.int32)
+        return Node(None, 0, self._block_size, np.empty(0, np.int32), no_ids, 0, root=(-self._num_made, namespace))
+
+    def drop(self, node: Node) -> bool:
+        """Remove ``node`` if it is a root without children and pins; return whether it was."""
+        is_bare = node.root is not None and not node.pins and not node.children
+        if node.root is not None and is_bare:
+            del self[node.root[1]]
+        return is_bare
+
+    def nodes(self) -> list[Node]:
+        """Return all nodes, roots included, parents before children. O(nodes)."""
+        return [node for root in self.values() for node in nodes_below(root)]
