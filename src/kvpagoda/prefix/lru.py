@@ -17,7 +17,10 @@ _NEVER = 2**63
 
 
 class Clock:
-    """A count of uses, by which blocks and checkpoints are compared by age. ``now``: uses so far; 0 is before them all."""
+    """A count of uses, by which blocks and checkpoints are compared by age.
+
+    ``now``: the number of uses so far. Nothing was used at time 0.
+    """
 
     __slots__ = ("now",)
 
