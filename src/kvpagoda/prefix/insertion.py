@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.blocks.id_pool import grown
+from kvpagoda.blocks.free_list import grown
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.prefix.descend import descend
