@@ -12,6 +12,7 @@ from kvpagoda.blocks.ids import AnyIds, Ids, IdSet
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.units import whole_number
 
+Scalar = TypeVar("Scalar", bound="np.generic[Any]")
 _NONE: Ids = np.empty(0, np.int32)
 
 
@@ -170,9 +171,6 @@ class FreeList(FreeStack):
         wrong = np.setxor1d(super().held_ids(), np.concatenate((self.held_ids(), waiting)))
         if len(wrong) or len(np.unique(waiting)) < len(waiting):
             raise CheckFailed(f"{self.what}: not exactly one of free, waiting and held: {wrong[:16].tolist()}")
-
-
-Scalar = TypeVar("Scalar", bound="np.generic[Any]")
 
 
 class IdPool:
