@@ -15,13 +15,15 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.kernels.flatten_table import flatten_table
 from kvpagoda.memory.arena import Arena, Device, default_device, zeros
-from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
-from kvpagoda.memory.layerwise import LayerwiseCopy, side_stream
+from kvpagoda.memory.host_copy import LayerwiseCopy, copy_from_host, copy_to_host, side_stream
 from kvpagoda.memory.no_memory import Array, HostArrays, NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Layer, Plan
 from kvpagoda.units import format_bytes
+
+POISON = 0xFF
+"""NaN in all float formats, -1 in the integers."""
 
 
 class DeviceArrays(HostArrays):
@@ -46,10 +48,6 @@ class DeviceArrays(HostArrays):
 
     def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
         flatten_table(table, starts, indptr, out, block_size)
-
-
-POISON = 0xFF
-"""NaN in all float formats, -1 in the integers."""
 
 
 class DeviceMemory(NoMemory):
