@@ -1,5 +1,4 @@
-"""The layout language: parse an expression into a tree, compute the offset and strides of every part, and draw
-the tree.
+"""The layout language: parse an expression into a tree, compute the offset and strides of every part, draw it.
 
     expression := item ('|' item)*                    items follow one after the other in memory
     item       := digit* (part | '(' expression ')' ['^' bytes])
