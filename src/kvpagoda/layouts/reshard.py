@@ -24,11 +24,10 @@ import numpy.typing as npt
 
 from kvpagoda.errors import BadInput, LayoutError
 from kvpagoda.layouts.axes import TOKENS, Axis, Ints
-from kvpagoda.layouts.copying import Bytes, copy
+from kvpagoda.layouts.copying import Bytes, Moved, copy, cut, joined, of_parts
 from kvpagoda.layouts.expression import PADS
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.recode import Recode, recode_of
-from kvpagoda.layouts.spans import Moved, cut, joined, of_parts
 from kvpagoda.units import format_bytes, whole_number
 
 Slots = npt.ArrayLike | None
