@@ -11,8 +11,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from kvpagoda.batch.step import Step, StepRows
-from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.batch.table_snapshot import Array, Cells, PagedCells, TableSnapshot
+from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepBuffers, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle

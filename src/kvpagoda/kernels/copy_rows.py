@@ -113,9 +113,8 @@ def _copy_indexed(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 def as_ints(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views of ``tensors`` in the widest integer dtype that fits the length, strides and start of all of them.
 
-    Copying int64 words is up to eight times faster than copying bytes.
-    Their last axes must be contiguous and equally long in bytes. The views share memory and bits with ``tensors``;
-    their last axis is shorter.
+    Copying int64 words is up to eight times faster than copying bytes. The last axes of ``tensors`` must be contiguous
+    and equally long in bytes. The views share memory and bits with ``tensors``; their last axis is shorter.
 
     >>> [(view.dtype, view.shape) for view in as_ints(torch.zeros(3, 24, dtype=torch.uint8))]
     [(torch.int64, torch.Size([3, 3]))]
