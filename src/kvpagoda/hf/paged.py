@@ -439,6 +439,3 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, mask)
-
-
-Tensor = torch.Tensor
