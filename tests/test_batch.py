@@ -14,7 +14,7 @@ from kvpagoda import Batch, KVCache, LayerView, Limits, Schema
 from kvpagoda.batch.batch import GroupArrays
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.formats.dialects import DIALECTS
-from kvpagoda.memory.device_arrays import DeviceArrays
+from kvpagoda.memory.device_memory import DeviceArrays
 from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows
 
 FULL = Attention(2, 4, 4, "float32")

@@ -27,8 +27,8 @@ PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
     "formats.codec", "formats.quantise", "formats.small_floats", "kernels",
     "layouts.packed", "doctor", "hf",
-    "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
-    "memory.id_tensors", "memory.layerwise", "memory.pool", "adapters.mini_sglang", "adapters.connector.block_rows",
+    "memory.arena", "memory.device_memory", "memory.host_copy",
+    "memory.id_tensors", "memory.pool", "adapters.mini_sglang", "adapters.connector.block_rows",
     "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",

@@ -13,7 +13,7 @@ from kvpagoda.batch.batch import Batch
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.memory.device_arrays import DeviceArrays
+from kvpagoda.memory.device_memory import DeviceArrays
 from kvpagoda.schema import Attention, Compressed, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from kvpagoda.tiers import host_tier
 from options import grouped, move_blocks

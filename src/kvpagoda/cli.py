@@ -416,7 +416,7 @@ def tier(
 ) -> None:
     """Show what tiers on a disk keep in a folder, for each engine and rank, and delete it."""
     with one_line_errors():
-        from kvpagoda.tiers.folder import delete_tier_files, tier_files
+        from kvpagoda.tiers.disk import delete_tier_files, tier_files
 
         files = tier_files(folder)
         freed = delete_tier_files(folder) if clean else 0

@@ -16,7 +16,7 @@ from test_generator import greedy, model_of  # noqa: E402
 
 from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf import Generator, Sampling  # noqa: E402
-from kvpagoda.hf.lookup import propose  # noqa: E402
+from kvpagoda.hf.generator import propose  # noqa: E402
 from models import VOCAB  # noqa: E402
 
 NEW = 14

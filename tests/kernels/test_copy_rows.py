@@ -7,7 +7,7 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.kernels import copy_rows
-from kvpagoda.kernels.int_views import as_ints
+from kvpagoda.kernels.copy_rows import as_ints
 
 
 def table(rows, nbytes, padding=0, seed=0):

@@ -10,7 +10,7 @@ from replay_model import MODELS, TRACES, load_trace, model_replay, tree_replay
 
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
-from kvpagoda.prefix.invariants import nodes_below
+from kvpagoda.prefix.node import nodes_below
 
 QUICK = 18279
 """The capacity, in blocks, of the default run. ``replay/test_replay.py`` runs every policy with 1,827 blocks."""

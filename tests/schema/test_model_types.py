@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpagoda.schema.families import RULES, Family, heads, layer_types, model_types, positions, read_family, states
+from kvpagoda.schema.families import RULES, Family, heads, layer_types, model_types, read_family, states
 
 TABLE = json.loads(files("kvpagoda.schema.families").joinpath("model_types.json").read_text("utf-8"))
 INLINE = {name: row["family"] for name, row in TABLE["model_types"].items() if not isinstance(row["family"], str)}
@@ -55,7 +55,7 @@ def test_every_field_of_a_family_is_known(name: str) -> None:
 def test_every_rule_is_used() -> None:
     named = {rule for family in SPELLED.values() for _, rule in rules_of(family)}
     defaults = {field.default.__name__ for field in fields(Family) if inspect.isfunction(field.default)}
-    for module in (layer_types, heads, states, positions):
+    for module in (layer_types, heads, states):
         functions = {name for name, value in vars(module).items() if inspect.isfunction(value)}
         own = {name for name in functions if getattr(module, name).__module__ == module.__name__}
         assert own - PARTS <= named | defaults, module.__name__

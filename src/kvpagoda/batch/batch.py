@@ -10,10 +10,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.batch.kernel_pages import PagedCells
 from kvpagoda.batch.step import Step, StepRows
-from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.batch.table_snapshot import Array, Cells, TableSnapshot
+from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepBuffers, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -36,7 +34,7 @@ class GroupArrays:
     window group ``kv_indices`` start at the first block that the row's first new token still reads. ``kv_start`` is the
     first position of that block, and the cells of ``block_table`` before it are 0. If the plan divides a block into
     several kernel pages, ``block_table``, ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` are in kernel pages
-    instead of blocks (``batch/kernel_pages.py``).
+    instead of blocks (``PagedCells``).
     """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 
 from kvpagoda.batch.batch import Batch
 from kvpagoda.batch.step import StepRows
-from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.batch.table_snapshot import Array, cells_between
+from kvpagoda.batch.step_buffers import Array, StepBuffers, cells_between
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.batch.table_snapshot import Array
+from kvpagoda.batch.step_buffers import Array
 
 
 class StepRows:

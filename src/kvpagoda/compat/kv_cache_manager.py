@@ -30,7 +30,7 @@ from kvpagoda.compat.deepseek_v4 import (
 from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.memory.arena import Device, default_device
-from kvpagoda.memory.device_arrays import DeviceArrays
+from kvpagoda.memory.device_memory import DeviceArrays
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div, whole_number

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.blocks.id_pool import IdPool, grown
+from kvpagoda.blocks.free_list import IdPool, grown
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.prefix.results import Lease, Match
 from kvpagoda.prefix.tokens import as_tokens

@@ -13,7 +13,6 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.hf.lookup import propose
 from kvpagoda.hf.model_cache import next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
@@ -22,6 +21,9 @@ from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema.layout_choice import LayoutNames
+
+LOOKUP_LENGTHS = (3, 2)
+"""The numbers of last tokens of a text that prompt lookup searches for, in this order."""
 
 
 class Answer(Job):
@@ -344,3 +346,22 @@ def _end_tokens(model: Any) -> frozenset[int]:
     none."""
     ends = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
     return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
+
+
+def propose(text: Tokens, most: int) -> Tokens:
+    """Prompt lookup: propose ``most`` tokens to follow ``text``.
+
+    It searches for the latest earlier occurrence of the last three tokens (else of the last two), and returns the
+    tokens that followed it. Returns no tokens if there is no occurrence. Where fewer than ``most`` tokens follow, they
+    are repeated. O(len(text)), a few numpy compares.
+    """
+    for n in LOOKUP_LENGTHS:
+        if len(text) <= n or most < 1:
+            continue
+        found = text[n - 1 : -1] == text[-1]
+        for back in range(1, n):
+            found &= text[n - 1 - back : -1 - back] == text[-1 - back]
+        ends = np.flatnonzero(found)
+        if len(ends):
+            return np.resize(text[ends[-1] + n :], most)
+    return text[:0]

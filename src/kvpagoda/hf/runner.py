@@ -13,8 +13,7 @@ import torch
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import SchemaError
-from kvpagoda.hf.own_states import FORMS
-from kvpagoda.hf.paged import ATTENTION, StepContext, in_step, step_cache_class
+from kvpagoda.hf.paged import ATTENTION, OWN_STATES, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.hf.time_steps import TimeSteps
 from kvpagoda.kv_cache import KVCache
@@ -85,7 +84,7 @@ class ModelRunner:
         self._configs = list({id(config): config for config in configs}.values())
         self._columns: dict[tuple[int, int], int] = {}
         self._padding = _padding_token(model)
-        self._cache_class = FORMS[family.own_states] if family.own_states else step_cache_class(model)
+        self._cache_class = OWN_STATES[family.own_states] if family.own_states else step_cache_class(model)
         self._holders = {
             index: part
             for index, layer in enumerate(getattr(model.base_model, "layers", ()))

@@ -21,8 +21,8 @@ from kvpagoda.errors import BadInput
 from kvpagoda.formats import encode
 from kvpagoda.formats.dialects import Dialect
 from kvpagoda.formats.encoding import Encoding
+from kvpagoda.kernels.copy_rows import as_ints
 from kvpagoda.kernels.dispatch import backend
-from kvpagoda.kernels.int_views import as_ints
 from kvpagoda.kernels.packed_rows import Constants, append_constants
 from kvpagoda.kernels.packed_rows_gpu import append_swa_kernel
 

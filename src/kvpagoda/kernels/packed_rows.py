@@ -19,8 +19,8 @@ import torch
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.dialects import Dialect, Rule
 from kvpagoda.formats.encoding import Encoding, packed_row
+from kvpagoda.kernels.copy_rows import flat_view
 from kvpagoda.kernels.dispatch import backend
-from kvpagoda.kernels.int_views import flat_view
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.packed import decode_rows, encode_rows, views
 

@@ -19,8 +19,18 @@ import numpy as np
 
 from kvpagoda.errors import LayoutError
 from kvpagoda.layouts.axes import TOKENS, Axis, Ints, Sizes
-from kvpagoda.layouts.drawing import drawing
-from kvpagoda.layouts.expression import PADS, Node, Parser, Place, check_parts, own_axes, places, size_of, write
+from kvpagoda.layouts.expression import (
+    PADS,
+    Node,
+    Parser,
+    Place,
+    check_parts,
+    drawing,
+    own_axes,
+    places,
+    size_of,
+    write,
+)
 from kvpagoda.units import ceil_div, whole_number
 
 VERSION = 1

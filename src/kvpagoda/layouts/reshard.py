@@ -2,6 +2,10 @@
 
 Each side is one layout, or one for each rank (``Layout.split``). The content must be equal: names of parts, dtypes,
 names and sizes of axes. Everything else may differ: order, pages, packing, padding, and the ranges of the ranks.
+
+Target rank r of W needs the sources that hold its heads: source floor(r * S / W) of S if there are fewer sources than
+targets, a run of sources if there are more. If several sources hold the same range (a latent, or more ranks than
+heads), one of them is chosen.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,17 +24,17 @@ import numpy.typing as npt
 
 from kvpagoda.errors import BadInput, LayoutError
 from kvpagoda.layouts.axes import TOKENS, Axis, Ints
-from kvpagoda.layouts.copying import Bytes, copy
+from kvpagoda.layouts.copying import Bytes, Moved, copy, cut, joined, of_parts
 from kvpagoda.layouts.expression import PADS
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.recode import Recode, recode_of
-from kvpagoda.layouts.shards import givers, overlap
-from kvpagoda.layouts.spans import Moved, cut, joined, of_parts
 from kvpagoda.units import format_bytes, whole_number
 
 Slots = npt.ArrayLike | None
 Pair = tuple[int, int]
 """(source rank, target rank)."""
+Held = Mapping[str, Axis]
+"""Name of an axis of a part -> the axis with the range that a rank holds."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ def reshard(
         axes = targets[0].movable[key].axes
         held = [[_held(layout, axes, given) for layout in side] for side, given in zip((sources, targets), slots)]
         for rank, target_axes in enumerate(held[1]):
-            for giver in givers(key, held[0], target_axes, rank, len(targets)):
+            for giver in _givers(key, held[0], target_axes, rank, len(targets)):
                 sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], target_axes, slots[1])
                 moved.setdefault((giver, rank), []).append(_moved(key, *sides))
     return ReshardPlan(
@@ -285,7 +291,7 @@ def _moved(key: str, source: Side, target: Side) -> Moved:
     places = [layout.movable[key] for layout, _, _ in (source, target)]
     begins, axes = [place.offset for place in places], []
     for name in places[1].axes:
-        both = overlap(source[1][name], target[1][name])
+        both = _overlap(source[1][name], target[1][name])
         adds = []
         for place, (layout, held, slots) in zip(places, (source, target)):
             local = np.arange(both.start, both.stop) - held[name].first
@@ -297,6 +303,41 @@ def _moved(key: str, source: Side, target: Side) -> Moved:
     axes.sort(key=lambda axis: abs(int(axis[0][1])))
     pairs, named = tuple((adds, puts) for adds, puts, _ in axes), tuple(name for _, _, name in axes)
     return Moved(begins[0], begins[1], places[1].itemsize, pairs, named)
+
+
+def _overlap(mine: Axis, theirs: Axis) -> range:
+    """Return the indices of the whole axis that are in both ranges."""
+    return range(max(mine.first, theirs.first), min(mine.first + mine.size, theirs.first + theirs.size))
+
+
+def _givers(part: str, sources: Sequence[Held], target: Held, rank: int, ways: int) -> list[int]:
+    """Return the source ranks from which target rank ``rank`` of ``ways`` copies ``part``, ascending.
+
+    Together they hold every element of the target exactly once. Among sources with equal ranges, the first from
+    ``rank * sources // ways`` on is chosen, else the last, so that targets are spread over the sources. Raises
+    LayoutError with rule 'shards' if an element is missing, or if the ranges of two source ranks overlap without being
+    equal. O(sources).
+    """
+    alike: dict[tuple[range, ...], list[int]] = {}
+    for number, held in enumerate(sources):
+        ranges = tuple(_overlap(held[name], axis) for name, axis in target.items())
+        if all(ranges):
+            alike.setdefault(ranges, []).append(number)
+    first = rank * len(sources) // ways
+    chosen = [next((number for number in ranks if number >= first), ranks[-1]) for ranks in alike.values()]
+    wants = ", ".join(f"{axis.name} {axis.first}..{axis.first + axis.size - 1}" for axis in target.values())
+    for left, right in combinations(alike, 2):
+        if all(a.start < b.stop and b.start < a.stop for a, b in zip(left, right)):
+            ranks = f"{alike[left][0]} and {alike[right][0]}"
+            raise LayoutError.of(
+                "shards", f"source ranks {ranks} overlap in {part!r} ({wants}) without holding the same range"
+            )
+    found, wanted = sum(prod(map(len, ranges)) for ranges in alike), prod(axis.size for axis in target.values())
+    if found < wanted:
+        raise LayoutError.of(
+            "shards", f"target rank {rank} needs {wants} of {part!r}; the sources have {found} of its {wanted} elements"
+        )
+    return sorted(chosen)
 
 
 def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:

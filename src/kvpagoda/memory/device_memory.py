@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Any
 from weakref import finalize
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.kernels.flatten_table import flatten_table
 from kvpagoda.memory.arena import Arena, Device, default_device, zeros
-from kvpagoda.memory.device_arrays import DeviceArrays
-from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
-from kvpagoda.memory.layerwise import LayerwiseCopy, side_stream
-from kvpagoda.memory.no_memory import NoMemory, Part
+from kvpagoda.memory.host_copy import LayerwiseCopy, copy_from_host, copy_to_host, side_stream
+from kvpagoda.memory.no_memory import Array, HostArrays, NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Layer, Plan
@@ -22,6 +24,30 @@ from kvpagoda.units import format_bytes
 
 POISON = 0xFF
 """NaN in all float formats, -1 in the integers."""
+
+
+class DeviceArrays(HostArrays):
+    """``HostArrays`` whose twins are tensors on ``device``; on the CPU twins share the memory of the host's arrays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.is_host = device, device.type == "cpu"
+
+    def twin(self, host: Array) -> Any:
+        """Return a tensor with the contents of ``host``."""
+        tensor = torch.from_numpy(host)
+        return tensor if self.is_host else tensor.to(self.device, copy=True)
+
+    def upload(self, target: Any, source: npt.NDArray[Any], index: Any = ...) -> None:
+        """Copy ``source`` to ``target[index]``. When this returns, ``source`` has been read and may change."""
+        values = torch.from_numpy(np.ascontiguousarray(source))
+        if isinstance(index, tuple):
+            places = tuple(torch.from_numpy(np.ascontiguousarray(axis)).to(self.device) for axis in index)
+            target[places] = values.to(self.device, target.dtype)
+        else:
+            target[index].copy_(values)
+
+    def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
+        flatten_table(table, starts, indptr, out, block_size)
 
 
 class DeviceMemory(NoMemory):

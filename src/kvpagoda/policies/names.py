@@ -8,8 +8,8 @@ from weakref import ref
 
 from kvpagoda.errors import BadInput, shown, unknown_name
 from kvpagoda.policies.adaptive import ARC, Auto
+from kvpagoda.policies.heap import FIFO, LFU, LFUDA, SIEVE, ByPriority
 from kvpagoda.policies.protocol import EvictionPolicy
-from kvpagoda.policies.ranked import FIFO, LFU, LFUDA, SIEVE, ByPriority
 from kvpagoda.policies.s3fifo import S3FIFO
 
 _PLAIN: dict[str, Callable[[], EvictionPolicy]] = {

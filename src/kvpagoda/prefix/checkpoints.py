@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.policies.heap import LazyHeap
-from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.invariants import expect
-from kvpagoda.prefix.node import Node
-from kvpagoda.prefix.node_checkpoints import Checkpoint
+from kvpagoda.prefix.lru import Clock
+from kvpagoda.prefix.node import Checkpoint, Node
 
 
 class Checkpoints:

@@ -10,8 +10,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.checkpoints import Checkpoints
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.eviction_order import EvictionOrder
-from kvpagoda.prefix.invariants import nodes_below
-from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.node import Node, nodes_below
 
 
 def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int, list[int], list[Node]]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvpagoda.blocks.id_pool import IdPool
+from kvpagoda.blocks.free_list import IdPool
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.policies.ghosts import GhostIndex
 from kvpagoda.policies.protocol import EvictionPolicy, Forgotten, OldestLeaf

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.id_pool import IdPool
+from kvpagoda.blocks.free_list import IdPool
 from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.errors import StaleHandle

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
 from kvpagoda.errors import CheckFailed
 from kvpagoda.prefix.node import Node
-
-
-def nodes_below(root: Node) -> Iterator[Node]:
-    """Yield ``root`` and every node below it, parents before children."""
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(node.children.values())
 
 
 def expect(is_so: bool, what: str) -> None:

@@ -10,11 +10,27 @@ from heapq import heappop, heappush
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.node import NO_USES, Node
 
 _NEVER = 2**63
+
+
+class Clock:
+    """A count of uses, by which blocks and checkpoints are compared by age.
+
+    ``now``: the number of uses so far. Nothing was used at time 0.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def tick(self) -> int:
+        """Count one more use and return its time."""
+        self.now += 1
+        return self.now
 
 
 class LRUOrder:

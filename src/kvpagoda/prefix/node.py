@@ -1,16 +1,78 @@
-"""A node of the prefix tree: one edge with its blocks, and its links to parent and children."""
+"""The nodes of the prefix tree, each one edge with its blocks, checkpoints and links; and the roots above them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.errors import BadInput
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.edge_arrays import EdgeArrays
-from kvpagoda.prefix.node_checkpoints import Checkpoint, NodeCheckpoints
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """The state ``state_id`` after ``depth`` blocks.
+
+    ``used``: the time of its last use. ``num_holds``: how many holds protect it. ``among``: the checkpoints of the node
+    in which it lies.
+    """
+
+    state_id: int
+    depth: int
+    used: int = 0
+    num_holds: int = 0
+    among: NodeCheckpoints = field(init=False, repr=False)
+
+
+class NodeCheckpoints:
+    """Checkpoints by depth. ``put``, ``take`` and ``last`` are O(log n) plus a short move in a list."""
+
+    __slots__ = ("_depths", "all")
+
+    def __init__(self) -> None:
+        self.all: list[Checkpoint] = []  #: by ascending depth
+        self._depths: list[int] = []
+
+    def __contains__(self, depth: int) -> bool:
+        last = self.last(depth)
+        return last is not None and last.depth == depth
+
+    def put(self, checkpoint: Checkpoint) -> None:
+        """Add ``checkpoint``; there must be none at its depth."""
+        index = bisect_left(self._depths, checkpoint.depth)
+        self._depths.insert(index, checkpoint.depth)
+        self.all.insert(index, checkpoint)
+        checkpoint.among = self
+
+    def take(self, depth: int) -> None:
+        """Remove the checkpoint at ``depth``."""
+        index = bisect_left(self._depths, depth)
+        del self._depths[index], self.all[index]
+
+    def last(self, depth: int) -> Checkpoint | None:
+        """Return the deepest checkpoint up to ``depth``, or None."""
+        count = bisect_right(self._depths, depth)
+        return self.all[count - 1] if count else None
+
+    def split(self, depth: int) -> NodeCheckpoints:
+        """Remove the checkpoints up to ``depth`` and return them. O(n)."""
+        count, above = bisect_right(self._depths, depth), NodeCheckpoints()
+        above.extend(self.all[:count])
+        del self._depths[:count], self.all[:count]
+        return above
+
+    def extend(self, below: list[Checkpoint]) -> None:
+        """Append the checkpoints ``below``, all deeper than those here. O(len(below))."""
+        self._depths += [checkpoint.depth for checkpoint in below]
+        self.all += below
+        for checkpoint in below:
+            checkpoint.among = self
 
 
 class LeaseEnd(Protocol):
@@ -176,6 +238,43 @@ class Node(EdgeArrays):
             self.parent.put_child(self)
 
 
-def new_root(block_size: int, rows: int, name: int, namespace: bytes) -> Node:
-    """Return a root without children and without blocks; ``rows`` is the number of ids for each block below it."""
-    return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), 0, root=(name, namespace))
+def nodes_below(root: Node) -> Iterator[Node]:
+    """Yield ``root`` and every node below it, parents before children."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.children.values())
+
+
+class Roots(dict[bytes, Node]):
+    """Namespace in which something is cached or pinned -> its root.
+
+    Blocks have ``block_size`` tokens and ``num_rows`` ids each.
+    """
+
+    def __init__(self, block_size: int, num_rows: int) -> None:
+        self._block_size, self._num_rows = block_size, num_rows
+        self._num_made = 0
+
+    def new(self, namespace: bytes) -> Node:
+        """Return a new root, which is not in this map yet. Raises BadInput.
+
+        It is added when something is pinned or cached in its namespace.
+        """
+        if not isinstance(namespace, bytes):
+            raise BadInput(f"a namespace is bytes, got {namespace!r}")
+        self._num_made += 1
+        no_ids = np.empty((self._num_rows, 0), np.int32)
+        return Node(None, 0, self._block_size, np.empty(0, np.int32), no_ids, 0, root=(-self._num_made, namespace))
+
+    def drop(self, node: Node) -> bool:
+        """Remove ``node`` if it is a root without children and pins; return whether it was."""
+        is_bare = node.root is not None and not node.pins and not node.children
+        if node.root is not None and is_bare:
+            del self[node.root[1]]
+        return is_bare
+
+    def nodes(self) -> list[Node]:
+        """Return all nodes, roots included, parents before children. O(nodes)."""
+        return [node for root in self.values() for node in nodes_below(root)]

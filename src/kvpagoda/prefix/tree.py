@@ -10,17 +10,14 @@ from kvpagoda.policies import as_policy
 from kvpagoda.policies.protocol import EvictionPolicy
 from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
-from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.descend import Descent, descend, put_ids_above, read_ids_above
 from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
-from kvpagoda.prefix.insertion import Inserter
-from kvpagoda.prefix.invariants import nodes_below, prove_counts, prove_ids, prove_pins, prove_shape
+from kvpagoda.prefix.insertion import Inserter, OwnedIds
+from kvpagoda.prefix.invariants import prove_counts, prove_ids, prove_pins, prove_shape
 from kvpagoda.prefix.leases import Leases
-from kvpagoda.prefix.lru import LRUOrder
-from kvpagoda.prefix.node import Node
-from kvpagoda.prefix.owned_ids import OwnedIds
+from kvpagoda.prefix.lru import Clock, LRUOrder
+from kvpagoda.prefix.node import Node, Roots, nodes_below
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
-from kvpagoda.prefix.roots import Roots
 from kvpagoda.units import whole_number
 
 _INT32 = np.dtype(np.int32)

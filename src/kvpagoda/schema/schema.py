@@ -19,8 +19,7 @@ from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, arena_order, choices_of
-from kvpagoda.schema.plan import GroupPlan, Plan
-from kvpagoda.schema.planning import equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
+from kvpagoda.schema.plan import GroupPlan, Plan, equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16

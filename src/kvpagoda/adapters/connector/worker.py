@@ -28,7 +28,7 @@ from kvpagoda.adapters.connector.found import Found, Record, batches, record_kin
 from kvpagoda.adapters.connector.groups import RecordGrid
 from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
 from kvpagoda.errors import OutOfBlocks
-from kvpagoda.memory.layerwise import side_stream
+from kvpagoda.memory.host_copy import side_stream
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.tiers import LevelStats, TierSpec
 from kvpagoda.tiers.level import Level, Loading, RecordIdentity

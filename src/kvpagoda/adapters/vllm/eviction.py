@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_group_id
 
-from kvpagoda.blocks.id_pool import IdPool
+from kvpagoda.blocks.free_list import IdPool
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import EvictionPolicy

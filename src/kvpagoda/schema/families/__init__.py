@@ -1,8 +1,7 @@
 """How to read what a model's layers keep from its config, for each model type.
 
-The table is ``model_types.json``. The rules that it names are the functions of ``layer_types``, ``heads``, ``states``
-and ``positions``. A model type is in the table only if a test has compared it with the tensors that transformers really
-keeps.
+The table is ``model_types.json``. The rules that it names are the functions of ``layer_types``, ``heads`` and
+``states``. A model type is in the table only if a test has compared it with the tensors that transformers really keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from kvpagoda.loading import read_json
 from kvpagoda.schema.config import Config
-from kvpagoda.schema.families import heads, layer_types, positions, states
+from kvpagoda.schema.families import heads, layer_types, states
 from kvpagoda.schema.families.heads import HeadRule, grouped
 from kvpagoda.schema.families.layer_types import FULL, LayerTypeRule
 from kvpagoda.schema.families.states import StateRule
@@ -59,7 +58,7 @@ class Family:
     index_dtype: str = ""
     window: Callable[[Config], Any] = layer_types.sliding_window
     num_layers: Callable[[Config], int] = layer_types.hidden_layers
-    max_positions: Callable[[Config], int | None] = positions.named
+    max_positions: Callable[[Config], int | None] = layer_types.named_positions
     aligned: bool = False
     own_states: str = ""
     batched: bool = True
@@ -69,10 +68,9 @@ class Family:
 
 
 RULES: dict[str, ModuleType] = {
-    **dict.fromkeys(("layer_type", "has_indexer", "window", "num_layers"), layer_types),
+    **dict.fromkeys(("layer_type", "has_indexer", "window", "num_layers", "max_positions"), layer_types),
     "heads": heads,
     "states": states,
-    "max_positions": positions,
 }
 """Field of ``Family`` -> the module that defines its rules."""
 

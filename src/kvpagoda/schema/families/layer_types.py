@@ -1,4 +1,7 @@
-"""Rules for the type of layer i, for configs without ``layer_types``: the same rules as in the models' own code."""
+"""Rules for the type of layer i, for configs without ``layer_types``: the same rules as in the models' own code.
+
+Below them the rules for windows, for the number of layers, for the longest context and for indexers.
+"""
 
 from __future__ import annotations
 
@@ -275,6 +278,21 @@ def nemotron_h_layers(c: Config) -> int:
     """The length of the pattern; the config's number of layers is only a copy of it."""
     pattern = c.get("layer_types") or c.get("hybrid_override_pattern")
     return len(pattern) if isinstance(pattern, list | tuple | str) else c.size("num_hidden_layers")
+
+
+# ---- the longest context in tokens, if the config itself names it: a default would be a guess ----
+
+
+def named_positions(c: Config) -> int | None:
+    """``max_position_embeddings``, or None if the config has no such field. Raises SchemaError."""
+    own = Config(c.raw, {}, c.fields)
+    return None if own.get("max_position_embeddings") is None else own.size("max_position_embeddings")
+
+
+def positions_after_padding(c: Config) -> int | None:
+    """``max_position_embeddings`` less ``pad_token_id + 1``: positions start after that of the padding token."""
+    rows = named_positions(c)
+    return None if rows is None else rows - c.size("pad_token_id", 0) - 1
 
 
 # ---- which layers with an indexer keep its keys; the others reuse the selection of an earlier layer ----

@@ -13,8 +13,7 @@ import pytest
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.pages import PAGE
 from kvpagoda.tiers import RecordBuffer, disk_driver
-from kvpagoda.tiers.disk import FILE_NAME
-from kvpagoda.tiers.folder import TierFile, delete_tier_files, tier_files
+from kvpagoda.tiers.disk import FILE_NAME, TierFile, delete_tier_files, tier_files
 from kvpagoda.tiers.records import pack_record
 
 SIZE = RecordBuffer.nbytes_for(1, 9000)
