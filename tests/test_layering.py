@@ -21,6 +21,7 @@ OPTIONAL = {
     "kernels": {"triton"}, "lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
     "events": {"msgspec", "zmq"},
+    "adapters": {"vllm"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {

@@ -77,7 +77,7 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         """Return whether ``block``, which is free or becomes so, has content that resuming no text is known to need."""
         if block.block_hash is None or self._kept[block.block_id]:
             return False
-        size = self._bounded.get(get_group_id(block.block_hash))
+        size = self._bounded.get(int(get_group_id(block.block_hash)))
         # A block that ends inside itself holds the state at the end of a prompt: a place too.
         return size is not None and block.block_hash_num_tokens % size == 0
 
@@ -142,7 +142,9 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         warm, now = self._cold.next_free_block, self._clock
         if warm is self.fake_free_list_tail:
             return False
-        return now - self._freed[warm.block_id] > self.haste * (now - self._freed[head.next_free_block.block_id])
+        cold_age = now - self._freed[head.next_free_block.block_id]
+        warm_age = now - self._freed[warm.block_id]
+        return bool(warm_age > self.haste * cold_age)
 
     def _warm(self, n: int) -> list[KVCacheBlock]:
         """Take up to ``n`` warm blocks, the oldest first."""

@@ -218,7 +218,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         name = request.request_id
         self._quiet.pop(name, None)
         if self._places.pop(name, None) is None or self._seen is None:
-            return super().pop_blocks_for_free(request)
+            blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
+            return blocks
         self._seen.add(request.block_hashes)
         queue = self.block_pool.free_block_queue
         for manager in self._bounded:
