@@ -14,7 +14,8 @@ READY := $(VENV)/.ready
 CONSUMERS := .venv-consumers
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
-VLLM_TESTS := tests/v1/core/test_scheduler.py tests/v1/core/test_async_scheduler.py
+VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_scheduler prefix_caching \
+	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
 
 .PHONY: run test check long format gpu slow docs servers consumers vllm clean

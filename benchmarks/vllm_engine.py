@@ -14,14 +14,18 @@ import argparse
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.timing import RESULTS, Row, machine
+from benchmarks.timing import RESULTS, Row, machine, save
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
@@ -65,6 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 """Configs of models. The last two keep states, in vLLM's "align" mode."""
+TIMED = ("full attention", "Gemma-3-like")
 STATES = ("Qwen3-Next-like", "LFM2-like")
 
 
@@ -76,7 +81,7 @@ class Chats(NamedTuple):
     turns: int = 4
     heads: int = 4
     active: int = 10
-    answer: int = 8
+    answer: int = 32
 
     def prompts(self, seed: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of the conversation, tokens that its user adds), in the order in which they are asked."""
@@ -117,8 +122,8 @@ class Engine:
             try:
                 self.llm = LLM(
                     folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
-                    dtype="bfloat16" if model in STATES[:1] else "float32", block_size=BLOCK, max_num_seqs=64,
-                    num_gpu_blocks_override=9000 if model in STATES else 20000, max_num_batched_tokens=8192,
+                    dtype="bfloat16" if model in STATES[:1] else "float32", block_size=BLOCK, max_num_seqs=96,
+                    num_gpu_blocks_override=9000 if model in STATES else 20000, max_num_batched_tokens=16384,
                     enable_prefix_caching=True, async_scheduling=False, seed=0,
                     **({"mamba_cache_mode": "align"} if model in STATES else {}),
                 )  # fmt: skip
@@ -171,6 +176,52 @@ class Engine:
                     texts[asked[at][0]] += said[at]
         return sum(found), said, found
 
+    def step_times(self, seed: int) -> dict[str, list[float]]:
+        """Let 64 requests decode, to which 16 are added five times. Return the seconds that the scheduler took for steps
+        of both kinds."""
+        from vllm import SamplingParams
+
+        random, engine = np.random.default_rng(seed), self.llm.llm_engine
+        head = [*map(int, random.integers(3, 500, 256))]
+        taken: dict[str, list[float]] = {"64 decoding": [], "64 decoding, 16 beginning": []}
+        schedule, update, step = self.scheduler.schedule, self.scheduler.update_from_output, [0, 0.0]
+
+        def timed(*arguments: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            out = schedule(*arguments, **more)
+            step[:] = len(out.scheduled_new_reqs), time.perf_counter() - start
+            return out
+
+        def told(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            out = update(*arguments)
+            step[1] += time.perf_counter() - start
+            if step[0] in (0, 16):
+                taken["64 decoding, 16 beginning" if step[0] else "64 decoding"].append(step[1])
+            return out
+
+        def add(number: int, prompt: list[int], answer: int) -> None:
+            sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True, detokenize=False)
+            own = [*map(int, random.integers(3, 500, 256 - len(prompt) // 2))]
+            engine.add_request(f"{seed}.{number}", {"prompt_token_ids": [*prompt, *own]}, sampling)
+
+        for number in range(64):
+            add(number, head[:64], 60)
+        engine.step()
+        engine.step()
+        self.scheduler.schedule, self.scheduler.update_from_output = timed, told
+        try:
+            for turn in range(5):
+                for number in range(16):
+                    add(100 * (turn + 1) + number, head, 1)
+                for _ in range(8):
+                    engine.step()
+        finally:
+            self.scheduler.schedule, self.scheduler.update_from_output = schedule, update
+        while engine.has_unfinished_requests():
+            engine.step()
+        return taken
+
 
 def _fill(model: Any) -> None:
     """Give ``model`` random weights with which every token depends on all before it."""
@@ -192,7 +243,7 @@ def found(model: str, quick: bool) -> list[Row]:
     chats = Chats(conversations=8, turns=3) if quick else Chats()
     engine = Engine(model)
     size = engine.block_size
-    managers = ["vLLM", "vLLM, all", f"vLLM, {2 * size}", f"vLLM, {8 * size}", "ours"]
+    managers = ["vLLM", "vLLM, all", f"vLLM, {8 * size}", "ours"]
     if model == "full attention":
         managers = ["vLLM", "ours"]
     for at_once in AT_ONCE if not quick else AT_ONCE[1:2]:
@@ -207,20 +258,51 @@ def found(model: str, quick: bool) -> list[Row]:
                 row[who], said, _ = engine.run(chats, at_once)
                 row[f"{who}: equal"] = sum(one == other for one, other in zip(said, cold))
             rows.append(row)
-            print(row, flush=True)
     return rows
+
+
+def step_time(model: str, quick: bool) -> list[Row]:
+    """Return the microseconds that a step of vLLM's scheduler takes: while 64 requests decode, and when 16 begin."""
+    engine = Engine(model)
+    taken: dict[tuple[str, str], list[float]] = {}
+    for turn in range(2 if quick else 8):
+        for who in ("vLLM", "vLLM, all", "ours"):
+            engine.exchange(who, 2000)
+            for kind, seconds in engine.step_times(turn).items():
+                taken.setdefault((who, kind), []).extend(seconds)
+    return [
+        {"case": f"{model}: host time of a step", "who": who, "step": step, "us": round(1e6 * median(seconds), 1)}
+        for (who, step), seconds in taken.items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/vllm_engine.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: vLLM's engine cannot be made twice
     said = parser.parse_args()
-    rows = [row for model in MODELS if model == said.only for row in found(model, said.quick)]
+    if said.one:
+        what, model = said.one.split(":")
+        rows = (found if what == "found" else step_time)(model, said.quick)
+        print(json.dumps(rows))
+        return
+    cases = [f"found:{model}" for model in MODELS] + [f"time:{model}" for model in TIMED]
+    rows = []
+    for case in cases:
+        if said.only in case:
+            command = [sys.executable, "-m", "benchmarks.vllm_engine", "--one", case, *["--quick"] * said.quick]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            measured = json.loads(done.stdout.splitlines()[-1])
+            for row in measured:
+                print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            rows += measured
     if said.save:
-        (RESULTS / "vllm_engine.json").write_text(
-            json.dumps({"question": QUESTION, "machine": machine(), "rows": rows}, indent=1) + "\n"
+        save(
+            "vllm_engine",
+            {"question": QUESTION, "machine": machine(), "versions": {}, "rows": rows},
+            is_part=bool(said.only),
         )
 
 

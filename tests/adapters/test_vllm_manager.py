@@ -130,7 +130,7 @@ def test_where_texts_part_stays_resumable() -> None:
 
 
 def test_a_text_that_was_seen_before_parts_too_without_full_attention() -> None:
-    manager, head = manager_of("window", blocks=11), text(9, 32)
+    manager, head = manager_of("window", blocks=13), text(9, 32)
     found = [ask(manager, [*head, *text(n, 40)], f"{n}", step=SIZE) for n in range(1, 5)]
     assert found == [0, 0, 32, 32]
 

@@ -7,8 +7,21 @@ from __future__ import annotations
 
 import pytest
 
-STAY_OUT: dict[str, str] = {}
-"""Test -> the line of it that looks into what ours replaces."""
+_HASHES = "which blocks have a hash: with ours all that are whole and not used again, whatever the interval"
+STAY_OUT = {
+    "test_hybrid_local_kv_retention_interval_aligns_in_manager": f"test_prefix_caching.py:4790, {_HASHES}",
+    "test_hybrid_local_kv_retention_interval_survives_recycling": f"test_prefix_caching.py:4939, {_HASHES}",
+    "test_hybrid_local_kv_retention_latest_only_reuses_replay_boundary": f"test_prefix_caching.py:5003, {_HASHES}",
+    "test_hybrid_local_kv_retention_mtp_reuses_latest_boundary": f"test_prefix_caching.py:5089, {_HASHES}",
+    "test_hybrid_mamba_retention_mtp_resend_of_aligned_prompt": f"test_prefix_caching.py:5166, {_HASHES}",
+    "test_mamba_shared_prefix_reuse_under_zero_retention": "test_prefix_caching.py:5987: finds 32 tokens where vLLM finds 0",
+    "test_mamba_shared_prefix_survives_zero_retention": f"the set of block numbers, {_HASHES}",
+    "test_pure_swa_retention_interval_caches_sparse_tails": f"the set of block numbers, {_HASHES}",
+    "test_pure_swa_retention_latest_only": f"the set of block numbers, {_HASHES}",
+    "test_swa_shared_prefix_reuse_under_zero_retention": "test_prefix_caching.py:6258: nothing lags, so no boundary",
+}
+"""Test of vLLM 0.32 -> the line of it that looks into what ours replaces: its sparse retention. None of
+them is in its tests of the schedulers."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

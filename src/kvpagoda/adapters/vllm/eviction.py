@@ -20,9 +20,9 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import EvictionPolicy
 
-_HASTE = 2.0
+_HASTE = 1.0
 """How many times as fast as a warm block a cold one ages, at first."""
-_MOST_HASTE = 64.0
+_MOST_HASTE = 2.0
 _ONCE = 1
 """The mark of a block at a place that is kept until it is found: where a text ended, which one other text continues."""
 _ALWAYS = 2
@@ -77,7 +77,7 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         """Return whether ``block``, which is free or becomes so, has content that resuming no text is known to need."""
         if block.block_hash is None or self._kept[block.block_id]:
             return False
-        size = self._bounded.get(get_group_id(block.block_hash))
+        size = self._bounded.get(int(get_group_id(block.block_hash)))
         # A block that ends inside itself holds the state at the end of a prompt: a place too.
         return size is not None and block.block_hash_num_tokens % size == 0
 
@@ -121,18 +121,42 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        head, tail, freed = self.fake_free_list_head, self.fake_free_list_tail, self._freed
+        """As vLLM's. One call compares the oldest cold and the oldest warm block once."""
+        blocks = self._warm(n) if self._is_warm_next() else []
+        if len(blocks) < n:
+            blocks += super().popleft_n(n - len(blocks))
+            if self._cold.next_free_block is None:  # it was among them
+                self._cold = self.fake_free_list_head
+            if self._empty.next_free_block is None:
+                self._empty = self.fake_free_list_head
+        kept = self._kept
+        for block in blocks:
+            kept[block.block_id] = 0
+        return blocks
+
+    def _is_warm_next(self) -> bool:
+        """Return whether the oldest warm block is used again before the oldest cold one."""
+        head = self.fake_free_list_head
+        if self._empty is not head or self._cold is head:
+            return False
+        warm, now = self._cold.next_free_block, self._clock
+        if warm is self.fake_free_list_tail:
+            return False
+        cold_age = now - self._freed[head.next_free_block.block_id]
+        warm_age = now - self._freed[warm.block_id]
+        return bool(warm_age > self.haste * cold_age)
+
+    def _warm(self, n: int) -> list[KVCacheBlock]:
+        """Take up to ``n`` warm blocks, the oldest first."""
         blocks: list[KVCacheBlock] = []
-        while len(blocks) < n:
-            block = head.next_free_block
-            if self._empty is head and self._cold is not head:
-                warm = self._cold.next_free_block
-                now = self._clock
-                if warm is not tail and (now - freed[warm.block_id]) > self.haste * (now - freed[block.block_id]):
-                    block = warm
-            self.remove(block)
-            self._kept[block.block_id] = 0
+        before, block = self._cold, self._cold.next_free_block
+        while len(blocks) < n and block is not self.fake_free_list_tail:
             blocks.append(block)
+            after = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            block = after
+        before.next_free_block, block.prev_free_block = block, before
+        self.num_free_blocks -= len(blocks)
         return blocks
 
     def used(self, blocks: Iterable[KVCacheBlock]) -> None:

@@ -76,10 +76,12 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
     def _order(self) -> None:
         """Give the pool, in which nothing is cached, the order in which its blocks are used again."""
         pool, policy = self.block_pool, None
+        self._has_order = False
         if self.enable_caching:
             policy = as_policy(self.options.policy, pool.num_gpu_blocks)
         if not self._bounded and policy is None:
             return  # vLLM's own queue: least recently used, ends of texts first
+        self._has_order = True
         free = pool.free_block_queue.get_all_free_blocks()
         bounded = {manager.kv_cache_group_id: manager.block_size for manager in self._bounded}
         if policy is None:
@@ -124,12 +126,17 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
                 and num_new_tokens
             ):
                 return self.empty_kv_cache_blocks
+        if (
+            more.get("full_sequence_must_fit")
+            and computed + num_new_computed_tokens + num_new_tokens >= request.num_tokens
+        ):
+            more["full_sequence_must_fit"] = False  # it is what has to fit anyway: once is enough
         added: KVCacheBlocks | None = super().allocate_slots(
             request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, *others, **more
         )
         if added is None:
             return None
-        if self.enable_caching:
+        if self._has_order:
             if name not in self._places:
                 self._begin(request, num_new_computed_tokens, new_computed_blocks)
             self._keep_places(request, computed + num_new_computed_tokens + num_new_tokens)
@@ -140,7 +147,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
     def _begin(self, request: Request, num_found: int, found: KVCacheBlocks | None) -> None:
         """Note that ``request`` has its first blocks, of which ``found`` were cached, and at which places to keep it."""
         queue = self.block_pool.free_block_queue
-        if found is not None and isinstance(queue, EvictionQueue):
+        if found is not None:
             for manager in self._bounded:
                 queue.found(block for block in found.blocks[manager.kv_cache_group_id] if not block.is_null)
             queue.used(block for blocks in found.blocks for block in blocks if not block.is_null)
@@ -199,7 +206,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         if quiet is not None and num_computed_tokens < quiet.whole:
             return
         super().cache_blocks(request, num_computed_tokens)
-        self._keep_places(request, num_computed_tokens)
+        if self._has_order:
+            self._keep_places(request, num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """As vLLM's: the blocks at the end of the text are used again first, in all groups alike."""
@@ -210,8 +218,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         name = request.request_id
         self._quiet.pop(name, None)
         if self._places.pop(name, None) is None or self._seen is None:
-            freed: list[KVCacheBlock] = super().pop_blocks_for_free(request)
-            return freed
+            blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
+            return blocks
         self._seen.add(request.block_hashes)
         queue = self.block_pool.free_block_queue
         for manager in self._bounded:
