@@ -32,9 +32,9 @@ def outcomes(folder: Path, files: list[str], *more: str) -> dict[str, str]:
     with TemporaryDirectory() as place:
         report = Path(place, "report.xml")
         paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "tests" / "adapters", folder))
-        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *more, *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"]
         subprocess.run(
-            [*command, f"--junitxml={report}", "--tb=no", "-o", "addopts="],
+            [*command, *more, *files, f"--junitxml={report}", "--tb=no"],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.DEVNULL,
