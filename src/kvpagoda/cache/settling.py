@@ -51,24 +51,25 @@ class Settler:
         self._step = size * min(in_step, default=0)
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
         steps are so short that not even a block was reserved for one."""
-        waits = not self._points.ends_steps and not core.tiers.levels and not core.events.is_followed
-        self.patience = 1 if not waits else _MOST_HELD if core.bounded else _MOST_WAITING
-        """Blocks that an answer completes between two settlings. One: its states are copied, or a tier or a router waits,
-        after each block."""
+        self._is_followed = bool(core.tiers.levels) or core.events.is_followed  # a tier or a router waits for blocks
+        self.patience = (
+            1 if self._points.ends_steps or self._is_followed else _MOST_HELD if core.bounded else _MOST_WAITING
+        )
+        """Blocks that an answer completes between two settlings. One: its states are copied, or somebody waits, after each
+        block."""
 
     # -- when --------------------------------------------------------------------------------------------------------
 
     def plan(self, request: Request) -> None:
         """Decide at which length ``request``, which was just settled or just started, is settled next."""
         core, size, length, end = self._core, self._core.block_size, request.own_length, request.prompt_length
-        is_followed = bool(core.tiers.levels) or core.events.is_followed
-        if length < end and (core.bounded or is_followed):
+        if length < end and (core.bounded or self._is_followed):
             at = end
             if self._points.ends_steps and request.due:
                 at = min(at, request.due[0] * size)
             if core.prefix.windows:
                 at = min(at, length + max(1, self._step))
-            if is_followed:
+            if self._is_followed:
                 at = min(at, (length // size + 1) * size)
         else:  # requests that began together are settled in different steps
             blocks = max(length, end) // size

@@ -188,6 +188,7 @@ class PolicyQueue(EvictionQueue):
         super().__init__(free, num_blocks, bounded)
         self.policy, self._numbers = policy, IdPool()
         self._key_of: dict[int, int] = {}  # block id -> key, of blocks that the policy knows
+        self._in_use: set[int] = set()  # these keys
         self._leaves: dict[int, KVCacheBlock] = {}  # key -> block, of those that are free
         self._keys: dict[bytes, int] = {}  # hash -> key, also of ghosts
         self._hash_of: dict[int, bytes] = {}  # the same, the other way
@@ -226,7 +227,9 @@ class PolicyQueue(EvictionQueue):
 
     def check(self) -> None:
         super().check()
-        self.policy.check(np.array([*self._key_of.values()], np.int32), set(self._leaves))
+        if self._in_use != {*self._key_of.values()}:
+            raise CheckFailed(f"{len(self._key_of)} blocks have keys, {len(self._in_use)} keys are counted")
+        self.policy.check(np.array([*self._in_use], np.int32), set(self._leaves))
 
     def _key(self, block: KVCacheBlock) -> int:
         """Return the key of ``block``; the policy learns of one that it does not know."""
@@ -234,7 +237,7 @@ class PolicyQueue(EvictionQueue):
         if key is None:
             name = bytes(block.block_hash)
             ghost = self._keys.get(name)
-            if ghost is not None and ghost not in self._key_of.values():
+            if ghost is not None and ghost not in self._in_use:
                 key = ghost
             else:
                 key = int(self._numbers.peek(1)[0])
@@ -243,6 +246,7 @@ class PolicyQueue(EvictionQueue):
                     self._keys[name], self._hash_of[key] = key, name
             self.policy.add(np.array([key], np.int32), 0)
             self._key_of[block.block_id] = key
+            self._in_use.add(key)
         return key
 
     def _left(self, block: KVCacheBlock) -> None:
@@ -256,6 +260,7 @@ class PolicyQueue(EvictionQueue):
         key = self._key_of.pop(block.block_id, None)
         if key is None:
             return
+        self._in_use.discard(key)
         for forgotten in map(int, self.policy.remove(np.array([key], np.int32), evicted=True)):
             name = self._hash_of.pop(forgotten, None)
             if name is not None:
