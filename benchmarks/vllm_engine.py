@@ -177,27 +177,28 @@ class Engine:
         return sum(found), said, found
 
     def step_times(self, seed: int) -> dict[str, list[float]]:
-        """Let 64 requests decode, to which 16 are added five times. Return the seconds that the scheduler took for steps
-        of both kinds."""
+        """Let 64 requests decode, to which 16 are added five times, and then 16 begin alone, five times. Return the seconds
+        that the scheduler took for steps of each kind."""
         from vllm import SamplingParams
 
         random, engine = np.random.default_rng(seed), self.llm.llm_engine
         head = [*map(int, random.integers(3, 500, 256))]
-        taken: dict[str, list[float]] = {"64 decoding": [], "64 decoding, 16 beginning": []}
-        schedule, update, step = self.scheduler.schedule, self.scheduler.update_from_output, [0, 0.0]
+        taken: dict[str, list[float]] = {"64 decoding": [], "64 decoding, 16 beginning": [], "16 beginning": []}
+        schedule, update, step = self.scheduler.schedule, self.scheduler.update_from_output, list[Any]()
 
         def timed(*arguments: Any, **more: Any) -> Any:
             start = time.perf_counter()
             out = schedule(*arguments, **more)
-            step[:] = len(out.scheduled_new_reqs), time.perf_counter() - start
+            new, running = len(out.scheduled_new_reqs), len(self.scheduler.running)
+            step[:] = _STEPS.get((new, running)), time.perf_counter() - start
             return out
 
         def told(*arguments: Any) -> Any:
             start = time.perf_counter()
             out = update(*arguments)
             step[1] += time.perf_counter() - start
-            if step[0] in (0, 16):
-                taken["64 decoding, 16 beginning" if step[0] else "64 decoding"].append(step[1])
+            if step[0] is not None:
+                taken[step[0]].append(step[1])
             return out
 
         def add(number: int, prompt: list[int], answer: int) -> None:
@@ -216,11 +217,19 @@ class Engine:
                     add(100 * (turn + 1) + number, head, 1)
                 for _ in range(8):
                     engine.step()
+            while engine.has_unfinished_requests():
+                engine.step()
+            for turn in range(5, 10):
+                for number in range(16):
+                    add(100 * (turn + 1) + number, head, 1)
+                engine.step()
         finally:
             self.scheduler.schedule, self.scheduler.update_from_output = schedule, update
-        while engine.has_unfinished_requests():
-            engine.step()
         return taken
+
+
+_STEPS = {(0, 64): "64 decoding", (16, 80): "64 decoding, 16 beginning", (16, 16): "16 beginning"}
+"""(Requests that begin, requests that run) -> kind of a step."""
 
 
 def _fill(model: Any) -> None:

@@ -15,7 +15,7 @@ from kvpagoda import BadInput, CheckFailed
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_group_id, get_request_block_hasher, init_none_hash
 
 from kvpagoda.adapters.vllm import AsyncScheduler, KVCacheManager, Options, Scheduler, installed
 from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
@@ -140,6 +140,32 @@ def test_a_prompt_that_is_sent_again_is_found_up_to_its_last_block() -> None:
         manager = manager_of("full", kind, blocks=60)
         assert ask(manager, text(1, 41), "first", answer=20, step=SIZE) == 0
         assert ask(manager, text(1, 41), "again", answer=20, step=SIZE) == 40
+
+
+@pytest.mark.parametrize(("kind", "needed"), [("window", 2), ("state", 1)])
+def test_the_end_of_an_answer_stays_resumable_as_long_as_its_text(kind: str, needed: int) -> None:
+    """A state leaves its request when the next one is written, before the request ends."""
+    manager = manager_of("full", kind, blocks=60)
+    assert ask(manager, text(1, 20), "a", answer=10, step=SIZE) == 0
+    queue = manager.block_pool.free_block_queue
+    order = [block for block in queue.get_all_free_blocks() if block.block_hash is not None]
+    kept = [block for block in order if get_group_id(block.block_hash) == 1 and not queue.is_cold(block)]
+    assert len(kept) == needed
+    texts = [block for block in order if get_group_id(block.block_hash) == 0]
+    assert order.index(kept[-1]) > order.index(texts[0])  # freed with the text, not before
+
+
+@pytest.mark.parametrize("kind", ["window", "state"])
+def test_where_texts_part_is_as_recently_used_as_the_texts_that_pass_it(kind: str) -> None:
+    manager, head = manager_of("full", kind, blocks=1 + 2 * 24), text(9, 16)
+    for name in "abc":  # where they part is known after the second one
+        ask(manager, [*head, *text(ord(name), 8)], name, step=SIZE)
+    conversation = [*head, *text(ord("c"), 8)]
+    for turn in range(6):  # goes on from its own end, and other texts come between
+        conversation += [*text(50 + turn, 4)]
+        assert ask(manager, conversation, f"c{turn}", step=SIZE) >= len(conversation) - 8
+        ask(manager, text(70 + turn, 12), f"other {turn}", step=SIZE)
+    assert ask(manager, [*head, *text(99, 8)], "d", step=SIZE) == 16
 
 
 @pytest.mark.parametrize("every", [None, 8])

@@ -13,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_group_id
+from vllm.v1.core.kv_cache_utils import (
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
 
 from kvpagoda.blocks.free_list import IdPool
 from kvpagoda.blocks.ids import Ids
@@ -22,7 +27,7 @@ from kvpagoda.policies import EvictionPolicy
 
 _HASTE = 1.0
 """How many times as fast as a warm block a cold one ages, at first."""
-_MOST_HASTE = 2.0
+_MOST_HASTE = 3.0
 _ONCE = 1
 """The mark of a block at a place that is kept until it is found: where a text ended, which one other text continues."""
 _ALWAYS = 2
@@ -41,6 +46,7 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
     def __init__(self, free: list[KVCacheBlock], num_blocks: int, bounded: dict[int, int]) -> None:
         super().__init__(free)
         self._bounded = bounded
+        self._groups = tuple(make_block_hash_with_group_id(b"", group) for group in bounded)  # ends of hashes
         self._kept = bytearray(num_blocks)
         self._clock = 0
         self.haste = _HASTE
@@ -60,11 +66,15 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
             if kept[block.block_id] < mark:
                 kept[block.block_id] = mark
 
-    def found(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Note that a request begins with ``blocks`` of windows or states."""
-        kept = self._kept
+    def found(self, blocks: Iterable[KVCacheBlock]) -> bool:
+        """Note that a request begins with ``blocks`` of windows or states. Return whether they stay as long as
+        they are used."""
+        kept, mark = self._kept, 0
         for block in blocks:
-            kept[block.block_id] = _FOUND[kept[block.block_id]]
+            if not block.is_null:
+                number = block.block_id
+                kept[number] = mark = _FOUND[kept[number]]
+        return mark == _ALWAYS
 
     def missed(self, cold: int, warm: int) -> None:
         """Adapt to what a request did not find: ``cold`` tokens for want of windows or states, ``warm`` for want of the
@@ -75,23 +85,24 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
 
     def is_cold(self, block: KVCacheBlock) -> bool:
         """Return whether ``block``, which is free or becomes so, has content that resuming no text is known to need."""
-        if block.block_hash is None or self._kept[block.block_id]:
+        name = block.block_hash
+        if name is None or self._kept[block.block_id] or not name.endswith(self._groups):
             return False
-        size = self._bounded.get(int(get_group_id(block.block_hash)))
         # A block that ends inside itself holds the state at the end of a prompt: a place too.
-        return size is not None and block.block_hash_num_tokens % size == 0
+        return bool(block.block_hash_num_tokens % self._bounded[int(get_group_id(name))] == 0)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         self._clock += len(blocks)
-        now, freed = self._clock, self._freed
+        now, freed, kept = self._clock, self._freed, self._kept
         cold: list[KVCacheBlock] = []
         warm: list[KVCacheBlock] = []
         for block in blocks:
-            freed[block.block_id] = now
-            (cold if self.is_cold(block) else warm).append(block)
+            number = block.block_id
+            freed[number] = now
+            (warm if kept[number] or not self.is_cold(block) else cold).append(block)
         super().append_n(warm)
         if cold:
             before, after = self._cold, self._cold.next_free_block

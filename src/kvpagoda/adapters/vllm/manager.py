@@ -7,19 +7,21 @@ a request in which nothing can change.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_manager
 from vllm.v1.core import single_type_kv_cache_manager as groups
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
 from kvpagoda.adapters.vllm.options import Options
-from kvpagoda.adapters.vllm.seen_texts import SeenTexts
+from kvpagoda.adapters.vllm.recent import Recent
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import as_policy
 from kvpagoda.units import ceil_div
@@ -29,6 +31,7 @@ _FORESEEN = {
     groups.ChunkedLocalAttentionManager, groups.MambaManager, groups.CrossAttentionManager,
 }  # fmt: skip
 """Kinds of groups whose next change can be foreseen."""
+_UNHASHED = (kv_cache_interface.CrossAttentionSpec, kv_cache_interface.EncoderOnlyAttentionSpec)
 _TEXTS = 4
 """How many blocks of texts are remembered for each block of memory of a group, in each of two generations."""
 
@@ -56,6 +59,10 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self.options = options or Options()
         managers = self.coordinator.single_type_managers
         self._bounded = [manager for manager in managers if self._is_bounded(manager)]
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        self._hashed = [
+            i for i, spec in enumerate(specs) if spec.prefix_cacheable and not isinstance(spec, _UNHASHED)
+        ]  # the groups whose blocks have hashes
         self._is_foreseen = {type(manager) for manager in managers} <= _FORESEEN and not getattr(
             self.block_pool, "num_hash_lookahead_tokens", 0
         )
@@ -63,7 +70,13 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self._quiet: dict[str, Quiet] = {}
         self._places: dict[str, list[int]] = {}  # request -> numbers of tokens after which to keep it resumable
         self._every = self.options.checkpoint_every or self.coordinator.retention_interval or 0
-        self._seen = SeenTexts(_TEXTS * self.block_pool.num_gpu_blocks // len(managers)) if self._bounded else None
+        most = _TEXTS * self.block_pool.num_gpu_blocks // len(managers)
+        self._seen = Recent(most) if self._bounded else None
+        self._resumable = Recent(most)  # ends of texts at places that stay
+        self._alike: dict[Any, list[Any]] = {}  # the bounded groups, those that need the same blocks together
+        for manager in self._bounded:
+            self._alike.setdefault((manager.kv_cache_spec, manager.use_eagle), []).append(manager)
+        self._alignment = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
         if self._bounded:
             self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
         self._order()
@@ -148,8 +161,12 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         """Note that ``request`` has its first blocks, of which ``found`` were cached, and at which places to keep it."""
         queue = self.block_pool.free_block_queue
         if found is not None:
-            for manager in self._bounded:
-                queue.found(block for block in found.blocks[manager.kv_cache_group_id] if not block.is_null)
+            begun: list[KVCacheBlock] = []
+            for needed, managers in self._needed(num_found):
+                for manager in managers:
+                    begun += found.blocks[manager.kv_cache_group_id][needed]
+            if queue.found(begun):
+                self._stays(request, num_found)
             queue.used(block for blocks in found.blocks for block in blocks if not block.is_null)
         places: set[int] = set()
         if self._seen is not None:
@@ -159,20 +176,47 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             places.add(request.shared_prefix_boundary or 0)
             if self._every:
                 places.update(range(self._every, request.num_prompt_tokens, self._every))
-        alignment = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
-        aligned = {place // alignment * alignment for place in places}
+        aligned = {place // self._alignment * self._alignment for place in places}
         self._places[request.request_id] = sorted((place for place in aligned if place > num_found), reverse=True)
+
+    def _needed(self, place: int) -> Iterator[tuple[slice, list[Any]]]:
+        """Yield which blocks of a request are needed to resume it after ``place`` tokens, and by which groups."""
+        for managers in self._alike.values():
+            size = managers[0].block_size
+            first = max(0, managers[0].get_num_skipped_tokens(place)) // size
+            yield slice(first, ceil_div(place, size) + managers[0].use_eagle), managers
 
     def _keep_places(self, request: Request, num_tokens: int) -> None:
         """Mark the blocks of the places of ``request`` among its first ``num_tokens`` tokens."""
         places = self._places.get(request.request_id)
         while places and places[-1] <= num_tokens:
             place = places.pop()
-            for manager in self._bounded:
-                first = max(0, manager.get_num_skipped_tokens(place)) // manager.block_size
-                last = ceil_div(place, manager.block_size) + manager.use_eagle
-                blocks = manager.req_to_blocks[request.request_id][first:last]
-                self.block_pool.free_block_queue.keep(block for block in blocks if not block.is_null)
+            self._stays(request, place)
+            for needed, managers in self._needed(place):
+                for manager in managers:
+                    self.block_pool.free_block_queue.keep(manager.req_to_blocks[request.request_id][needed])
+
+    def _stays(self, request: Request, place: int) -> None:
+        """Note that the text of ``request`` stays resumable after ``place`` tokens, as long as it is used."""
+        units = place // self.block_pool.hash_block_size
+        self._resumable.add(request.block_hashes[max(0, units - 1) : units])
+
+    def _hold(self, request: Request, place: int) -> None:
+        """Let ``request`` hold again what resuming it after ``place`` tokens needs, if that is still cached.
+
+        Windows leave their request as it goes on, a state when the next one is written. They are as recently used as the
+        text around them."""
+        pool, name = self.block_pool, request.request_id
+        for needed, managers in self._needed(place):
+            for manager in managers:
+                table = manager.req_to_blocks.get(name, [])
+                for index in [i for i, block in enumerate(table[needed], needed.start) if block.is_null]:
+                    hashes = BlockHashListWithBlockSize(request.block_hashes, pool.hash_block_size, manager.block_size)
+                    if index < len(hashes):
+                        cached = pool.get_cached_block(hashes[index], [manager.kv_cache_group_id])
+                        if cached is not None:
+                            pool.touch(cached)
+                            table[index] = cached[0]
 
     def _foresee(self, request: Request, num_new_tokens: int) -> None:
         """Note until when ``request``, which has blocks for ``num_new_tokens`` more tokens, changes nothing."""
@@ -209,6 +253,15 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         if self._has_order:
             self._keep_places(request, num_computed_tokens)
 
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """As vLLM's: the last block of a group that has a hash ends furthest in the text."""
+        ends = []
+        for index in self._hashed:
+            blocks = self.coordinator.single_type_managers[index].req_to_blocks.get(request.request_id, ())
+            known = (block.block_hash_num_tokens for block in reversed(blocks))
+            ends.append(next(filter(None, known), 0))
+        return min(ends, default=0)
+
     def free(self, request: Request) -> None:
         """As vLLM's: the blocks at the end of the text are used again first, in all groups alike."""
         self.block_pool.free_blocks(reversed(self.pop_blocks_for_free(request)))
@@ -221,10 +274,15 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
             return blocks
         self._seen.add(request.block_hashes)
-        queue = self.block_pool.free_block_queue
-        for manager in self._bounded:
-            held = manager.req_to_blocks.get(name, ())
-            queue.keep((block for block in held if not block.is_null), once=True)
+        end = min(request.num_computed_tokens, request.num_tokens) // self._alignment * self._alignment
+        self._hold(request, end)
+        for needed, managers in self._needed(end):
+            for manager in managers:
+                held = manager.req_to_blocks.get(name, [])[needed.start :]
+                self.block_pool.free_block_queue.keep(held, once=True)
+        unit = self.block_pool.hash_block_size
+        for index in self._resumable.which(request.block_hashes):
+            self._hold(request, (index + 1) * unit)
         managers = self.coordinator.single_type_managers
         columns = [manager.pop_blocks_for_free(name) for manager in managers]
         return _by_position(columns, [manager.block_size for manager in managers])
@@ -237,6 +295,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         if is_reset:
             if self._seen is not None:
                 self._seen.clear()
+            self._resumable.clear()
             self._order()
         return is_reset
 
