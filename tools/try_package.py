@@ -10,6 +10,7 @@ of the checkout. Needs the standard library only; pip fetches numpy.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,6 @@ import numpy as np
 import kvpagoda
 from kvpagoda import KVCache, MissingExtra, Schema
 from kvpagoda.replay import replay
-from kvpagoda.version import installed
 
 assert sys.prefix in kvpagoda.__file__, kvpagoda.__file__
 assert importlib.util.find_spec("torch") is None
@@ -34,7 +34,7 @@ for question in ([1, 2], [3, 4, 5]):
         sequence.commit([*range(sequence.cached_tokens, 40), *question])
 cache.check()
 assert found == [0, 40], found
-trace = [{"hash_ids": ids} for ids in ([1, 2, 3], [1, 2, 4], [1, 2, 3])]
+trace = [{"hash_ids": ids, "input_length": 1536, "output_length": 0} for ids in ([1, 2, 3], [1, 2, 4], [1, 2, 3])]
 result = replay(trace, capacity_blocks=8)
 assert (result.block_hits, result.block_refs) == (5, 9), result
 try:
@@ -48,8 +48,10 @@ print("Python", sys.version.split()[0], "numpy", np.__version__)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command in the folder ``cwd`` and return what it prints. Its errors go to standard error."""
-    return subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    """Run a command in the folder ``cwd``, without PYTHONPATH, and return what it prints. Its errors go to standard
+    error."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def try_in(python: str, package: Path) -> str:
