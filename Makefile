@@ -54,13 +54,11 @@ package: $(READY)
 	$(BIN)/python tools/try_package.py dist $(PYTHONS)
 
 $(READY): pyproject.toml constraints.txt
-	@echo "kvpagoda is installed for development into $(VENV): first torch, whose CPU build alone has hundreds of megabytes"
-	@echo "and takes minutes, then transformers and the tools of pyproject.toml's dev extra, minutes too. Nothing is printed"
-	@echo "meanwhile. It happens once."
+	@echo "Installing into $(VENV), once; it takes minutes, and prints little meanwhile"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "1 of 2: torch"
+	@echo "1 of 2: torch: its CPU build has hundreds of megabytes and takes minutes"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@echo "2 of 2: kvpagoda, transformers and the tools"
+	@echo "2 of 2: kvpagoda, transformers and the tools of the dev extra: minutes too"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -45,8 +45,8 @@ class Comparison:
 
     @property
     def size(self) -> str:
-        """The number of parameters as text."""
-        return f"{self.parameters / 1e6:.1f} M parameters"
+        """The number of parameters as text: "1.2 M"."""
+        return f"{self.parameters / 1e6:.1f} M"
 
     def say(self) -> None:
         """Print the bars, what they show, and whether the answers were the same."""
@@ -57,7 +57,7 @@ class Comparison:
             f"Time to the first token, mean of {len(self.prompt_lengths)} prompts of {lengths} tokens that arrive "
             "together, and where these tokens came from."
         )
-        console.say(f"Model: a {self.model} of {self.size}, on one thread; layers: {kinds}.")
+        console.say(f"Model: a {self.model} of {self.size} parameters, on one thread; layers: {kinds}.")
         console.say("")
         cells = {run.name: _cells(run) for run in self.runs}
         seconds = {run.name: run.first_token_seconds for run in self.runs}

@@ -61,7 +61,7 @@ def run(
             runs.append(generate("warm", generator, prompts, how))
         generator.cache.close()
         if restarts:
-            with console.waiting("a new process answers the prompts from the file of this one"):
+            with console.waiting("a new process answers from the disk"):
                 runs.append(answer_after_restart("restarted", generator_arguments, prompts, how))
     found = Comparison.of(model, generator.cache.schema, prompts, runs) if restarts else None
     cost = None
@@ -86,7 +86,7 @@ def run(
     if found is not None:
         found.say()
         console.say("")
-        console.say(f"The text of a model of {found.size}, after the end of each prompt:")
+        console.say(f"The text of a {found.size}-parameter model (end of the prompt | what it wrote):")
     for prompt, _, text in answers:
         say_answer(prompt, text, is_whole=found is None)
     for line in summary(generator, stats, runs[0]) if found is None else ():
