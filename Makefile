@@ -1,6 +1,9 @@
-# make run    make the environment if needed, then run the main job on an embedded model: no GPU, no network, no weights
+# make run    make the environment if needed, then show what the cache saves, cold, warm and after a restart, with an embedded
+#             model: no GPU, no network, no weights
 # make test   format, lint, types, layering, tests: minutes
 # make long   the larger cases of these tests, which CI runs after make test; after 45 minutes it begins none and says so
+# make package  the wheel and the source distribution, in dist, and each installed with numpy alone and tried; other Pythons:
+#             make package PYTHONS="python3.10 python3.13"
 # make docs   the documents as a site, in build/site
 # make consumers  as root on Debian: programs that read our events and metrics (vLLM, SGLang, Dynamo, vllm-router, promtool), in
 #             a folder of their own, for tests to run; 2 GB, minutes; without them those tests skip
@@ -8,6 +11,7 @@
 #             a short table of benchmarks/vllm_engine.py
 # make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip
 PYTHON ?= python3
+PYTHONS ?= $(PYTHON)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -18,7 +22,7 @@ VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_sc
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
 
-.PHONY: run test check long format gpu slow docs servers consumers vllm clean
+.PHONY: run test check long format gpu slow package docs servers consumers vllm clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -44,11 +48,19 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+package: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/try_package.py dist $(PYTHONS)
+
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@echo "Installing into $(VENV), once; it takes minutes, and prints little meanwhile"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "1 of 2: torch: its CPU build has hundreds of megabytes and takes minutes"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@echo "2 of 2: kvpagoda, transformers and the tools of the dev extra: minutes too"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
 
 docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict

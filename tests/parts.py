@@ -60,6 +60,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru": ("lmcache", "mooncake_synthetic-4392"),
     "replay/test_replay.py::test_the_published_figures": ("lru", "opt"),
     "schema/test_schema.py::test_sectors_lose_little_to_carving": 6,
+    "test_cli.py::test_generate_fits_the_terminal": ("60",),
     "test_below.py::test_an_open_waits_one_timeout_in_all": ("both-full", "load-state", "lookup-mixed"),
     "test_below.py::test_rows_read_back_are_the_rows_written": 14,
     "test_below.py::test_rows_stay_right_while_a_tier_fails": ("full-1.0", "mixed-0.1", "state-0.1"),
@@ -88,6 +89,8 @@ LONG = {
         "events/test_vllm_router.py::test_without_our_fields_it_admits_every_event",
     "replay/test_auto_replay.py::test_a_point_better_where_arc_is":
         "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru",
+    "hf/test_run.py::test_errors_of_the_other_process_arrive":
+        "hf/test_run.py::test_a_run_counts_tokens_and_waits_for_the_first_of_each",
     "test_below.py::test_a_hung_server_stalls_the_first_requests_and_no_other":
         "test_below.py::test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more",
     "test_benchmarks.py::test_every_case_of_a_head_runs": "test_benchmarks.py::test_a_folder_without_the_package_is_reported",

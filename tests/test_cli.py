@@ -116,9 +116,10 @@ def test_plan_fits_the_terminal(model: str, width: int, here: Command) -> None:
 
 
 def test_version(here: Command) -> None:
-    import kvpagoda
+    from kvpagoda.version import installed
 
-    assert here("--version").stdout == f"kvpagoda {kvpagoda.__version__}\n"
+    done = here("--version")
+    assert done.returncode == 0 and done.stdout == f"{installed()}\n"
 
 
 BAD = {
@@ -131,6 +132,7 @@ BAD = {
         ["plan", "deepseek-v4-pro", "--kv-format", "fp8", "--dtype", "float32"],
         "is for raw rows",
     ),
+    "json before a command": (["--json", "plan", "qwen3-8b"], "goes with --version"),
     "no argument": (["plan"], "Missing argument"),
     "no number": (["plan", "qwen3-8b", "--max-requests", "many"], "'--max-requests'"),
     "no such command": (["plna"], "Did you mean 'plan'"),
@@ -214,11 +216,16 @@ def test_generate_runs_the_embedded_model() -> None:
     done = kvpagoda("generate", "--max-new-tokens", "3", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [len(result["tokens"]) for result in found["results"]] == [3] * 5 and found["new_tokens"] == 15
+    assert [len(result["tokens"]) for result in found["results"]] == [3] * 4 and found["new_tokens"] == 12
     assert found["stats"]["running"] == 0 and found["stats"]["nbytes"] <= 64 << 20
-    again = found["again"]
-    assert again["num_same"] == again["num_answers"] == 5 and "format_cost" not in found
-    assert again["cached_tokens"] > 0.8 * again["prompt_tokens"], "the second time what was computed is found"
+    compared = found["comparison"]
+    assert compared["num_same"] == compared["num_answers"] == 4 and "format_cost" not in found
+    cold, warm, restarted = compared["runs"]
+    assert cold["cached_tokens"] == 0 == warm["loaded_tokens"]
+    assert restarted["loaded_tokens"] == restarted["cached_tokens"] == warm["cached_tokens"]
+    assert warm["cached_tokens"] > 0.9 * cold["prompt_tokens"], "what was computed is found"
+    for run in (warm, restarted):
+        assert run["first_token_seconds"] < cold["first_token_seconds"] / 5, "a difference that is plain"
 
 
 def test_generate_says_what_a_format_saves_and_costs(
@@ -231,7 +238,7 @@ def test_generate_says_what_a_format_saves_and_costs(
     assert done.returncode == 0 and not done.stderr
     assert re.search(r"int8: [\d,]+ bytes a token instead of [\d,]+ \(float32\), \d\d% saved", lines)
     assert re.search(r"[+-]0\.\d{4} bits for each of [\d,]+ bytes of text it was not trained on", lines)
-    assert re.search(r"all prompts again: 0 of 4 prompt tokens found in the cache, the same answers in", lines)
+    assert "1 of 1 answers (2 tokens in all) are the same in all 3 runs" in lines
 
 
 def test_warnings_about_retries_of_the_hub_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,14 +256,20 @@ def test_warnings_about_retries_of_the_hub_are_hidden(monkeypatch: pytest.Monkey
     assert told == [False]
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("width", [40, 60, 120])
 def test_generate_fits_the_terminal(width: int, tmp_path: Path, here: Command) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n" + "two " * 50 + "\n")
     done = here("generate", "--max-new-tokens", "2", "--prompts", str(prompts), width=width)
     assert done.returncode == 0 and not done.stderr
     assert all(len(line) <= width for line in done.stdout.splitlines())
-    assert "3 + 2" in done.stdout and "200 + 2" in done.stdout
+    assert "\x1b" not in done.stdout
+    lines = " ".join(done.stdout.split())
+    assert "2 prompts of 3 to 200 tokens" in lines and "2 of 2 answers (4 tokens in all) are the same" in lines
+    bars = [line.split() for line in done.stdout.splitlines() if line.startswith(("cold", "warm", "restarted"))]
+    if width >= 60:
+        assert [bar[0] for bar in bars] == ["cold", "warm", "restarted"] and "█" in bars[0][1]
+        assert [bar[-3:] for bar in bars] == [["203", "0", "0"], ["75", "128", "0"], ["75", "0", "128"]]
 
 
 @pytest.mark.parametrize("command", [[], ["plan"], ["layout"], ["generate"]])
@@ -298,6 +311,19 @@ def test_generate_loads_a_model_from_a_folder(tmp_path: Path, here: Command) -> 
         assert result["tokens"] == own[0, len(prompt) :].tolist()
 
 
+def test_generate_with_a_tier_finds_it_again_the_next_time(tmp_path: Path, here: Command) -> None:
+    """With tiers of the user's there is one run, and the next process finds what they keep."""
+    (tmp_path / "prompts.txt").write_text("two " * 50 + "\n")
+    arguments = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "2"]
+    arguments += ["--tier", f"disk:{tmp_path}/tier:64MiB"]
+    found = json.loads(here(*arguments, "--json").stdout)
+    assert "comparison" not in found and found["stats"]["cached_tokens"] == 0
+    assert 0 < found["first_token_seconds"] <= found["seconds"]
+    shown = here(*arguments).stdout
+    assert "128 found in the cache" in shown and "128 tokens loaded from tiers; disk:" in shown
+    assert "s to the first token" in shown
+
+
 def test_generate_draws_several_answers_for_a_prompt(tmp_path: Path, here: Command) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     arguments = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--lookup", "2"]
@@ -307,5 +333,5 @@ def test_generate_draws_several_answers_for_a_prompt(tmp_path: Path, here: Comma
     found = json.loads(done.stdout)
     assert [result["prompt"] for result in found["results"]] == ["one"] * 3 + ["two"] * 3
     assert len({tuple(result["tokens"]) for result in found["results"]}) == 6 and found["new_tokens"] == 24
+    assert found["comparison"]["num_same"] == 6, "the three runs sample from the same seeds"
     assert found["stats"]["computed_tokens"] == 2 * 3 + 6 * 3 and found["accepted_tokens"] <= found["proposed_tokens"]
-    assert json.loads(here(*arguments).stdout)["results"] == found["results"]

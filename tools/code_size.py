@@ -29,7 +29,7 @@ BOUNDS = {
     "schema": 1_950,
     "tiers": 1_850,
     "layouts": 1_550,
-    "hf": 1_500,
+    "hf": 1_650,
     "replay": 1_300,
     "compat": 1_200,
     "kernels": 700,
@@ -48,11 +48,12 @@ BOUNDS = {
     "doctor": 150,
     "testing": 150,
     "errors": 100,
-    "console": 50,
+    "console": 70,
     "kvpagoda": 50,
     "loading": 50,
     "text": 50,
     "units": 100,
+    "version": 50,
     "__main__": 50,
 }
 """Room -> the most lines of code in it."""
@@ -60,7 +61,7 @@ ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
 ENGINE_CORE_BOUND = 6_800
 ENGINE_CORE_BOUND = 6_800
-ALL_BOUND = 23_900
+ALL_BOUND = 24_100
 FILES_BOUND = 230
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""

@@ -17,17 +17,20 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any
 
-import kvpagoda
 from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, did_you_mean
 from kvpagoda.layouts import names
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import find_preset, presets
 from kvpagoda.units import format_bytes
+from kvpagoda.version import installed
 
 try:
     import typer
 except ImportError:
+    if sys.argv[1:2] == ["--version"]:
+        print(json.dumps(installed().to_dict(), indent=2) if "--json" in sys.argv else installed())
+        raise SystemExit(0) from None
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
@@ -59,20 +62,20 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"kvpagoda {kvpagoda.__version__}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="print the version, the commit and the installed extras, and exit")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="with --version: print them as JSON")] = False,
 ) -> None:
     """The KV-cache memory system for LLM inference engines."""
+    if version:
+        typer.echo(json.dumps(installed().to_dict(), indent=2) if as_json else str(installed()))
+        raise typer.Exit
+    if as_json:
+        raise typer.BadParameter("--json before a command goes with --version; else write it after the command")
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -215,7 +218,7 @@ def generate(
         str | None, typer.Option(help="name or folder of a transformers model (default: the package's own)")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="a file, one prompt per line (default: built-in ones)")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="the most tokens to generate for each prompt")] = 160,
+    max_new_tokens: Annotated[int, typer.Option(help="the most tokens to generate for each prompt")] = 64,
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
     max_requests: Annotated[int, typer.Option(help="the most requests that run at once; others wait")] = 4,
     prefill_chunk: Annotated[int, typer.Option(help="the most prompt tokens of one request in one step")] = 256,
@@ -230,11 +233,17 @@ def generate(
 ) -> None:
     """Generate text for many prompts at once, with the model's whole cache in kvpagoda.
 
+    The package's own model shows the time to the first token: cold, warm, and in a new process that finds the cached
+    prompts on a disk, in a temporary folder.
+
     Give several tiers in the order of their speed, the fastest first.
     """
     with one_line_errors():
+        from kvpagoda import console
+
         try:
-            from kvpagoda.hf import Sampling, report
+            with console.waiting("loading torch and transformers"):
+                from kvpagoda.hf import Sampling, report
             from kvpagoda.tiers import tier_from_text
         except ImportError as error:
             raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from rich.bar import Bar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
 from kvpagoda.text import wrapped
 
@@ -27,6 +29,26 @@ def say(line: str, indent: int = 0) -> None:
     out = output()
     is_known = out.is_terminal or "COLUMNS" in os.environ
     out.print("\n".join(wrapped(line, out.width if is_known else None, " " * indent)), soft_wrap=True)
+
+
+def bars(values: Mapping[str, float], columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
+    """Print a line for each name in ``values``: the name, a bar, of which the longest fills the terminal, and the
+    ``cells`` of that name under the headings ``columns``."""
+    table = Table(box=None, expand=True, pad_edge=False, header_style="")
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, value in values.items():
+        table.add_row(name, Bar(max(values.values()), 0, value, color="green"), *cells[name])
+    output().print(table)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show ``what`` beside a spinner on standard error while the block runs; nothing if that is not a terminal."""
+    with Console(stderr=True).status(what):
+        yield
 
 
 @contextmanager

@@ -17,9 +17,8 @@ from transformers.utils import logging
 
 FOLDER = Path(__file__).parent / "demo"
 
-PROMPTS = FOLDER / "prompts.txt"
-"""A file with one prompt on each line. With four requests at once the last prompt starts when another request has
-ended, and finds their common prefix in the cache."""
+NUM_PROMPTS, PROMPT_BYTES = 4, 1600
+"""How many prompts the package has, and the most bytes of each: long enough that computing one takes a second."""
 
 
 def embedded_model() -> Any:
@@ -36,6 +35,14 @@ def embedded_model() -> Any:
 def held_out_text() -> bytes:
     """Return prose of the same kind that the model was not trained on."""
     return (FOLDER / "held_out.txt").read_bytes()
+
+
+def built_in_prompts() -> list[str]:
+    """Return prompts that have no common beginning: neighbouring parts of the held-out text, each up to a whole
+    word."""
+    text = held_out_text().decode()
+    parts = (text[begin : begin + PROMPT_BYTES] for begin in range(0, NUM_PROMPTS * PROMPT_BYTES, PROMPT_BYTES))
+    return [part[: part.rindex(" ") + 1] for part in parts]
 
 
 class ByteTokenizer:

@@ -1,26 +1,27 @@
-"""Runs ``kvpagoda generate``: loads a model, generates with a progress line, prints the answers and figures, or
-JSON."""
+"""Runs ``kvpagoda generate``: loads a model, generates with a progress line, and prints the answers and figures, or
+JSON. With the embedded model it compares a cold cache, a warm one, and one that was restarted."""
 
 from __future__ import annotations
 
 import json
 import logging
 import textwrap
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
 
 from kvpagoda import console
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
-from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model, held_out_text
+from kvpagoda.hf.comparison import Comparison
+from kvpagoda.hf.embedded import ByteTokenizer, built_in_prompts, held_out_text
 from kvpagoda.hf.generator import Generator
 from kvpagoda.hf.held_out import format_cost
+from kvpagoda.hf.run import Prompts, Run, answer, answer_after_restart, embedded_on_one_thread
+from kvpagoda.tiers import disk_tier
 from kvpagoda.units import format_bytes
 
-Outputs = list[list[int]]
 HELD_OUT_BYTES = 3072
 """How much of the held-out text is used: computing it takes seconds."""
 
@@ -33,101 +34,105 @@ def run(
     how: dict[str, Any],
     dtype: str,
 ) -> None:
-    """Generate answers and print them. ``how``: arguments of ``Generator.generate``. The embedded model (``model_name``
-    None) then answers the same prompts again from the cache, and the cost of ``kv_format`` is printed. Raises BadInput,
-    OSError."""
-    texts = [text for text in (prompt_file or PROMPTS).read_text().splitlines() if text]
+    """Generate answers and print them. ``how``: arguments of ``Generator.submit``.
+
+    The embedded model (``model_name`` None) prints what ``kv_format`` costs. Without tiers it also answers the same
+    prompts from the cache, and in a new process from a file in a temporary folder. Raises BadInput, OSError.
+    """
+    texts = built_in_prompts() if prompt_file is None else [x for x in prompt_file.read_text().splitlines() if x]
     if not texts:
         raise BadInput(f"{prompt_file} has no prompts; write one on each line")
-    is_demo, kv_format = model_name is None, generator_arguments["kv_format"]
-    if model_name is None:
-        torch.set_num_threads(1)  # the embedded model is so small that several threads only wait for each other
-        model, tokenizer = embedded_model(), ByteTokenizer()
-        Generator(model, "8MiB", max_requests=1, kv_format=kv_format).generate([[32, 32]], 2)  # warm up torch
-    else:
-        model, tokenizer = load(model_name, dtype)
-    generator = Generator(model, **generator_arguments)
+    is_embedded, kv_format = model_name is None, generator_arguments["kv_format"]
+    with console.waiting("loading the model"):
+        model, tokenizer = (
+            (embedded_on_one_thread(kv_format), ByteTokenizer()) if model_name is None else load(model_name, dtype)
+        )
     prompts = [tokenizer.encode(text) for text in texts]
-    outputs, seconds = timed(generator, prompts, how)
-    generator.cache.flush()
-    stats = generator.stats()
-    again = Again.of(generator, prompts, how, outputs, seconds) if is_demo else None
-    generator.cache.close()
-    cost = format_cost(model, kv_format, held_out_text()[:HELD_OUT_BYTES]) if is_demo and kv_format != "raw" else None
-    rows = [(i, outputs[i * how["n"] + answer]) for i in range(len(texts)) for answer in range(how["n"])]
+    restarts = is_embedded and not generator_arguments["tiers"]
+    with TemporaryDirectory(prefix="kvpagoda-generate-") as folder:
+        if restarts:
+            file = disk_tier(folder, generator_arguments["budget"])
+            generator_arguments = {**generator_arguments, "tiers": [file]}
+        generator = Generator(model, **generator_arguments)
+        runs = [generate("cold" if restarts else "first", generator, prompts, how)]
+        generator.cache.flush()
+        stats = generator.stats()
+        if restarts:
+            runs.append(generate("warm", generator, prompts, how))
+        generator.cache.close()
+        if restarts:
+            with console.waiting("a new process answers from the disk"):
+                runs.append(answer_after_restart("restarted", generator_arguments, prompts, how))
+    found = Comparison.of(model, generator.cache.schema, prompts, runs) if restarts else None
+    cost = None
+    if is_embedded and kv_format != "raw":
+        with console.waiting(f"measuring what {kv_format} costs"):
+            cost = format_cost(model, kv_format, held_out_text()[:HELD_OUT_BYTES])
+    answers = [(texts[i // how["n"]], output, tokenizer.decode(output)) for i, output in enumerate(runs[0].outputs)]
     if as_json:
-        results = [{"prompt": texts[i], "tokens": output, "text": tokenizer.decode(output)} for i, output in rows]
         figures = {
-            "seconds": round(seconds, 3),
-            "new_tokens": sum(map(len, outputs)),
+            "results": [dict(zip(("prompt", "tokens", "text"), answer)) for answer in answers],
+            "seconds": runs[0].seconds,
+            "first_token_seconds": runs[0].first_token_seconds,
+            "new_tokens": sum(map(len, runs[0].outputs)),
             "proposed_tokens": generator.num_proposed,
             "accepted_tokens": generator.num_accepted,
             "stats": stats.to_dict(),
-            **({} if again is None else {"again": again._asdict()}),
+            **({} if found is None else {"comparison": found.to_dict()}),
             **({} if cost is None else {"format_cost": cost.to_dict()}),
         }
-        print(json.dumps({"results": results, **figures}, indent=2))
+        print(json.dumps(figures, indent=2))
         return
-    for i, output in rows:
-        say_answer(texts[i], len(prompts[i]), tokenizer.decode(output), len(output))
-    for line in (*summary(generator, stats, outputs, seconds), cost, again):
-        if line is not None:
-            console.output().print(str(line))
+    if found is not None:
+        found.say()
+        console.say("")
+        console.say(f"The text of a {found.size}-parameter model (end of the prompt | what it wrote):")
+    for prompt, _, text in answers:
+        say_answer(prompt, text, is_whole=found is None)
+    for line in summary(generator, stats, runs[0]) if found is None else ():
+        console.say(line)
+    if cost is not None:
+        console.say("")
+        console.say(str(cost))
 
 
-def timed(generator: Generator, prompts: list[list[int]], how: dict[str, Any]) -> tuple[Outputs, float]:
-    """Generate; return the answers, and the seconds that they took."""
-    began = time.perf_counter()
-    outputs = generate(generator, prompts, how)
-    return outputs, time.perf_counter() - began
-
-
-class Again(NamedTuple):
-    """The figures of answering the same prompts a second time, with the prompts cached."""
-
-    num_answers: int
-    num_same: int
-    prompt_tokens: int
-    cached_tokens: int
-    first_seconds: float
-    seconds: float
-
-    @classmethod
-    def of(
-        cls, generator: Generator, prompts: list[list[int]], how: dict[str, Any], outputs: Outputs, seconds: float
-    ) -> Again:
+def generate(name: str, generator: Generator, prompts: Prompts, how: dict[str, Any]) -> Run:
+    """Answer ``prompts``; on a terminal, with a progress line of requests, tokens per second and blocks in use."""
+    began, total = perf_counter(), sum(len(prompt) + how["n"] * (how["max_new_tokens"] - 1) for prompt in prompts)
+    with console.progress(total, "tokens") as moved:
+        if moved is None:
+            return answer(name, generator, prompts, how)
         before = generator.stats()
-        repeated, took = timed(generator, prompts, how)
-        num_same = sum(first == second for first, second in zip(outputs, repeated))
-        after = generator.stats()  # with several samples, some are forked and some look their prompt up too
-        asked, cached = after.prompt_tokens - before.prompt_tokens, after.cached_tokens - before.cached_tokens
-        return cls(len(outputs), num_same, asked, cached, round(seconds, 3), round(took, 3))
 
-    def __str__(self) -> str:
-        same = "the same answers" if self.num_same == self.num_answers else f"{self.num_same} of the answers equal"
-        return (
-            f"all prompts again: {self.cached_tokens:,} of {self.prompt_tokens:,} prompt tokens found in the cache, {same} in "
-            f"{self.seconds:.2f} s instead of {self.first_seconds:.2f} s"
-        )
+        def on_step(stats: CacheStats) -> None:
+            computed = stats.computed_tokens - before.computed_tokens
+            speed = computed / (perf_counter() - began)
+            done = computed + stats.cached_tokens - before.cached_tokens
+            held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
+            moved(done, f"{name}: {stats.running} running, {speed:.0f} tokens/s, blocks {held}")
+
+        return answer(name, generator, prompts, how, on_step)
 
 
-def say_answer(prompt: str, prompt_tokens: int, answer: str, new_tokens: int) -> None:
-    """Print the end of the prompt on one line, and the answer below it, wrapped and indented."""
-    out = console.output()
-    count = f"{prompt_tokens} + {new_tokens} tokens: "
-    room = max(8, out.width - len(count))
-    shown = clipped(prompt, len(prompt))
-    out.print(count + (shown if len(shown) <= room else "…" + shown[1 - room :]))
-    lines = textwrap.wrap(clipped(answer.rstrip(), len(answer)), max(8, out.width - 4)) or [""]
-    out.print("\n".join(f"    {line}" for line in lines))
-    out.print()
+def say_answer(prompt: str, answer: str, is_whole: bool) -> None:
+    """Print the end of the prompt and the answer: ``is_whole``, wrapped to the width of the terminal; else what fits on
+    a line."""
+    width = console.output().width
+    end = clipped(prompt, len(prompt)).rstrip()
+    end = end if len(end) <= width // 4 else f"…{end[1 - width // 4 :]}"
+    line = f"{end} | {clipped(answer.strip(), len(answer))}"
+    lines = textwrap.wrap(line, width, subsequent_indent="    ") if is_whole else [clipped(line, width)]
+    console.output().print("\n".join(lines))
 
 
-def summary(generator: Generator, stats: CacheStats, outputs: Outputs, seconds: float) -> list[str]:
+def summary(generator: Generator, stats: CacheStats, run: Run) -> list[str]:
     """Return lines with the counts of computed, proposed and loaded tokens."""
     groups = ", ".join(f"{group.name} {group.peak_held} of {group.total} blocks" for group in stats.groups)
-    tokens = sum(map(len, outputs))
-    lines = [f"{len(outputs)} answers, {tokens} new tokens in {seconds:.2f} s: {tokens / seconds:.0f} a second"]
+    tokens = sum(map(len, run.outputs))
+    lines = [
+        f"{len(run.outputs)} answers, {tokens} new tokens in {run.seconds:.2f} s: {tokens / run.seconds:.0f} a second; "
+        f"{run.first_token_seconds:.2f} s to the first token, on average"
+    ]
     if generator.num_proposed:
         lines.append(f"{generator.num_accepted} of {generator.num_proposed} proposed tokens accepted")
     lines.append(f"{stats.computed_tokens:,} tokens computed, {stats.cached_tokens:,} found in the cache")
@@ -147,25 +152,6 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise BadInput(f"cannot load {name!r}: {str(error).splitlines()[0]}") from None
-
-
-def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any]) -> Outputs:
-    """Run ``generator.generate``; on a terminal, with a progress line of requests, tokens per second and blocks in
-    use."""
-    began, total = time.perf_counter(), sum(len(prompt) + how["n"] * (how["max_new_tokens"] - 1) for prompt in prompts)
-    with console.progress(total, "tokens") as moved:
-        if moved is None:
-            return generator.generate(prompts, **how)
-        before = generator.stats()
-
-        def on_step(stats: CacheStats) -> None:
-            computed = stats.computed_tokens - before.computed_tokens
-            speed = computed / (time.perf_counter() - began)
-            done = computed + stats.cached_tokens - before.cached_tokens
-            held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
-            moved(done, f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}")
-
-        return generator.generate(prompts, on_step=on_step, **how)
 
 
 def clipped(text: str, width: int) -> str:
