@@ -1,14 +1,15 @@
 """When does ``PagedCache`` pay: the time of ``model.generate`` with it, beside ``model.generate`` alone.
 
-Models are random and of two sizes, in float32 on one thread. A batch has 4 prompts of the same length; their first
-``common`` tokens are the same. Every prompt ends, and every answer has its full length. A round runs in turn:
+Models are random and of two sizes, in float32 on one thread. Times are CPU time, which other load changes little. A
+batch has 4 prompts of the same length, of which the first ``common`` tokens are the same. Every answer has its full
+length. A round runs in turn:
 
     alone      generate with the cache that transformers makes
     first      generate with a PagedCache that is empty: the rows of the batch share what they have in common
     again      the same prompts with the same PagedCache
     others     four other prompts with the same beginning
 
-``over_alone``: seconds divided by those of ``alone``. ``equal``: rows with the tokens of ``alone``.
+``over_alone``: ``seconds`` divided by those of ``alone``. ``equal``: rows with the tokens of ``alone``.
 """
 
 from __future__ import annotations
@@ -125,13 +126,13 @@ def _prompts(case: Case, seed: int) -> torch.Tensor:
 
 
 def _generate(model: Any, prompts: torch.Tensor, answer: int, cache: PagedCache | None) -> tuple[torch.Tensor, float]:
-    """Return the new tokens, ``[ROWS, answer]``, and the seconds. ``cache``: None for the cache of transformers."""
-    start = time.perf_counter()
+    """Return the new tokens, ``[ROWS, answer]``, and the seconds of CPU time. ``cache``: None for the model's own."""
+    start = time.process_time()
     out = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, max_new_tokens=answer,
         min_new_tokens=answer, do_sample=False, pad_token_id=0,
     )  # fmt: skip
-    return out[:, prompts.shape[1] :], time.perf_counter() - start
+    return out[:, prompts.shape[1] :], time.process_time() - start
 
 
 if __name__ == "__main__":

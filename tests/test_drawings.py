@@ -46,7 +46,9 @@ def test_a_picture_is_one_file_that_any_viewer_shows(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(DRAWINGS))
 def test_a_page_shows_it_and_says_what_it_shows(name: str) -> None:
-    shown = [alt for page in PAGES for alt in re.findall(rf"!\[([^\]]*)\]\([\w/]*assets/{name}\.svg\)", page.read_text())]
+    shown = [
+        alt for page in PAGES for alt in re.findall(rf"!\[([^\]]*)\]\([\w/]*assets/{name}\.svg\)", page.read_text())
+    ]
     assert shown and all(len(alt) > 20 for alt in shown)
 
 
@@ -84,7 +86,9 @@ def test_rooms_are_drawn_above_what_they_import() -> None:
 def test_bars_are_as_long_as_the_figures() -> None:
     picture = Picture("a test")
     plots.bars(picture, "two", [plots.Bar("one", 1, "1", True), plots.Bar("four", 4, "4")])
-    widths = [float(width) for width in re.findall(r'<rect class="(?:main|rest)".*? width="([\d.]+)"', picture.render())]
+    widths = [
+        float(width) for width in re.findall(r'<rect class="(?:main|rest)".*? width="([\d.]+)"', picture.render())
+    ]
     assert widths[1] == pytest.approx(4 * widths[0], rel=0.01)
     with pytest.raises(AssertionError, match="0 rows"):
         plots.value("step", "us", case="none")

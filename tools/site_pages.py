@@ -28,7 +28,9 @@ def picture(found: re.Match[str]) -> str:
     text = re.sub(r"<title>.*?</title>\n", "", text, flags=re.DOTALL)
     begin, _, rest = text.partition(DARK)
     dark, _, rest = rest.partition("}}")
-    return f'{begin}[data-md-color-scheme="slate"] .drawing{dark}}}{rest}'.replace("<svg", f'<svg aria-label="{found[1]}"', 1)
+    return f'{begin}[data-md-color-scheme="slate"] .drawing{dark}}}{rest}'.replace(
+        "<svg", f'<svg aria-label="{found[1]}"', 1
+    )
 
 
 def page_of(notebook: dict[str, Any], name: str) -> str:
@@ -40,13 +42,11 @@ def page_of(notebook: dict[str, Any], name: str) -> str:
             parts.append(source)
             continue
         parts.append(f"```python\n{source}\n```")
-        for output in cell["outputs"]:
-            data = output.get("data", {})
-            text = "".join(output.get("text", ())) or "".join(data.get("text/plain", ()))
-            if "image/png" in data:
-                parts.append(f"![The plot that this cell draws](data:image/png;base64,{data['image/png'].strip()})")
-            elif text:
-                parts.append(f"```text\n{text.rstrip()}\n```")
+        printed = "".join(line for output in cell["outputs"] for line in output.get("text", ()))
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+        plots = [output["data"]["image/png"] for output in cell["outputs"] if "data" in output]
+        parts += [f"![The plot that this program draws](data:image/png;base64,{plot.strip()})" for plot in plots]
     parts.insert(1, f"This page is a notebook with its outputs: [{name}]({name}). Download it to run it on your trace.")
     return "\n\n".join(parts) + "\n"
 

