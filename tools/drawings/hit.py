@@ -45,25 +45,19 @@ def found() -> Found:
     prefix = cache._core.prefix
     match = prefix.tree.match(np.arange(152, dtype=np.int32), cache._core.namespaces.key(None))
     ((group, window),) = prefix.windows
+    there = window.are_there(window.cells_of(match.ids)).tolist()
     copies, depth = [], match.num_blocks
     while depth > 0 and (last := prefix.tree.last_checkpoint(match, depth)) is not None:
         copies.append(last[0] // BLOCK)
         depth = copies[-1] - 1
     lengths = range(BLOCK, match.num_tokens + 1, BLOCK)
     resumed = [cache.lookup([*range(length), 999]).resumable for length in lengths]
+    points = [length // BLOCK for length, start in zip(lengths, resumed) if start == length]
+    assert points == sorted(end for end in copies if all(there[block] for block in window.span(end)))
     common = match.num_tokens - BLOCK // 2
     start = cache.open([*range(common), 999]).cached_tokens // BLOCK
-    assert start in copies
-    return Found(
-        match.num_blocks,
-        common,
-        group.plan.name,
-        window.are_there(window.cells_of(match.ids)).tolist(),
-        copies,
-        [length // BLOCK for length, start in zip(lengths, resumed) if start == length],
-        start,
-        window.span(start),
-    )
+    assert start == max(end for end in points if end * BLOCK <= common)
+    return Found(match.num_blocks, common, group.plan.name, there, copies, points, start, window.span(start))
 
 
 def hit() -> Picture:
