@@ -122,17 +122,47 @@ def test_the_documents_build_without_warnings(tmp_path: Path) -> None:
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     page = (tmp_path / "site" / "api" / "index.html").read_text()
     assert all(f"{name}" in page for name in ("KVCache", "step_limit", "EvictionPolicy", "RetryLater"))
+    tour = (tmp_path / "site" / "tour" / "index.html").read_text()
+    assert tour.count('<svg aria-label="') >= 2 and '[data-md-color-scheme="slate"] .drawing{' in tour
+    notebook = (tmp_path / "site" / "own_trace" / "index.html").read_text()
+    assert "data:image/png;base64," in notebook and "of the blocks can hit" in notebook
 
 
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_prints_what_it_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells run in order, in an empty folder. There is no user's trace, so it uses the synthetic workload."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "docs" / "own_trace.ipynb").read_text())
     names: dict[str, Any] = {"__name__": "notebook"}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None, "no outputs are kept"
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells, start=1):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
             exec(compile("".join(cell["source"]), "own_trace.ipynb", "exec"), names)
+        stored = "".join(line for output in cell["outputs"] for line in output.get("text", ()))
+        assert out.getvalue() == stored and cell["execution_count"] == number, "store its outputs: CONTRIBUTING"
     assert names["rates"]["lru"][-1] >= names["rates"]["lru"][0] > 0
+    plots = [output for cell in cells for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    assert len(plots) == 1
+
+
+def test_the_notebook_is_a_page_with_its_outputs() -> None:
+    sys.path.insert(0, str(ROOT))
+    from tools.site_pages import page_of
+
+    cells = [
+        dict(cell_type="markdown", source=["# A title\n", "text"]),
+        dict(cell_type="code", source=["print(1)\n", "print(2)"], outputs=[dict(text=["1\n"]), dict(text=["2\n"])]),
+        dict(
+            cell_type="code",
+            source=["plot()"],
+            outputs=[dict(data={"image/png": "aGE=\n", "text/plain": ["<Figure>"]})],
+        ),
+    ]
+    page = page_of(dict(cells=cells), "one.ipynb")
+    assert page.startswith("# A title\ntext\n\n") and "[one.ipynb](one.ipynb)" in page
+    assert page.endswith(
+        "```python\nprint(1)\nprint(2)\n```\n\n```text\n1\n2\n```\n\n```python\nplot()\n```\n\n"
+        "![The plot that this program draws](data:image/png;base64,aGE=)\n"
+    )

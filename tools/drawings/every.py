@@ -1,0 +1,17 @@
+"""All pictures by the names of their files."""
+
+from __future__ import annotations
+
+from tools.drawings import blocks, hit, places, plots, rooms
+from tools.drawings.logo import BLUE, logo
+
+DRAWINGS = {**blocks.DRAWINGS, **hit.DRAWINGS, **places.DRAWINGS, **rooms.DRAWINGS, **plots.DRAWINGS}
+
+
+def files() -> dict[str, str]:
+    """Return the text of each file in ``docs/assets`` that is drawn here, by its name."""
+    return {
+        **{f"{name}.svg": draw().render() for name, draw in DRAWINGS.items()},
+        "logo.svg": logo("#ffffff"),
+        "favicon.svg": logo(BLUE),
+    }
