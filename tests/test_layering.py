@@ -12,8 +12,8 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "formats", "layouts", "schema", "blocks", "policies", "prefix", "lanes", "kernels",
-    "memory", "tiers", "cache", "offload", "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics",
-    "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
+    "memory", "tiers", "cache", "recording", "offload", "batch", "kv_cache", "events", "scheduling", "compat", "console",
+    "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
