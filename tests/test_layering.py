@@ -16,7 +16,7 @@ LEVELS = [
     "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
-    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
+    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},
     "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "kernels": {"triton"}, "lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},

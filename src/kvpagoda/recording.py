@@ -38,7 +38,8 @@ MOST_WAITING = 64
 """Refused requests that are remembered, so that their waiting is shown; of more, the oldest are forgotten."""
 _SECONDS = 1.0  # after which the next event writes what waits, so that the file of a running cache can be looked at
 REQUESTS, CACHE = 1, 2  # processes
-EVICTIONS, MOVES, TIERS = 1, 2, 3  # threads of the process "cache"
+FIRST_THREAD = 101  # above all processes: a thread with the number of its process is its main thread to viewers
+EVICTIONS, MOVES, TIERS = range(FIRST_THREAD, FIRST_THREAD + 3)  # threads of the process "cache"
 _MICRO = 1e6
 Told = dict[str, Any]
 """The arguments of an event, by the names that a viewer shows."""
@@ -73,7 +74,7 @@ class TraceFile:
         self._out.begin()
         for process, (name, threads) in enumerate(names.items(), 1):
             self.put("M", "process_name", process, 0, 0.0, {"name": name})
-            for thread, text in enumerate(threads, 1):
+            for thread, text in enumerate(threads, FIRST_THREAD):
                 self.put("M", "thread_name", process, thread, 0.0, {"name": text})
 
     def put(
@@ -148,10 +149,9 @@ class Tracks:
     def take(self, at: float, told: Told) -> Track:
         """Begin the slice of another request on a free track."""
         if not self._free:
+            self._free.append(FIRST_THREAD + self._num_tracks)
             self._num_tracks += 1
-            heappush(self._free, self._num_tracks)
-            told_name = {"name": f"track {self._num_tracks}"}
-            self._file.put("M", "thread_name", REQUESTS, self._num_tracks, 0.0, told_name)
+            self._file.put("M", "thread_name", REQUESTS, self._free[0], 0.0, {"name": f"track {self._num_tracks}"})
         thread = heappop(self._free)
         track = Track(thread, self._num_requests, self._ended.pop(thread, 0.0))
         self._num_requests += 1
