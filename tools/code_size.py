@@ -30,7 +30,7 @@ BOUNDS = {
     "tiers": 1_850,
     "layouts": 1_550,
     "hf": 1_500,
-    "replay": 1_300,
+    "replay": 1_550,
     "compat": 1_200,
     "kernels": 700,
     "adapters": 2_500,

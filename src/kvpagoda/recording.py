@@ -41,6 +41,7 @@ REQUESTS, CACHE = 1, 2  # processes
 FIRST_THREAD = 101  # above all processes: a thread with the number of its process is its main thread to viewers
 EVICTIONS, MOVES, TIERS = range(FIRST_THREAD, FIRST_THREAD + 3)  # threads of the process "cache"
 _MICRO = 1e6
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 Told = dict[str, Any]
 """The arguments of an event, by the names that a viewer shows."""
 
@@ -85,7 +86,7 @@ class TraceFile:
         event: Told = {"ph": phase, "name": name, "pid": process, "tid": thread, "ts": round(at, 3), **more}
         if told is not None:
             event["args"] = told
-        self._out.append(json.dumps(event, separators=(",", ":")).encode())
+        self._out.append(_encode(event).encode())
 
 
 class _Pieces:

@@ -151,7 +151,9 @@ class Shown:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--limit", "300"), ("--limit", "80", "--schema", "gpt-oss-120b", "--budget", "512MiB,1GiB")]
+    "arguments",
+    [("--limit", "300"), ("--limit", "80", "--schema", "gpt-oss-120b", "--budget", "512MiB,1GiB")],
+    ids=["tree", "model"],
 )
 def test_a_page_in_a_browser(arguments: tuple[str, ...], tmp_path: Path, here: Command, browser: Any) -> None:
     """It is clicked through: another choice, a point under the mouse, a zoom and back; wide, narrow, dark."""
