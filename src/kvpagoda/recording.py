@@ -41,7 +41,7 @@ REQUESTS, CACHE = 1, 2  # processes
 FIRST_THREAD = 101  # above all processes: a thread with the number of its process is its main thread to viewers
 EVICTIONS, MOVES, TIERS = range(FIRST_THREAD, FIRST_THREAD + 3)  # threads of the process "cache"
 _MICRO = 1e6
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(separators=(",", ":"), default=int).encode  # numpy has integers of its own
 Told = dict[str, Any]
 """The arguments of an event, by the names that a viewer shows."""
 

@@ -28,9 +28,9 @@ from kvpagoda.tiers.spec import TierSpec, tier_from_text
 from kvpagoda.units import whole_number
 
 Tokens = npt.NDArray[np.int32]
-_STEP, _COMPUTES, _CACHED = 1000.0, 900.0, 300.0
+_STEP, _COMPUTES, _CACHED, _TICK = 1000.0, 900.0, 300.0, 0.01
 """Microseconds on the clock of a recording: a step takes a millisecond; requests are admitted at its beginning, and have
-computed after 0.9 of it; the cached part of a request is shown as 0.3 of it."""
+computed after 0.9 of it; the cached part of a request is shown as 0.3 of it. Two events are a tick apart at least."""
 _OWN = 2**30  # the first token id that is used for tokens of a single request; ids of the trace are below
 _counts: Any = None  # in a worker: the number of requests that each worker has served
 
@@ -183,6 +183,7 @@ class _Clock:
     now = 0.0
 
     def __call__(self) -> float:
+        self.now += _TICK
         return self.now
 
 
@@ -209,9 +210,9 @@ class _Run:
 
     def step(self) -> bool:
         """Admit requests and compute one step of all running ones. Return False when no request is left."""
-        self.clock.now = self.steps * _STEP
+        self.clock.now = max(self.clock.now, self.steps * _STEP)
         is_pressed = self._admit()
-        self.clock.now += _COMPUTES
+        self.clock.now = max(self.clock.now, self.steps * _STEP + _COMPUTES)
         self.running = [request for request in self.running if next(request, False)]
         prefix = self.cache.core.prefix
         before, self.evicted = self.evicted, sum(prefix.num_evicted) + prefix.num_evicted_checkpoints
