@@ -5,17 +5,19 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpagoda import BadInput, KVCache, Limits, NeverFits, RetryLater, Schema, recording
+from kvpagoda import BadInput, Exhausted, KVCache, Limits, NeverFits, RetryLater, Schema, Sequence, recording
 from kvpagoda.metrics import trace
 from kvpagoda.recording import CACHE, MOST_BUFFERED, MOST_WAITING, REQUESTS, Recording, TraceFile
 from kvpagoda.schema import Attention, Growth, Layer
@@ -204,6 +206,55 @@ def test_spans_and_a_recording_together(tmp_path: Path) -> None:
     cache.close()
     assert slices(proven(path)).keys() == {"request 0", "request 1"}
     assert not any("open" in vars(part) for part in cache.core.parts)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic(seed: int, tmp_path: Path) -> None:
+    """Whatever requests do, every slice ends on its track, and the events add up to the counters of the cache."""
+    path, rng, texts = tmp_path / "random.json", random.Random(seed), [*range(6)]
+    cache = KVCache(
+        MIXED, "2KiB", block_size=4, max_requests=3, device="none", limits=Limits(step_tokens=8), record=path
+    )
+    running, aside, opened, waited = list[Sequence](), list[Sequence](), 0, 0
+    for _ in range(400):
+        with suppress(Exhausted):
+            act = rng.choice(["open", "open", "step", "step", "step", "suspend", "resume", "fork", "fenced", "close"])
+            one = rng.choice(running) if running else None
+            if act == "open":
+                waited += 1
+                running.append(cache.open([rng.choice(texts)] * rng.randrange(1, 30), capacity=0))
+                opened, waited = opened + 1, waited - 1
+            elif act == "resume" and aside:
+                aside[0].resume()
+                running.append(aside.pop(0))
+            elif one is None:
+                continue
+            elif act == "step":
+                count = min(8, max(1, one.prompt_length - one.length))
+                one.extend(count)
+                left = one._request.tokens[one.length : one.prompt_length][:count].tolist()
+                one.commit(left or [7])
+            elif act == "fork":
+                running.append(one.fork())
+                opened += 1
+            elif act == "suspend":
+                one.suspend()
+                running.remove(one)
+                aside.append(one)
+            else:
+                with cache.fence([one] if act == "fenced" else []):
+                    one.close()
+                running.remove(one)
+    stats = cache.stats()
+    cache.close()
+    told = slices(proven(path))
+    names = Counter(name for parts in told.values() for name, *_ in parts)
+    assert names["cached"] == opened and names["resumed"] and names["suspended"] >= names["resumed"]
+    assert names["computed"] == opened + names["resumed"] and names["waiting"] <= waited
+    assert len(told) == opened + sum(len(parts) == 1 for parts in told.values())
+    hits = [told for parts in told.values() for name, _, _, told in parts if "prompt tokens" in told]
+    assert sum(one["limited by"] != "nothing" for one in hits) <= sum(one.requests for one in stats.short_hits)
+    cache.check()
 
 
 # ---- the file ----
