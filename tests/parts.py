@@ -57,6 +57,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "policies/test_policies.py::test_hits_and_evictions_on_a_public_trace": ("lru", "-lfu-"),
     "prefix/test_tree_oracle.py::test_two_hundred_thousand_operations": ("1-2-1]", "16-50000-3"),
     "replay/test_multi_worker.py::test_workers_hit_what_others_computed": 1,
+    "replay/test_report_page.py::test_a_page_in_a_browser": ("tree",),
     "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru": ("lmcache", "mooncake_synthetic-4392"),
     "replay/test_replay.py::test_the_published_figures": ("lru", "opt"),
     "schema/test_schema.py::test_sectors_lose_little_to_carving": 6,
@@ -99,6 +100,12 @@ LONG = {
     "test_benchmarks.py::test_hybrid_layers_serve_the_same_requests":
         "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size",
     "test_cli.py::test_generate_runs_the_embedded_model": "test_cli_json.py::test_json_is_as_described",
+    "replay/test_report_page.py::test_a_page_on_a_phone_and_in_the_dark":
+        "replay/test_report_page.py::test_a_page_in_a_browser",
+    "test_recording_in_perfetto.py::test_a_file_that_is_cut_in_the_middle_of_an_event":
+        "test_recording_in_perfetto.py::test_a_replay_with_a_model",
+    "test_recording_in_perfetto.py::test_a_replay_through_the_tree":
+        "test_recording_in_perfetto.py::test_a_replay_with_a_model",
     "tiers/test_redis.py::test_a_server_of_a_cluster_that_dies":
         "tiers/test_redis.py::test_another_master_is_found_by_the_sentinel",
 }  # fmt: skip

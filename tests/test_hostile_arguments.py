@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -30,6 +31,12 @@ VALUES = 12
 CONFIG = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
 SECONDS = 1.0
 """The most processor time of one call."""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some texts are names of files that can be written."""
+    monkeypatch.chdir(tmp_path)
 
 
 class Own(Exception):

@@ -13,15 +13,17 @@ from kvpagoda import BadInput, KVCache, Limits, Schema
 from kvpagoda.cache import observing
 from kvpagoda.cache.observing import observe
 from kvpagoda.schema import Attention, Layer
+from kvpagoda.schema.fields import Growth
 from kvpagoda.tiers import host_tier
 
 TINY = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
+MIXED = Schema((*TINY.layers, Layer(1, "window", (Attention(1, 1, 1, "float16", Growth(window=8)),))), "mixed")
 
 
 def test_each_call_of_the_list_is_seen_and_no_other() -> None:
     pytest.importorskip("xxhash")
     tiers, limits = [host_tier("1MiB")], Limits(swap="1MiB")
-    cache = KVCache(TINY, num_blocks=16, block_size=4, max_requests=2, device="none", tiers=tiers, limits=limits)
+    cache = KVCache(MIXED, "1KiB", block_size=4, max_requests=2, device="none", tiers=tiers, limits=limits)
     seen = Counter[str]()
 
     def around(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +37,7 @@ def test_each_call_of_the_list_is_seen_and_no_other() -> None:
     for first in (*range(8), 0):
         with cache.open([first] * 40) as sequence:
             sequence.commit([first] * (40 - sequence.length))
+            sequence.fork().close()
             cache.flush()
             sequence.suspend()
             sequence.resume()
@@ -57,8 +60,39 @@ def test_a_second_or_failing_observer_changes_nothing() -> None:
     with pytest.raises(ValueError):
         observe(cache.core.parts, broken)
     end = observe(cache.core.parts, lambda name, call: call)
-    with pytest.raises(BadInput, match="observed already"):
+    with pytest.raises(BadInput, match="observed by an observer already"):
         observe(cache.core.parts, lambda name, call: call)
     cache.open([1]).close()
     end()
     observe(cache.core.parts, lambda name, call: call)()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_kinds_of_observers_see_the_same_calls_and_end_in_any_order(order: tuple[int, int]) -> None:
+    cache = KVCache(TINY, num_blocks=16, block_size=4, max_requests=2, device="none")
+    seen = [Counter[str](), Counter[str]()]
+
+    def counting(number: int) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+        def around(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*given: Any, **named: Any) -> Any:
+                seen[number][name] += 1
+                return call(*given, **named)
+
+            return counted
+
+        return around
+
+    ends = [observe(cache.core.parts, counting(number), f"observer {number}") for number in range(2)]
+    cache.open([1]).close()
+    assert seen[0] == seen[1] == Counter(open=1, close=1)
+    ends[order[0]]()
+    cache.open([1]).close()
+    assert seen[order[1]]["open"] == 2 and seen[order[0]]["open"] == 1
+    again = observe(cache.core.parts, counting(order[0]), f"observer {order[0]}")
+    ends[order[0]]()  # ended already: the new one of its kind stays
+    ends[order[1]]()
+    cache.open([1]).close()
+    assert seen[order[1]]["open"] == 2 and seen[order[0]]["open"] == 2
+    again()
+    cache.open([1]).close()
+    assert seen[order[0]]["open"] == 2 and not any("open" in vars(part) for part in cache.core.parts)

@@ -266,6 +266,10 @@ def replay_trace(
     policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a plot to this file, e.g. rates.png")] = None,
     requests: Annotated[Path | None, typer.Option(help="write the hits of each request to this file")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--trace", help="write trace events of one replay to this file, for Perfetto")
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--report", help="write a page of figures, e.g. out.html")] = None,
     warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
     jobs: Annotated[int | None, typer.Option(help="number of processes (default: one per core)")] = None,
     limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the trace")] = None,
@@ -299,7 +303,7 @@ def replay_trace(
             sizes = None if capacity is None else _numbers(capacity, "--capacity")
             report.run(
                 source, sizes, None if policy is None else _words(policy), as_json,
-                plot=plot, requests=requests, warm_up=warm_up, jobs=jobs,
+                plot=plot, requests=requests, timeline=timeline, page=page, warm_up=warm_up, jobs=jobs,
             )  # fmt: skip
             return
         if any(given is not None for given in (capacity, plot, requests, jobs)) or warm_up:
@@ -310,12 +314,13 @@ def replay_trace(
         _serve(
             source, _schema(schema, None, "raw"), budget or "40GiB", policy, checkpoint_every or "0", workers, store,
             {name: value for name, value in settings.items() if value is not None}, as_json,
+            {"timeline": timeline, "page": page},
         )  # fmt: skip
 
 
 def _serve(
     source: Any, schema: Schema, budget: str, policy: str | None, checkpoint_every: str, workers: int | None,
-    store: str | None, settings: dict[str, Any], as_json: bool,
+    store: str | None, settings: dict[str, Any], as_json: bool, files: dict[str, Path | None],
 ) -> None:  # fmt: skip
     """Run ``replay --schema``: all combinations of options in this process, or one combination in several processes."""
     from kvpagoda.replay import report
@@ -323,8 +328,10 @@ def _serve(
     every = _numbers(checkpoint_every, "--checkpoint-every")
     if workers is None:
         grid = product(_words(budget), _words(policy or "lru,s3fifo"), every)
-        report.run_schema(source, schema, grid, settings, as_json)
+        report.run_schema(source, schema, grid, settings, as_json, **files)
         return
+    if any(files.values()):
+        raise BadInput("--trace and --report are for one process: leave out --workers")
     if "," in budget + checkpoint_every + (policy or ""):
         raise BadInput("--workers takes one --budget, --policy and --checkpoint-every")
     settings.update(policy=policy or "lru", checkpoint_every=every[0])

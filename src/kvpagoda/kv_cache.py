@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -38,6 +39,7 @@ from kvpagoda.units import all_of, instance_of, option, real_number, truth, whol
 
 if TYPE_CHECKING:
     from kvpagoda.offload.hit import Prefetch
+    from kvpagoda.recording import Recording
 
 NO_DEVICE = "none"
 TIERS = "tiers are made by host_tier, disk_tier and others, or are a TierSpec"
@@ -57,7 +59,9 @@ class KVCache:
     ``retention``, ``identity``, ``limits``: what is kept for reuse, which records in shared tiers this process may use,
     how large requests may be. ``order``, ``kernels``, ``kernel_page``: see ``Schema.plan``; several groups share one
     block-major memory unless ``order`` is ``"layer"``. ``poison``: fill free memory with NaN, to detect stale reads.
-    ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``).
+    ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``). ``record``: the path of
+    a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
+    ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it.
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
@@ -93,11 +97,13 @@ class KVCache:
         kernel_page: int | None = None,
         poison: bool = False,
         events: EventLog | None = None,
+        record: str | os.PathLike[str] | Recording | None = None,
     ) -> None:
         retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
         events = None if events is None else instance_of(events, EventLog, "events")
         schema, tiers = instance_of(schema, Schema, "schema"), all_of(tiers, TierSpec, TIERS)
         self.schema = schema if dtype is None else schema.cast(dtype)
+        self._recording = None if record is None else _recording(record)
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
             checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
@@ -112,6 +118,8 @@ class KVCache:
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
         self._reuse = Reuse(core, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
+        if self._recording is not None:
+            self._recording.follow(core)
 
     @property
     def plan(self) -> Plan:
@@ -346,6 +354,15 @@ class KVCache:
         if core.is_open:
             core.tiers.close(timeout)
         core.is_open = False
+        if self._recording is not None:
+            self._recording.close()
+
+
+def _recording(record: str | os.PathLike[str] | Recording) -> Recording:
+    """Return ``record``, or the recording in the file of that path. Raises BadInput."""
+    from kvpagoda.recording import Recording
+
+    return record if isinstance(record, Recording) else Recording(record)
 
 
 def _tiers(

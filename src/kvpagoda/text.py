@@ -35,3 +35,8 @@ def wrapped(line: str, width: int | None, indent: str = "") -> list[str]:
     if width is None:
         return [line]
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def short_number(n: int) -> str:
+    """Return ``n`` in few characters, rounded down: 3 -> '3', 4096 -> '4Ki', 3 * 2**20 -> '3Mi'."""
+    return str(n) if n < 1024 else f"{n // 1024}Ki" if n < 2**20 else f"{n // 2**20}Mi"

@@ -165,7 +165,7 @@ def test_it_ends_without_a_trace() -> None:
     cache = cache_of()
     before = {name: dict(vars(part)) for name, part in (("core", cache.core), ("admission", cache._admission))}
     recorded = Recorded(cache)
-    with pytest.raises(BadInput, match="observed already"):
+    with pytest.raises(BadInput, match="observed by spans already"):
         trace(cache)
     with recorded.tracing:
         serve(cache, [*range(9)])

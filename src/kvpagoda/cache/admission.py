@@ -97,6 +97,7 @@ class Admission:
         child.stays, child.epochs, child.tally = parent.stays, [*parent.epochs], parent.tally
         return child
 
+    @observable
     def fork(self, parent: Request, child: Request, reserve: int) -> None:
         """Start ``child``, which is new, beside ``parent``; see ``Sequence.fork``."""
         core, length, slot = self._core, parent.length, parent.slot

@@ -191,7 +191,7 @@ class Capacity:
         if most <= fruitless:
             return False
         count, is_much = min(wanted, most), most * _MUCH > sectors.num_owned[group.index]
-        if self._vacate(sectors.vacate(group, count, self._fixed_places(group), least=count if is_much else 0)):
+        if self.vacate(sectors.vacate(group, count, self._fixed_places(group), least=count if is_much else 0)):
             return True
         self._fruitless[group.index] = most
         return False
@@ -211,7 +211,7 @@ class Capacity:
                 return has_evicted
             has_evicted = True
         least, fixed = min(max(wanted, self._portion // _MOVED), count), self._fixed_places(group)
-        is_vacated = least > 0 and self._vacate(self._sectors.vacate(group, count, fixed, least=least))
+        is_vacated = least > 0 and self.vacate(self._sectors.vacate(group, count, fixed, least=least))
         return is_vacated or has_evicted
 
     def _fixed_places(self, group: BlockGroup) -> BlockPlaces:
@@ -280,7 +280,8 @@ class Capacity:
         self._sectors.commit_grant(grant)
         self._guard.is_torn = False
 
-    def _vacate(self, vacating: Vacating | None) -> bool:
+    @observable
+    def vacate(self, vacating: Vacating | None) -> bool:
         """Move the blocks in the sectors, show their new places in the rows of requests, and free the sectors; return
         False for None. The blocks keep their names, so nothing else changes."""
         if vacating is None:

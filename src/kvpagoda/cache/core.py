@@ -110,7 +110,7 @@ class Core:
             self.groups, self.sectors, self.prefix, self.tiers, memory, self.guard, self.running, self.events
         )
         #: their ``observable`` methods can be observed
-        self.parts: tuple[object, ...] = (self.capacity, *self.tiers.parts)
+        self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
         if settings.events is not None:
             full = TEXT if self.full is None else self.full.index
             groups = tuple((group.plan.name, group.growth) for group in self.groups)

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 from contextlib import suppress
 
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.settling import Settler
 from kvpagoda.errors import RetryLater
@@ -25,6 +26,7 @@ class Ending:
     def __init__(self, core: Core, settler: Settler) -> None:
         self._core, self._settler = core, settler
 
+    @observable
     def close(self, request: Request) -> None:
         """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is
         around it, only mark it as closing: the end of the last fence closes it."""

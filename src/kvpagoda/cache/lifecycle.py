@@ -34,7 +34,7 @@ class Lifecycle:
 
     def __init__(self, core: Core, settler: Settler, admission: Admission) -> None:
         self.core, self.settler, self.admission, self.ending = core, settler, admission, admission.ending
-        core.parts += (admission, self)
+        core.parts += (admission, self, self.ending)
 
     # -- growing -----------------------------------------------------------------------------------------------------
 

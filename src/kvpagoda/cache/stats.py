@@ -37,6 +37,8 @@ class GroupStats:
     found_tokens: int
     """Prompt tokens for which this group had what a request needs. A group with fewer than another one cut hits short.
     """
+    cold: int
+    """Of the evictable blocks: those that slid out of every window and that no checkpoint needs, which are evicted first."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         checkpoints=len(prefix.kept),
         pins=len(pins),
         pinned_blocks=sum(pin.holding.lease.num_blocks for pin in pins),
-        groups=tuple(_group(core, group) for group in core.groups),
+        groups=tuple(group_stats(core, group) for group in core.groups),
         short_hits=tuple(
             ShortHits(reason, requests, counters.short_tokens[reason])
             for reason, requests in sorted(counters.short_requests.items())
@@ -168,13 +170,14 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
     )
 
 
-def _group(core: Core, group: BlockGroup) -> GroupStats:
+def group_stats(core: Core, group: BlockGroup) -> GroupStats:
+    """Return the counters of ``group``, one of ``core``, now. O(1)."""
     blocks = core.prefix.cached[group.index]
     cached, idle = blocks.num_cached, blocks.num_evictable
     return GroupStats(
         group.plan.name, core.num_blocks(group), group.free.num_free, group.num_held, group.num_held - cached, cached - idle,
         idle, group.outstanding, group.peak_held, group.plan.row_nbytes, core.prefix.num_evicted[group.index],
-        core.counters.found[group.plan.name],
+        core.counters.found[group.plan.name], blocks.num_cold,
     )  # fmt: skip
 
 

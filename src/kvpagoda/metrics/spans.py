@@ -53,7 +53,7 @@ class Tracing:
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
         every = whole_number(every, "every how many requests one is traced", at_least=1)
         self._core, self._tracer, self._every, self._depth = cache.core, tracer, every, 0
-        self.close = observe(cache.core.parts, self._around)
+        self.close = observe(cache.core.parts, self._around, "spans")
         """Remove the spans. A second call does nothing."""
 
     def __enter__(self) -> Tracing:
@@ -65,6 +65,8 @@ class Tracing:
     def _around(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``call`` with a span around it. If not every request is traced, only calls that begin a trace, or are
         inside of one, get a span. A call without a span costs one more call of a C function."""
+        if method not in SPANS:
+            return call
         spanned, core, tracer = SPANS[method], self._core, self._tracer
         if method == "open":
             next_begins = cycle([False] * (self._every - 1) + [True]).__next__

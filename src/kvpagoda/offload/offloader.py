@@ -26,6 +26,7 @@ from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.namespace import Media
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
@@ -226,9 +227,10 @@ class Offloader(NoTiers):
             names = BlockNames(np.concatenate([names for names, _ in keys.values()]))
             watch = self._watches.get(level)
             told = None if watch is None else partial(watch.stored, {key: hashes for key, (_, hashes) in keys.items()})
-            self._store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))], told=told)
+            self.store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))], told=told)
 
-    def _store(
+    @observable
+    def store(
         self,
         level: Level,
         keys: Many[bytes],
@@ -283,7 +285,7 @@ class Offloader(NoTiers):
                 (group, group.places_of(names), len(rows)) for group, names, rows in zip(self._bounded, copies, sizes)
             ]
             keys = [level.key(block_hash, checkpoint_part(i)) for i in range(count)]
-            self._store(level, keys, parts, [size for rows in sizes for size in rows])
+            self.store(level, keys, parts, [size for rows in sizes for size in rows])
 
     def _row_sizes(self, group: BlockGroup, n: int, level: Level) -> list[int]:
         """Return the bytes in each staging row that ``n`` blocks of ``group`` take."""

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ import numpy as np
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput
+from kvpagoda.recording import TraceFile
+from kvpagoda.replay.page import Page, schema_sections, tree_sections
 from kvpagoda.replay.reuse import Reuse, WorkingSet, lru_hits, reuse_histogram, working_set
 from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 from kvpagoda.replay.simulate import (
@@ -25,10 +28,11 @@ from kvpagoda.replay.simulate import (
     hit_rate_curve,
     known_policy,
 )
+from kvpagoda.replay.timeline import write_timeline
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
-from kvpagoda.text import table
+from kvpagoda.text import short_number, table
 
 T = TypeVar("T")
 Source = Callable[[int], Trace]
@@ -65,16 +69,22 @@ def run(
     *,
     plot: Path | None = None,
     requests: Path | None = None,
+    timeline: Path | None = None,
+    page: Path | None = None,
     warm_up: float = 0.0,
     jobs: int | None = None,
 ) -> None:
     """Replay at every capacity, in blocks (None: shares of the distinct blocks), with every policy (None: the default
-    policies), and print the results. ``plot``, ``requests``: files for a plot, and for the hits of every request.
-    ``jobs``: processes. Raises BadInput, OSError."""
+    policies), and print the results. ``plot``, ``requests``, ``timeline``, ``page``: files for a plot, for the hits of every
+    request, for trace events of one replay, and for a report. ``jobs``: processes. Raises BadInput, MissingExtra, OSError.
+    """
     chosen, sizes = checked(policies or DEFAULT_POLICIES, capacities or (), warm_up)
     figure = None if plot is None else new_figure(plot)
     if requests is not None:
         requests.touch()  # raises before the work if it cannot be written
+    if timeline is not None and len(chosen) * len(sizes) != 1:
+        raise BadInput("--trace shows one replay: give it one --capacity and one --policy")
+    events, report = None if timeline is None else TraceFile(timeline), None if page is None else Page(page)
     trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
@@ -97,6 +107,8 @@ def run(
         draw(figure, plot, trace, reuse, results)
     if requests is not None:
         _write_requests(requests, trace, results)
+    if events is not None:
+        write_timeline(events, trace, reuse, results[0])
     if results[0].warm_up_requests:
         notes.append(f"the first {results[0].warm_up_requests:,} requests are not counted")
     figures = {
@@ -107,6 +119,8 @@ def run(
         "working_set": windows.to_dict(), "seconds": round(seconds, 3),
     }  # fmt: skip
     lines = [*_asked(trace, reuse, windows), *notes, f"{len(results)} replays in {seconds:.1f} s", ""]
+    if report is not None:
+        report.write(f"Replay of {Path(trace.name).name}", lines[:-2], tree_sections(trace, reuse, results))
     _show(as_json, figures, lines, COLUMNS, [_cells(result, trace) for result in results])
 
 
@@ -148,17 +162,30 @@ def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -
 
 
 def run_schema(
-    source: Source, schema: Schema, grid: Iterable[tuple[str, str, int]], settings: dict[str, Any], as_json: bool
+    source: Source,
+    schema: Schema,
+    grid: Iterable[tuple[str, str, int]],
+    settings: dict[str, Any],
+    as_json: bool,
+    *,
+    timeline: Path | None = None,
+    page: Path | None = None,
 ) -> None:
     """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, and
     print.
 
     ``settings``: other arguments of ``serve``. An id stands for as many tokens as the trace says. ``opt`` and
-    ``block-fifo`` cannot serve requests, and are left out. Raises BadInput if no other policy is given.
+    ``block-fifo`` cannot serve requests, and are left out. ``timeline``: a file for trace events, if the grid is one.
+    ``page``: a file for a report. Raises BadInput, also if no other policy is given, and MissingExtra.
     """
     jobs = [job for job in grid if known_policy(job[1]) not in (BOUND, BLOCK_FIFO)]
     if not jobs:
         raise BadInput(f"{BOUND} and {BLOCK_FIFO} cannot serve requests: give another policy")
+    if timeline is not None:
+        if len(jobs) > 1:
+            raise BadInput("--trace shows one replay: give it one --budget, --policy and --checkpoint-every")
+        settings = {**settings, "record": timeline}
+    report = None if page is None else Page(page)
     trace = source(500)
     settings = {"tokens_per_id": trace.block_size, **settings}
     work = partial(serve, trace, schema, **settings)
@@ -179,6 +206,11 @@ def run_schema(
         )
         for (budget, policy, every), r in zip(jobs, results)
     ]  # fmt: skip
+    if report is not None:
+        known = replace(trace, block_size=settings["tokens_per_id"])
+        report.write(
+            f"Replay of {Path(trace.name).name}", lines[:-1], schema_sections(known, Reuse.of(known), jobs, results)
+        )
     _show(as_json, figures, lines, ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused"), cells)
 
 
@@ -337,14 +369,10 @@ def _distances(axes: Any, trace: Trace, reuse: Reuse) -> None:
     total = np.cumsum(bars)
     axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="cumulative", zorder=3)
     step = 1 if len(rows) < 8 else 2
-    axes.set_xticks(range(0, len(rows), step), [_short(low) for low, _, _ in rows[::step]])
+    axes.set_xticks(range(0, len(rows), step), [short_number(low) for low, _, _ in rows[::step]])
     axes.set(xlabel="different blocks used since, at least", ylabel="% of block references")
     first = 100 - (total[-1] if len(total) else 0)
     axes.set_title(f"Reuse distance ({first:.1f} % are first uses)", fontsize=10)
     axes.grid(True, axis="y", alpha=0.3)
     if rows:
         axes.legend(frameon=False, fontsize=9, loc="upper left")
-
-
-def _short(n: int) -> str:
-    return str(n) if n < 1024 else f"{n // 1024}Ki" if n < 2**20 else f"{n // 2**20}Mi"

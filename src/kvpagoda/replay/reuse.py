@@ -63,6 +63,11 @@ class Reuse:
         """The number of references that are not first uses."""
         return int((self.end - self.begin).sum())
 
+    @cached_property
+    def seen(self) -> Ints:
+        """The blocks of each request that an earlier request used: int64 ``[requests]``. They are its first ones."""
+        return np.bincount(self.request, self.end - self.begin, self.num_requests).astype(np.int64)
+
     def hits(self, capacity: int) -> Ints:
         """Return the blocks of each request that leaf LRU hits with ``capacity`` blocks: int64 ``[requests]``.
         O(stretches + requests)."""

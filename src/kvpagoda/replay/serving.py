@@ -3,10 +3,11 @@ choose budgets, intervals and policies."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,17 @@ from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import NeverFits, OutOfBlocks, RetryLater
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix import EvictionPolicy, policy_name
+from kvpagoda.recording import Recording
 from kvpagoda.replay.readers import Source
-from kvpagoda.replay.trace import Trace
+from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.schema import Schema
 from kvpagoda.tiers.spec import TierSpec, tier_from_text
 from kvpagoda.units import whole_number
 
 Tokens = npt.NDArray[np.int32]
+_STEP, _COMPUTES, _CACHED, _TICK = 1000.0, 900.0, 300.0, 0.01
+"""Microseconds on the clock of a recording: a step takes a millisecond; requests are admitted at its beginning, and have
+computed after 0.9 of it; the cached part of a request is shown as 0.3 of it. Two events are a tick apart at least."""
 _OWN = 2**30  # the first token id that is used for tokens of a single request; ids of the trace are below
 _counts: Any = None  # in a worker: the number of requests that each worker has served
 
@@ -59,6 +64,12 @@ class ServeResult:
     pressed_steps: int
     """Steps in which a request waited for memory or something was evicted."""
     steps: int
+    short_tokens: dict[str, int]
+    """The reason that limited a hit -> tokens that were in the tree but had to be computed."""
+    groups: dict[str, dict[str, int]]
+    """Group -> ``tokens``: prompt tokens for which it had what a request needs; ``evicted``: blocks."""
+    each: Ints = field(repr=False, compare=False)
+    """int64 ``[requests, 3]``: prompt tokens of each request, those in the tree, those cached; 0 if it never fit."""
 
     @property
     def hit_rate(self) -> float:
@@ -66,8 +77,9 @@ class ServeResult:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the hit rate, for JSON."""
-        return {**asdict(self), "hit_rate": self.hit_rate}
+        """Return the fields but ``each``, and the hit rate, for JSON."""
+        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "each"}
+        return {**plain, "hit_rate": self.hit_rate}
 
 
 def serve(
@@ -86,6 +98,7 @@ def serve(
     tiers: Many[TierSpec] = (),
     part: range | None = None,
     events: EventLog | None = None,
+    record: str | os.PathLike[str] | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> ServeResult:
     """Admit, compute, publish and close every request of a trace, in its order, with up to ``max_requests`` at once.
@@ -94,20 +107,21 @@ def serve(
     that the trace gives for it. The rest of a prompt, and every output, are tokens that no other request has, since
     traces do not contain outputs. A step computes at most ``step_tokens`` of each request. ``shared``: one budget for
     all groups; else a fixed split. ``part``: the numbers of the requests to serve (None: all). ``tiers``: below the
-    cache; without memory behind the cache a record is one page. ``on_request`` is called with the number of finished
+    cache; without memory behind the cache a record is one page. ``record``: a file for trace events (see
+    ``kvpagoda.recording``), where a step takes a millisecond. ``on_request`` is called with the number of finished
     requests. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
     """
     whole_number(tokens_per_id, "tokens_per_id", at_least=1)
-    columns = Trace.read(trace)
+    columns, clock = Trace.read(trace), _Clock()
     longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
     cache = KVCache(
         replace(schema, vocab_size=None), budget, device="none", max_requests=max_requests, block_size=block_size,
         policy=policy, tiers=tiers, retention=Retention(checkpoints, checkpoint_every),
         identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens), order=None if shared else "layer",
-        events=events,
+        events=events, record=None if record is None else Recording(record, clock, _CACHED),
     )  # fmt: skip
     numbers = range(len(columns)) if part is None else part
-    run = _Run(cache, columns, tokens_per_id, step_tokens, numbers)
+    run = _Run(cache, columns, tokens_per_id, step_tokens, numbers, clock)
     while run.step():
         if on_request is not None:
             on_request(cache.core.counters.closed)
@@ -120,6 +134,9 @@ def serve(
         run.matched, stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks,
         stats.evicted_checkpoints, run.running_steps / max(1, run.steps),
         100 * run.unusable / max(1, run.pressed) / max(1, cache.plan.nbytes), run.pressed, run.steps,
+        {hits.reason: hits.tokens for hits in stats.short_hits},
+        {group.name: {"tokens": group.found_tokens, "evicted": group.evicted} for group in stats.groups},
+        np.array(run.each, np.int64).reshape(-1, 3),
     )  # fmt: skip
 
 
@@ -160,21 +177,42 @@ def serve_multi_worker(
         return [future.result() for future in futures]
 
 
+class _Clock:
+    """The clock of a recording. ``now``: microseconds."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += _TICK
+        return self.now
+
+
 class _Run:
     """The waiting and running requests, and the counters. ``running``: one iterator for each request; ``next`` computes
     a step."""
 
-    def __init__(self, cache: KVCache, trace: Trace, tokens_per_id: int, step_tokens: int, numbers: range) -> None:
-        self.cache, self.trace, self.per_id, self.step_tokens = cache, trace, tokens_per_id, step_tokens
+    def __init__(
+        self, cache: KVCache, trace: Trace, tokens_per_id: int, step_tokens: int, numbers: range, clock: _Clock
+    ) -> None:
+        self.clock, self.cache, self.trace, self.per_id, self.step_tokens = (
+            clock,
+            cache,
+            trace,
+            tokens_per_id,
+            step_tokens,
+        )
         self.waiting = deque(numbers)
         self.running: list[Iterator[bool]] = []
         self.never_fit = self.prompt_tokens = self.matched = 0
         self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
         self.limited_by: Counter[str] = Counter()
+        self.each: list[tuple[int, int, int]] = []  # see ServeResult
 
     def step(self) -> bool:
         """Admit requests and compute one step of all running ones. Return False when no request is left."""
+        self.clock.now = max(self.clock.now, self.steps * _STEP)
         is_pressed = self._admit()
+        self.clock.now = max(self.clock.now, self.steps * _STEP + _COMPUTES)
         self.running = [request for request in self.running if next(request, False)]
         prefix = self.cache.core.prefix
         before, self.evicted = self.evicted, sum(prefix.num_evicted) + prefix.num_evicted_checkpoints
@@ -195,11 +233,13 @@ class _Run:
                 return True
             except NeverFits:
                 self.never_fit += 1
+                self.each.append((0, 0, 0))
             else:
                 self.running.append(self._compute(sequence, text, num_prompt))
                 self.prompt_tokens += num_prompt
                 self.matched += sequence.match.num_tokens
                 self.limited_by[sequence.match.limited_by] += 1
+                self.each.append((num_prompt, sequence.match.num_tokens, sequence.cached_tokens))
             self.waiting.popleft()
         return False
 

@@ -38,8 +38,8 @@ class ReplayResult:
     """The counts of one policy on one trace at one capacity, for the requests after the first ``warm_up_requests``.
 
     ``token_refs`` and ``token_hits`` count each block by the tokens that it stands for. ``full_after``: the number of
-    requests, the warm-up included, after which the cache was full (None: it never was). ``hits`` int64 ``[all
-    requests]``: the blocks that each request hit, the warm-up included.
+    requests, the warm-up included, after which the cache was full (None: it never was). The warm-up included, int64
+    ``[all requests]``: ``hits``: the blocks that each request hit; ``inserted``: the blocks inserted up to its end.
     """
 
     trace: str
@@ -54,6 +54,7 @@ class ReplayResult:
     warm_up_requests: int = 0
     full_after: int | None = None
     hits: Ints = field(default_factory=lambda: np.empty(0, np.int64), compare=False, repr=False)
+    inserted: Ints = field(default_factory=lambda: np.empty(0, np.int64), compare=False, repr=False)
 
     @property
     def hit_rate(self) -> float:
@@ -66,8 +67,8 @@ class ReplayResult:
         return self.token_hits / self.token_refs if self.token_refs else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields but ``hits``, and the hit rates, for JSON."""
-        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "hits"}
+        """Return all fields but the arrays, and the hit rates, for JSON."""
+        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.compare}
         return {**plain, "hit_rate": self.hit_rate, "token_hit_rate": self.token_hit_rate}
 
 
@@ -210,6 +211,7 @@ def counted(
         block_hits=int(hits[first:].sum()), evictions=int(evicted[-1:].sum() - evicted[:first][-1:].sum()),
         token_refs=int(trace.tokens_of(sizes)[first:].sum()), token_hits=int(trace.tokens_of(hits)[first:].sum()),
         warm_up_requests=first, full_after=int(is_full.argmax()) + 1 if is_full.any() else None, hits=hits,
+        inserted=upto,
     )  # fmt: skip
 
 
