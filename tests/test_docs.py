@@ -51,20 +51,16 @@ def test_there_are_programs() -> None:
 
 # ---- figures ----
 
-FIGURES = re.compile(r"<!-- figures (\S+)\n(.*?)-->", re.DOTALL)
-FIGURE_LINES = [
-    pytest.param(name, found.start(), found[1], line, id=f"{Path(name).name}-{line}")
-    for name in ("README.md", *PAGES)
-    for found in FIGURES.finditer((ROOT / name).read_text())
-    for line in found[2].strip().splitlines()
-]
+FIGURES: list[dict[str, str]] = json.loads((ROOT / "docs" / "figures.json").read_text())
+"""Each ``figure`` stands on a ``page``, in the paragraph or table that begins with ``text``, and is the value at ``path``: a
+file of ``benchmarks/results`` and a place in it."""
 
 
 def value_of(file: str, path: str) -> float:
-    """Return the value at ``path`` in the JSON file: ``rows[a=b;c=d].field``, or ``min .field`` or ``max .field`` of
+    """Return the value at ``path`` in the file of results: ``rows[a=b;c=d].field``, or ``min .field`` or ``max .field`` of
     all rows. A factor may follow, such as in ``rows[a=b].field * 0.001``."""
     path, _, factor = path.partition(" * ")
-    rows: list[dict[str, Any]] = json.loads((ROOT / file).read_text())["rows"]
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["rows"]
     if path[:4] in ("min ", "max "):
         pick = min if path.startswith("min") else max
         return pick(float(row[path[5:]]) for row in rows) * float(factor or 1)
@@ -74,19 +70,20 @@ def value_of(file: str, path: str) -> float:
     return float(row[field]) * float(factor or 1)
 
 
-@pytest.mark.parametrize(("name", "at", "file", "line"), FIGURE_LINES)
-def test_figures_are_those_of_the_benchmarks(name: str, at: int, file: str, line: str) -> None:
-    """A comment ``<!-- figures FILE`` with lines ``FIGURE PATH`` follows the table or paragraph with these figures."""
-    figure, path = line.split(" ", 1)
-    block = FIGURES.sub("", (ROOT / name).read_text()[:at]).rstrip().split("\n\n")[-1]
-    assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", block), f"{figure} is not in: {block}"
+@pytest.mark.parametrize("pin", [pytest.param(pin, id=f"{pin['page']}-{pin['path']}") for pin in FIGURES])
+def test_figures_are_those_of_the_benchmarks(pin: dict[str, str]) -> None:
+    figure = pin["figure"]
+    blocks = [block.strip() for block in (ROOT / pin["page"]).read_text().split("\n\n")]
+    named = [block for block in blocks if block.startswith(pin["text"])]
+    assert any(re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", block) for block in named), named
+    value = value_of(*pin["path"].split(" ", 1))
+    shown = float(figure.replace(",", ""))
     digits = len(figure.partition(".")[2])
-    value = value_of(file, path)
-    assert abs(abs(value) - float(figure)) <= 0.5000001 * 10.0**-digits, f"{file} has {value}"
+    assert abs(abs(value) - shown) <= 0.5000001 * 10.0**-digits, f"{pin['path']} is {value}"
 
 
 def test_there_are_figures() -> None:
-    assert len(FIGURE_LINES) >= 30
+    assert len(FIGURES) >= 180 and all(pin["text"] for pin in FIGURES)
 
 
 # ---- pages ----

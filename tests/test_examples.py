@@ -52,8 +52,8 @@ def test_all_examples_exist_and_are_short() -> None:
     names = {"engine", "speculate", "rollouts", "agents", "policy", "simulate", "kernels", "tiny_model"}
     assert lengths.keys() == names
     assert not {name: n for name, n in lengths.items() if n > LINES.get(name, 150)}
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    assert all(f"examples/{name}.py" in readme for name in names - {"tiny_model"})
+    page = (EXAMPLES.parent / "docs" / "lifecycle.md").read_text()
+    assert all(f"examples/{name}.py" in page for name in names - {"tiny_model"})
 
 
 def test_engine_is_exact_under_pressure() -> None:
