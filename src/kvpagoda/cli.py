@@ -254,13 +254,15 @@ def replay_trace(
         Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
     ] = None,
     capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
-    policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="with commas, own: FILE.py:CLASS (default: lru,s3fifo,opt; workers: lru)")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="write a plot to this file, e.g. rates.png")] = None,
     requests: Annotated[Path | None, typer.Option(help="write the hits of each request to this file")] = None,
     warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
     jobs: Annotated[int | None, typer.Option(help="number of processes (default: one per core)")] = None,
-    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the trace")] = None,
-    by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run requests in the order of arrival")] = False,
+    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
+    file_order: Annotated[bool, typer.Option("--file-order", help="do not sort requests by arrival")] = False,
     seed: Annotated[int, typer.Option(help="seed of the synthetic workload")] = 0,
     schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
     budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
@@ -284,7 +286,7 @@ def replay_trace(
 
         if store is not None and workers is None:
             raise BadInput("--store is a store that several workers share: give --workers too")
-        source = partial(report.read, trace, limit, by_arrival, seed, tokens_per_id)
+        source = partial(report.read, trace, limit, file_order, seed, tokens_per_id)
         if schema is None:
             _need_schema(budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers)
             sizes = None if capacity is None else _numbers(capacity, "--capacity")

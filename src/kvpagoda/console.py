@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvpagoda.text import wrapped
 
@@ -31,7 +31,7 @@ def say(line: str, indent: int = 0) -> None:
 
 @contextmanager
 def progress(total: int, unit: str) -> Iterator[Moved | None]:
-    """Show a progress bar of ``total`` units while the block runs.
+    """Show a progress bar of ``total`` units, and an estimate of the time that remains, while the block runs.
 
     Yields a function that takes the number of units done and a note, and updates the bar. Yields None, and prints
     nothing, if standard error is not a terminal.
@@ -43,6 +43,8 @@ def progress(total: int, unit: str) -> Iterator[Moved | None]:
     columns = (
         TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
         BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console, transient=True) as bar:
