@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import kvpagoda
 from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, did_you_mean
-from kvpagoda.layouts import names
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import find_preset, presets
 from kvpagoda.units import format_bytes
@@ -113,22 +112,9 @@ def plan(
         try:
             made = schema.plan(budget, max_requests, lengths=_numbers(lengths, "--lengths", "tokens"), **sizes)
         except SchemaError as error:
-            fitting = _fitting_layouts(schema, kernel or [], sizes)
-            raise SchemaError(f"{error}; it fits with --layout {fitting}" if fitting else str(error)) from None
+            text, fits, _ = str(error).partition("it fits with layout=")
+            raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
-
-
-def _fitting_layouts(schema: Schema, kernels: list[str], sizes: dict[str, Any]) -> str:
-    """Name the layouts, with commas, with which all ``kernels`` can read rows of ``schema``; "" if there are none."""
-    different = {layer.kinds: layer for layer in schema.layers if layer.owner == layer.index}
-    small, found = replace(schema, layers=tuple(different.values())), []
-    for name, layout in product(kernels, ("", *names())):
-        if name not in found:
-            with suppress(KVPagodaError):
-                laid_out = small.laid_out(layout) if layout else small
-                laid_out.plan(num_blocks=2, max_requests=1, **{**sizes, "kernels": name})
-                found += [name, layout]
-    return ",".join(filter(None, found[1::2])) if len(found) == 2 * len(kernels) else ""
 
 
 def _words(text: str) -> list[str]:
