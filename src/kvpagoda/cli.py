@@ -19,9 +19,10 @@ from typing import Annotated, Any
 
 import kvpagoda
 from kvpagoda.compat.deepseek_v4 import PRESETS
-from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, did_you_mean
+from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
 from kvpagoda.schema import Schema
-from kvpagoda.schema.presets import find_preset, presets
+from kvpagoda.schema.config_source import config_named
+from kvpagoda.schema.presets import presets
 from kvpagoda.units import format_bytes
 
 try:
@@ -132,40 +133,14 @@ def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
     """Return the schema of ``config``: a config file, a folder that holds one, or a preset. Raises BadInput."""
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        return _preset(config, dtype, kv_format)
-    try:
-        data: Any = json.loads(path.read_text())
-    except ValueError as error:
-        raise BadInput(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise BadInput(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
-
-
-def _preset(name: str, dtype: str | None, kv_format: str) -> Schema:
-    """Return the schema of the preset ``name``. For another name, raise BadInput, which says how to get a config."""
-    if name.lower() in PRESETS:
-        if dtype is not None and kv_format != "raw":
-            raise BadInput(
-                f"--dtype {dtype} is for raw rows: those of --kv-format {kv_format} have dtypes of their own"
-            )
-        schema = PRESETS[name.lower()](kv_format)
-        return schema if dtype is None else schema.cast(dtype)
-    if (found := find_preset(name)) is not None:
-        return replace(Schema.from_hf_config(found[1], dtype=dtype, kv_format=kv_format), name=found[0])
-    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(".json"):
-        raise BadInput(
-            f"no config at {name!r}, and no preset is of that model; if it is on the Hugging Face hub, get its config with "
-            f"'hf download {name} config.json' and give the path that this prints"
-        )
-    hint = did_you_mean(name, [*PRESETS, *presets()])
-    raise BadInput(
-        f"no config at {name!r}; give a config.json, a folder that holds one, or a preset ('kvpagoda plan --presets' lists "
-        f"them{'; ' + hint if hint else ''})", hint=hint,
-    )  # fmt: skip
+    if config.lower() not in PRESETS or Path(config).exists():
+        name, data = config_named(config, PRESETS)
+        schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
+        return schema if name is None else replace(schema, name=name)
+    if dtype is not None and kv_format != "raw":
+        raise BadInput(f"--dtype {dtype} is for raw rows: those of --kv-format {kv_format} have dtypes of their own")
+    schema = PRESETS[config.lower()](kv_format)
+    return schema if dtype is None else schema.cast(dtype)
 
 
 @app.command()

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any, SupportsIndex
 
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.layouts.named import names
 from kvpagoda.layouts.pages import KIND_OF_ROWS
+from kvpagoda.schema.config_source import config_named
 from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, dtype_name
 from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
@@ -62,6 +64,9 @@ class Schema:
     ) -> Schema:
         """Return the schema of a transformers config, or of a dict read from ``config.json``. Needs no torch.
 
+        ``config`` may also be the path of a ``config.json``, a folder that holds one, or the name of a preset
+        (``kvpagoda.schema.presets.presets``) or of its model on the Hugging Face hub, as text or a ``Path``.
+
         ``dtype``: of the cached rows; None: the dtype that the config names, else bfloat16. ``kv_format``: the encoding
         of MLA latents and DeepSeek-V4 entries; a model with other kinds must have ``raw``. ``raw`` stores rows as the
         model computes them. ``fp8`` uses the packed rows of FlashMLA and DeepGEMM; rows of other sizes or another dtype
@@ -72,7 +77,9 @@ class Schema:
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
         verify_width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
+        name, config = config_named(config) if isinstance(config, str | PathLike) else (None, config)
         schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
+        schema = schema if name is None else replace(schema, name=name)
         return schema if layout is None else schema.laid_out(layout)
 
     def __post_init__(self) -> None:
