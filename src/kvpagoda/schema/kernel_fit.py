@@ -116,11 +116,11 @@ def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order:
     for reader in readers:
         if not kept & {*reader.kinds}:
             raise SchemaError(f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows")
-        title = reader.rows[0].name if len(reader.rows) == 1 else reader.name
         where = "" if reader.arch == "any" else f" on {reader.arch}"
+        title = reader.name if len(reader.rows) > 1 else f"{reader.rows[0].name}{where}"
         unit = "states" if kept & {*reader.kinds} <= {"recurrent", "conv"} else f"pages of {fit.kernel_page} tokens"
         what = ", ".join(kind for kind in reader.kinds if kind in kept)
-        notes.append(f"{title}{where} {_TOUCHES[reader.rows[0].role]} {what} in place, {unit}")
+        notes.append(f"{title} {_TOUCHES[reader.rows[0].role]} {what} in place, {unit}")
     return Fit(fit.block_size, fit.kernel_page, multiples, tuple(notes))
 
 
