@@ -129,6 +129,13 @@ def test_plan_says_of_every_kernel_that_it_fits(here: Command) -> None:
     assert made["kernels"] == ["fla reads recurrent in place, states"]
 
 
+def test_the_dashboard_is_printed(here: Command) -> None:
+    from kvpagoda.metrics import dashboard
+
+    done = here("dashboard")
+    assert json.loads(done.stdout) == json.loads(dashboard()) and len(json.loads(done.stdout)["panels"]) == 18
+
+
 BAD = {
     "hub name": (["plan", "some-lab/Some-Model"], "hf download some-lab/Some-Model config.json"),
     "near a preset": (["plan", "qwen3-8"], "did you mean 'qwen3-8b'?"),

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 BOUNDS = {
-    "cache": 2_900,
+    "cache": 3_000,
     "offload": 650,
     "prefix": 1_900,
-    "schema": 2_000,
+    "schema": 2_050,
     "tiers": 1_850,
     "layouts": 1_550,
     "hf": 1_500,
@@ -58,8 +58,7 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 6_800
-ENGINE_CORE_BOUND = 6_800
+ENGINE_CORE_BOUND = 6_900
 ALL_BOUND = 24_200
 FILES_BOUND = 230
 LONG = {"file": 400, "class": 300, "function": 60}

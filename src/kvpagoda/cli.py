@@ -371,6 +371,15 @@ def top(
         run(source, every, once=once, as_json=as_json, vllm=vllm)
 
 
+@app.command("dashboard")
+def print_dashboard() -> None:
+    """Print a dashboard for Grafana, as JSON to import, of the metrics that a CacheCollector exports."""
+    with one_line_errors():
+        from kvpagoda.metrics import dashboard
+
+        typer.echo(dashboard())
+
+
 @app.command()
 def tier(
     folder: Annotated[Path, typer.Argument(help="the FOLDER of disk:FOLDER:SIZE")],
