@@ -197,15 +197,6 @@ class PrefixCache:
                 self.residency.published(group.index, given if names is given else given[names == given])
         return duplicates
 
-    def found_again(self, holding: Holding) -> None:
-        """Tell ``residency`` that a request found the blocks that ``holding`` keeps."""
-        assert self.residency is not None
-        if self.full is not None:
-            lease = holding.lease
-            self.residency.used(self.full.index, self.tree.ids_between(lease, 0, lease.num_blocks)[0])
-        for (group, _), names in zip(self.windows, holding.windows):
-            self.residency.used(group.index, names)
-
     @property
     def is_full(self) -> bool:
         """Whether ``num_checkpoints`` checkpoints are kept, so that one must be evicted for the next."""

@@ -33,7 +33,8 @@ class CacheCollector(Collector):
     All metrics have two labels: ``engine``, the number of the source, from 0 on, and ``model_name``.
     ``namespaces``: names to show for namespaces. A salt is a secret, so by default a keyed digest is shown instead.
     ``vllm``: the prefix of vLLM's metric names; set another one if vLLM's own metrics are in the same registry.
-    ``sample``: of so many cached blocks the life of one is followed, for the metrics ``kvpagoda_kv_block_*``; 0: of none.
+    ``sample``: of so many cached blocks (128, for example; rounded up to a power of two) the life of one is followed, for
+    the metrics ``kvpagoda_kv_block_*``; 0: of none, and there are no such metrics.
     A cache that has a collector already keeps its sample.
 
     Any thread may scrape it while the owner of a cache works. It takes no lock, so one metric may be some microseconds
@@ -46,7 +47,7 @@ class CacheCollector(Collector):
         model_name: str = "",
         namespaces: Mapping[Any, str] | None = None,
         vllm: str = VLLM,
-        sample: int = 100,
+        sample: int = 0,
     ) -> None:
         unknown = [source for source in sources if not isinstance(source, KVCache | RunQueue)]
         if unknown or not sources:
