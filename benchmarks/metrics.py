@@ -3,6 +3,7 @@
     uncounted  nothing attached, and the counters at the start of a request are off
     off        nothing attached
     metrics    with a collector that is scraped once a second
+    lives      the same, and the life of one cached block in 128 is followed
     all        with the collector, and spans of one request in a hundred, recorded by the OpenTelemetry SDK
     sampled    spans of every request, of which the SDK drops 99 in a hundred
     spans      spans of every request, recorded
@@ -17,6 +18,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -39,10 +41,10 @@ Attach = Callable[[KVCache], Callable[[], object] | None]
 """Attaches metrics or spans to a new cache. Returns the function to call every ``_EVERY`` seconds, or None."""
 
 
-def _counted(cache: KVCache) -> Callable[[], object]:
-    """Attach a collector to ``cache`` and return the function that scrapes it."""
+def _counted(cache: KVCache, sample: int = 0) -> Callable[[], object]:
+    """Attach a collector to ``cache`` and return the function that scrapes it. ``sample``: see ``CacheCollector``."""
     registry = CollectorRegistry()
-    registry.register(CacheCollector(cache))
+    registry.register(CacheCollector(cache, sample=sample))
     return lambda: generate_latest(registry)
 
 
@@ -71,7 +73,8 @@ def _uncounted(cache: KVCache) -> None:
 
 
 MODES: dict[str, Attach] = {
-    "uncounted": _uncounted, "off": _nothing, "metrics": _counted, "all": _spans(1.0, 100, is_counted=True),
+    "uncounted": _uncounted, "off": _nothing, "metrics": _counted, "lives": partial(_counted, sample=128),
+    "all": _spans(1.0, 100, is_counted=True),
     "sampled": _spans(0.01), "spans": _spans(1.0),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ def measure(options: Options) -> list[Row]:
             limit, capacities = 500, capacities[:1]
         if not (TRACES / file).exists():
             continue
-        trace = Trace.read(TRACES / file, limit).by_arrival()
+        trace = Trace.read(TRACES / file, limit)
         found = {(r.capacity_blocks, r.policy): 100 * r.hit_rate for r in hit_rate_curve(trace, capacities, POLICIES)}
         for capacity in capacities:
             rates = {policy: found[capacity, policy] for policy in POLICIES}

@@ -109,7 +109,7 @@ def workload(name: str, limit: int | None = None) -> Workload:
     source = SOURCES[name]
     trace = Trace.read(TRACES / source.file, source.read)
     if source.take is not None:
-        trace = trace.by_arrival().take(np.arange(source.take))
+        trace = trace.take(np.arange(source.take))
     return Workload(name, trace.take(np.arange(min(limit or len(trace), len(trace)))), source.per_id)
 
 

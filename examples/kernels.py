@@ -27,21 +27,11 @@ LLAMA = dict(
 )  # fmt: skip
 
 
-def described(tensor: torch.Tensor) -> dict:
-    """Describe ``tensor`` in the form that ``judge`` reads: shape, strides, dtype, address alignment in bytes."""
-    address = tensor.data_ptr()
-    return {
-        "shape": list(tensor.shape), "strides": list(tensor.stride()), "dtype": str(tensor.dtype).removeprefix("torch."),
-        "base_alignment": min(address & -address, 4096),
-    }  # fmt: skip
-
-
 def verdicts(view: LayerView, block_table: torch.Tensor) -> dict[str, str]:
     """Return for each kernel "ok", or what it would do with this layer's memory, the reason, and the remedy."""
-    tensors = {"k": described(view["k"]), "v": described(view["v"]), "table": described(block_table)}
     results = {}
     for name in KERNELS:
-        verdict = judge(name, tensors=tensors)
+        verdict = judge(name, {**view.kernel_tensors(name), "table": block_table})
         results[name] = (
             "ok" if verdict.expect == "ok" else f"{verdict.expect}: {verdict.reason}; {verdict.remedy or verdict.rule}"
         )

@@ -114,6 +114,11 @@ def main() -> dict[str, object]:
     cache.check()
     for name, value in results.items():
         print(f"{name:>31}  {value}")
+    computed, without = results["computed"], results["computed without sharing"]
+    print(
+        f"\n{SAMPLES} samples of one prompt: {computed} tokens were computed in place of {without}, because the prompt was "
+        f"computed once.\nAfter the update nothing of the old weights was found, and all samples are exact."
+    )
     return results
 
 

@@ -69,7 +69,7 @@ def test_write_does_what_slot_mapping_says(encoding: Encoding) -> None:
         found = view.blocks.read(name, (slots // 4, slots % 4))
         assert torch.equal(found, view.blocks.stored(name, rows[:5]))
     again = torch.randn(2, 3, 2, 8).bfloat16()  # rows of the batch and their tokens as two axes
-    view.write(k=again)
+    view.write(k=again, v=again)
     assert torch.equal(view.blocks.read("k", (slots // 4, slots % 4)), view.blocks.stored("k", again.view(6, 2, 8)[:5]))
 
 
@@ -104,6 +104,38 @@ def test_write_joins_what_is_packed_in_one_row() -> None:
     assert (found - torch.cat((latent, k_rope), dim=-1)).abs().max() < 0.3
 
 
+def test_write_takes_a_single_head_without_its_axis() -> None:
+    packed = Encoding("v32_656", dialect="flashmla")
+    for kind, given in (
+        (Latent(512, 64, "bfloat16"), {"latent": 512, "k_rope": 64}),
+        (Latent(512, 64, "bfloat16", encoding=packed), {"latent": 512, "k_rope": 64}),
+        (Latent(512, 64, "bfloat16", encoding=packed), {"latent": 576}),
+        (Attention(1, 64, 64, "bfloat16"), {"k": 64, "v": 64}),
+        (
+            Attention(1, 64, 64, "bfloat16", encoding=Encoding("gqa_int8_head", dialect="vllm", head_dim=64)),
+            {"k": 64, "v": 64},
+        ),
+    ):
+        cache = cache_of(kind, budget="1MiB")
+        sequence = cache.open(range(3))
+        view = cache.batch([sequence], [3]).layer(0)
+        rows = {name: torch.randn(3, 1, width).bfloat16() for name, width in given.items()}
+        index = (view.slot_mapping.long() // 4, view.slot_mapping.long() % 4)
+        view.write(**rows)
+        wanted = {name: view.blocks.read(name, index) for name in view.blocks.rows}
+        for name in view.blocks.fields:
+            view[name].zero_()
+        view.write(**{name: one[:, 0] for name, one in rows.items()})
+        assert all(torch.equal(view.blocks.read(name, index), one) and one.any() for name, one in wanted.items())
+    with pytest.raises(BadInput, match=r"are \[3, 1, 576\], .* got latent \[3, 1, 576\], k_rope \[3, 1, 64\]"):
+        cache = cache_of(Latent(512, 64, "bfloat16", encoding=packed), budget="1MiB")
+        view = cache.batch([cache.open(range(3))], [3]).layer(0)
+        view.write(latent=torch.ones(3, 1, 576).bfloat16(), k_rope=torch.ones(3, 1, 64).bfloat16())
+    plain = cache_of(Latent(512, 64, "bfloat16"), budget="1MiB")
+    with pytest.raises(BadInput, match="keeps k_rope and latent; write them in one call"):
+        plain.batch([plain.open(range(3))], [3]).layer(0).write(latent=torch.ones(3, 512).bfloat16())
+
+
 def test_write_refuses_before_it_writes() -> None:
     cache = cache_of(FULL, STATE, Compressed(16, 8, "float32", 4), block_size=8)
     sequence = prefilled(cache, 9, 0)
@@ -113,8 +145,13 @@ def test_write_refuses_before_it_writes() -> None:
     before = view["k"].view(torch.int32).clone()
     for rows, message in [
         ({"k": good, "q": good}, r"has no row 'q' for every token in memory; it has \['k', 'v'\]"),
-        ({"k": good, "v": torch.ones(3, 2, 4)}, r"rows 'v' of layer 0 .* are \[2, 2, 4\], .* got \[3, 2, 4\]"),
-        ({"k": good, "v": torch.ones(2, 4, 2)}, r"got \[2, 4, 2\]"),
+        (
+            {"k": good, "v": torch.ones(3, 2, 4)},
+            r"rows 'v' of layer 0 .* are \[2, 2, 4\], .* got k \[2, 2, 4\], v \[3, 2, 4\]",
+        ),
+        ({"k": good, "v": torch.ones(2, 4, 2)}, r"v \[2, 4, 2\]"),
+        ({"k": good}, r"keeps k and v; write them in one call, got \['k'\]"),
+        ({"v": good}, r"keeps k and v; write them in one call, got \['v'\]"),
     ]:
         with pytest.raises(BadInput, match=message):
             view.write(**rows)

@@ -122,6 +122,21 @@ def test_version(here: Command) -> None:
     assert done.returncode == 0 and done.stdout == f"{installed()}\n"
 
 
+def test_plan_says_of_every_kernel_that_it_fits(here: Command) -> None:
+    shown = here("plan", "qwen3-8b", "--kernel", "fa3", "--kernel", "trtllm-gqa-sm100", width=160).stdout
+    assert "flash_attention_3 reads attention in place, pages of 16 tokens" in shown
+    assert "flashinfer_trtllm_gqa on sm100 reads attention in place, pages of 16 tokens" in shown
+    made = json.loads(here("plan", "qwen3-next-80b-a3b", "--kernel", "fla", "--json").stdout)
+    assert made["kernels"] == ["fla reads recurrent in place, states"]
+
+
+def test_the_dashboard_is_printed(here: Command) -> None:
+    from kvpagoda.metrics import dashboard
+
+    done = here("dashboard")
+    assert json.loads(done.stdout) == json.loads(dashboard()) and len(json.loads(done.stdout)["panels"]) == 18
+
+
 BAD = {
     "hub name": (["plan", "some-lab/Some-Model"], "hf download some-lab/Some-Model config.json"),
     "near a preset": (["plan", "qwen3-8"], "did you mean 'qwen3-8b'?"),
@@ -155,6 +170,8 @@ BAD = {
         "it fits with --layout flashmla-v32,deepgemm-indexer",
     ),
     "a kernel that no layout suits": (["plan", "qwen3-8b", "--kernel", "flashmla-dense"], "no layer keeps such rows\n"),
+    "no such kernel": (["plan", "qwen3-8b", "--kernel", "fa9"], "flash_attention_3 (fa3), flash_attention_3_qv"),
+    "nearly a kernel": (["plan", "qwen3-8b", "--kernel", "flash_attn3"], "did you mean 'flash_attn_3'?\n"),
     "layout": (["layout", "flashmla-v23"], "did you mean 'flashmla-v32'"),
     "layout size": (["layout", "trtllm,head_dim"], "write NAME,size=number"),
     "layout file": (["layout", "nowhere.json"], "nowhere.json"),

@@ -6,32 +6,19 @@ import sys
 import pytest
 
 import kvpagoda
+from kvpagoda import compat
 
 NAMES = [
-    "AttentionType",
-    "BLOCK_SIZE_ORIGINAL_TOKENS",
     "BadInput",
     "Batch",
-    "BlockAllocator",
-    "CacheEngine",
     "CacheStats",
     "CheckFailed",
-    "ClassicalView",
     "ConcurrentUse",
-    "DSV4Config",
     "EvictionPolicy",
     "Exhausted",
-    "FFNType",
-    "GDNPool",
     "Identity",
-    "IndexerView",
     "KVCache",
-    "KVCacheManager",
     "KVPagodaError",
-    "KVPool",
-    "LayerCacheHandle",
-    "LayerSchema",
-    "LayerSpec",
     "LayerView",
     "LayoutError",
     "Limits",
@@ -41,21 +28,37 @@ NAMES = [
     "NeverFits",
     "NotOwned",
     "OutOfBlocks",
-    "PagedKVPool",
     "PersistentBatch",
     "Plan",
     "PreemptionPolicy",
-    "PrefixCacheManager",
-    "ReqToTokenPool",
     "Retention",
     "RetryLater",
-    "RouterMode",
-    "SWAView",
     "Schema",
     "SchemaError",
     "Sequence",
-    "SlotAllocator",
     "StaleHandle",
+]
+COMPAT = [
+    "AttentionType",
+    "BLOCK_SIZE_ORIGINAL_TOKENS",
+    "BlockAllocator",
+    "CacheEngine",
+    "ClassicalView",
+    "DSV4Config",
+    "FFNType",
+    "GDNPool",
+    "IndexerView",
+    "KVCacheManager",
+    "KVPool",
+    "LayerCacheHandle",
+    "LayerSchema",
+    "LayerSpec",
+    "PagedKVPool",
+    "PrefixCacheManager",
+    "ReqToTokenPool",
+    "RouterMode",
+    "SWAView",
+    "SlotAllocator",
     "StateCachePool",
     "TokenToKVPoolAllocator",
     "append_swa",
@@ -67,12 +70,16 @@ NAMES = [
     "make_full_attention_net_mem_pool",
     "make_req_to_token_pool",
 ]
+"""Names of the four designs: importable from ``kvpagoda`` and from ``kvpagoda.compat``, and listed by the latter alone."""
 
 
 def test_the_public_names_are_these() -> None:
-    assert kvpagoda.__all__ == sorted(NAMES)
-    for name in NAMES:
+    assert kvpagoda.__all__ == dir(kvpagoda) == sorted(NAMES)
+    assert compat.__all__ == dir(compat) == sorted(COMPAT)
+    for name in (*NAMES, *COMPAT):
         assert getattr(kvpagoda, name).__doc__, name
+    for name in COMPAT:
+        assert getattr(compat, name) is getattr(kvpagoda, name), name
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import kvpagoda
+import kvpagoda.compat
 from kvpagoda.errors import KVPagodaError, MissingExtra
 
 NEEDS_TORCH = {
@@ -96,7 +97,7 @@ def test_every_other_public_name_says_what_it_needs() -> None:
     done = run("""
 import json, kvpagoda
 said = {}
-for name in kvpagoda.__all__:
+for name in (*kvpagoda.__all__, *kvpagoda.compat.__all__):
     try:
         getattr(kvpagoda, name)
     except ImportError as error:
@@ -106,7 +107,7 @@ print(json.dumps(said))
 """)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said.keys() - CACHE == NEEDS_TORCH <= set(kvpagoda.__all__)
+    assert said.keys() - CACHE == NEEDS_TORCH <= {*kvpagoda.__all__, *kvpagoda.compat.__all__}
     for name, text in said.items():
         assert text == f"kvpagoda.{name} needs torch; pip install 'kvpagoda[torch]'"
 
@@ -117,6 +118,42 @@ def test_it_is_an_import_error_of_this_library() -> None:
     assert done.returncode == 1 and done.stderr.strip().endswith(
         "kvpagoda.errors.MissingExtra: kvpagoda.KVPool needs torch; pip install 'kvpagoda[torch]'"
     )
+
+
+@pytest.mark.parametrize("absent", ["torch", "transformers"])
+def test_the_generator_says_which_extra_it_needs(absent: str) -> None:
+    pytest.importorskip("transformers")
+    program = f"import sys; sys.modules[{absent!r}] = None\nimport kvpagoda.hf"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.strip().endswith(
+        "kvpagoda.errors.MissingExtra: kvpagoda.hf needs torch and transformers; pip install 'kvpagoda[hf]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("absent", "call", "told"),
+    [
+        ("xxhash", "tiers.records.xxh3_128(b'')", "tiers need the package xxhash; pip install 'kvpagoda[disk]'"),
+        ("redis", "redis.redis_driver(RecordBuffer(1, 4096), 'redis://h')", "pip install 'kvpagoda[redis]'"),
+        (
+            "mooncake",
+            "mooncake.mooncake_driver(RecordBuffer(1, 4096), 'h:1', host='h:2')",
+            "pip install 'kvpagoda[mooncake]'",
+        ),
+    ],
+)
+def test_a_tier_says_which_extra_it_needs(absent: str, call: str, told: str) -> None:
+    program = f"""
+sys.modules[{absent!r}] = None
+from kvpagoda import MissingExtra, tiers
+from kvpagoda.tiers import RecordBuffer, mooncake, redis
+try:
+    {call}
+except MissingExtra as error:
+    print(error.name, error)
+"""
+    done = run(program)
+    assert done.returncode == 0 and done.stdout.startswith(absent) and told in done.stdout, done.stderr
 
 
 def test_another_missing_module_is_not_taken_for_torch() -> None:

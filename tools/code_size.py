@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 BOUNDS = {
-    "cache": 2_950,
+    "cache": 3_000,
     "offload": 650,
     "prefix": 1_900,
-    "schema": 1_950,
+    "schema": 2_050,
     "tiers": 1_850,
     "layouts": 1_550,
     "hf": 1_650,
-    "replay": 1_550,
+    "replay": 1_650,
     "compat": 1_200,
     "kernels": 700,
     "adapters": 2_500,
@@ -60,8 +60,8 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 6_800
-ALL_BOUND = 24_700
+ENGINE_CORE_BOUND = 6_900
+ALL_BOUND = 25_100
 FILES_BOUND = 230
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""

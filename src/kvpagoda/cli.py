@@ -18,10 +18,10 @@ from shutil import get_terminal_size
 from typing import Annotated, Any
 
 from kvpagoda.compat.deepseek_v4 import PRESETS
-from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, did_you_mean
-from kvpagoda.layouts import names
+from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
 from kvpagoda.schema import Schema
-from kvpagoda.schema.presets import find_preset, presets
+from kvpagoda.schema.config_source import config_named
+from kvpagoda.schema.presets import presets
 from kvpagoda.units import format_bytes
 from kvpagoda.version import installed
 
@@ -116,22 +116,9 @@ def plan(
         try:
             made = schema.plan(budget, max_requests, lengths=_numbers(lengths, "--lengths", "tokens"), **sizes)
         except SchemaError as error:
-            fitting = _fitting_layouts(schema, kernel or [], sizes)
-            raise SchemaError(f"{error}; it fits with --layout {fitting}" if fitting else str(error)) from None
+            text, fits, _ = str(error).partition("it fits with layout=")
+            raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
-
-
-def _fitting_layouts(schema: Schema, kernels: list[str], sizes: dict[str, Any]) -> str:
-    """Name the layouts, with commas, with which all ``kernels`` can read rows of ``schema``; "" if there are none."""
-    different = {layer.kinds: layer for layer in schema.layers if layer.owner == layer.index}
-    small, found = replace(schema, layers=tuple(different.values())), []
-    for name, layout in product(kernels, ("", *names())):
-        if name not in found:
-            with suppress(KVPagodaError):
-                laid_out = small.laid_out(layout) if layout else small
-                laid_out.plan(num_blocks=2, max_requests=1, **{**sizes, "kernels": name})
-                found += [name, layout]
-    return ",".join(filter(None, found[1::2])) if len(found) == 2 * len(kernels) else ""
 
 
 def _words(text: str) -> list[str]:
@@ -149,40 +136,14 @@ def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
     """Return the schema of ``config``: a config file, a folder that holds one, or a preset. Raises BadInput."""
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        return _preset(config, dtype, kv_format)
-    try:
-        data: Any = json.loads(path.read_text())
-    except ValueError as error:
-        raise BadInput(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise BadInput(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
-
-
-def _preset(name: str, dtype: str | None, kv_format: str) -> Schema:
-    """Return the schema of the preset ``name``. For another name, raise BadInput, which says how to get a config."""
-    if name.lower() in PRESETS:
-        if dtype is not None and kv_format != "raw":
-            raise BadInput(
-                f"--dtype {dtype} is for raw rows: those of --kv-format {kv_format} have dtypes of their own"
-            )
-        schema = PRESETS[name.lower()](kv_format)
-        return schema if dtype is None else schema.cast(dtype)
-    if (found := find_preset(name)) is not None:
-        return replace(Schema.from_hf_config(found[1], dtype=dtype, kv_format=kv_format), name=found[0])
-    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(".json"):
-        raise BadInput(
-            f"no config at {name!r}, and no preset is of that model; if it is on the Hugging Face hub, get its config with "
-            f"'hf download {name} config.json' and give the path that this prints"
-        )
-    hint = did_you_mean(name, [*PRESETS, *presets()])
-    raise BadInput(
-        f"no config at {name!r}; give a config.json, a folder that holds one, or a preset ('kvpagoda plan --presets' lists "
-        f"them{'; ' + hint if hint else ''})", hint=hint,
-    )  # fmt: skip
+    if config.lower() not in PRESETS or Path(config).exists():
+        name, data = config_named(config, PRESETS)
+        schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
+        return schema if name is None else replace(schema, name=name)
+    if dtype is not None and kv_format != "raw":
+        raise BadInput(f"--dtype {dtype} is for raw rows: those of --kv-format {kv_format} have dtypes of their own")
+    schema = PRESETS[config.lower()](kv_format)
+    return schema if dtype is None else schema.cast(dtype)
 
 
 @app.command()
@@ -263,7 +224,9 @@ def replay_trace(
         Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
     ] = None,
     capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
-    policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="with commas, own: FILE.py:CLASS (default: lru,s3fifo,opt; workers: lru)")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="write a plot to this file, e.g. rates.png")] = None,
     requests: Annotated[Path | None, typer.Option(help="write the hits of each request to this file")] = None,
     timeline: Annotated[
@@ -272,8 +235,8 @@ def replay_trace(
     page: Annotated[Path | None, typer.Option("--report", help="write a page of figures, e.g. out.html")] = None,
     warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
     jobs: Annotated[int | None, typer.Option(help="number of processes (default: one per core)")] = None,
-    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the trace")] = None,
-    by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run requests in the order of arrival")] = False,
+    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
+    file_order: Annotated[bool, typer.Option("--file-order", help="do not sort requests by arrival")] = False,
     seed: Annotated[int, typer.Option(help="seed of the synthetic workload")] = 0,
     schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
     budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
@@ -297,7 +260,7 @@ def replay_trace(
 
         if store is not None and workers is None:
             raise BadInput("--store is a store that several workers share: give --workers too")
-        source = partial(report.read, trace, limit, by_arrival, seed, tokens_per_id)
+        source = partial(report.read, trace, limit, file_order, seed, tokens_per_id)
         if schema is None:
             _need_schema(budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers)
             sizes = None if capacity is None else _numbers(capacity, "--capacity")
@@ -422,6 +385,15 @@ def top(
         from kvpagoda.metrics.top import run
 
         run(source, every, once=once, as_json=as_json, vllm=vllm)
+
+
+@app.command("dashboard")
+def print_dashboard() -> None:
+    """Print a dashboard for Grafana, as JSON to import, of the metrics that a CacheCollector exports."""
+    with one_line_errors():
+        from kvpagoda.metrics import dashboard
+
+        typer.echo(dashboard())
 
 
 @app.command()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.bar import Bar
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvpagoda.text import wrapped
@@ -53,7 +53,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress(total: int, unit: str) -> Iterator[Moved | None]:
-    """Show a progress bar of ``total`` units while the block runs.
+    """Show a progress bar of ``total`` units, and an estimate of the time that remains, while the block runs.
 
     Yields a function that takes the number of units done and a note, and updates the bar. Yields None, and prints
     nothing, if standard error is not a terminal.
@@ -65,6 +65,8 @@ def progress(total: int, unit: str) -> Iterator[Moved | None]:
     columns = (
         TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
         BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console, transient=True) as bar:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
+from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -33,8 +34,11 @@ from kvpagoda.cache.swap import Rate
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.offload.hit import Prefetch
+from kvpagoda.tiers.health import Histogram, Latencies
 from kvpagoda.units import ceil_div
 
+WAITS = (0.001, 0.01, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0, 1800.0)
+"""Upper bounds of the buckets of waiting times, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -84,12 +88,14 @@ def cheapest(costs: Costs) -> PreemptionMode:
 
 @dataclass(frozen=True)
 class QueueStats:
-    """Jobs that are waiting and running now; preemptions so far, and how many of those suspended to host memory."""
+    """Jobs that are waiting and running now; preemptions so far, and how many of those suspended to host memory.
+    ``waits``: seconds that jobs waited until they first ran."""
 
     waiting: int
     running: int
     preempted: int
     swapped: int
+    waits: Histogram
 
 
 class Job:
@@ -108,6 +114,8 @@ class Job:
         """Its open sequence while it runs, else None."""
         self.prefetch: Prefetch | None = None
         """The read of its text from tiers into host memory, while it waits; None if there is none."""
+        self.entered_at: float | None = None
+        """Time of ``monotonic`` when it began to wait for the first time; None before that, and once it ran."""
         self.suspended: Sequence | None = None
         """Its suspended sequence while it waits, if it was preempted by ``PART`` or ``SWAP``; else None."""
         self.number = -1
@@ -177,12 +185,14 @@ class RunQueue(Generic[J]):
         self.running: list[J] = []
         self.num_preempted = self.num_swapped = 0
         self._arrived = 0
+        self._waits = Latencies(WAITS)
 
     def enter(self, job: J, *forks: J) -> None:
         """Add ``job`` to the waiting jobs. ``forks`` get the next numbers of arrival; start each of them by
         ``fork``."""
         for arrival in (job, *forks):
             arrival.number, self._arrived = self._arrived, self._arrived + 1
+            arrival.entered_at = monotonic()
         self.waiting.append(job)
 
     def admit(self) -> None:
@@ -204,6 +214,9 @@ class RunQueue(Generic[J]):
                     job.prefetch = self.cache.prefetch(job.text, job.namespace, media=job.media)
                 return
             del self.waiting[0]
+            if job.entered_at is not None:
+                self._waits.add(monotonic() - job.entered_at)
+                job.entered_at = None
             self._start(job, sequence)
 
     def _can_share(self, job: J) -> bool:
@@ -334,7 +347,9 @@ class RunQueue(Generic[J]):
 
     def stats(self) -> QueueStats:
         """Return the number of waiting and running jobs and of preemptions."""
-        return QueueStats(len(self.waiting), len(self.running), self.num_preempted, self.num_swapped)
+        return QueueStats(
+            len(self.waiting), len(self.running), self.num_preempted, self.num_swapped, self._waits.picture()
+        )
 
     def _reserve(self, job: J) -> int:
         """Return for how many tokens blocks are reserved when ``job`` starts."""

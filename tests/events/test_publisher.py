@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -163,3 +164,29 @@ def test_bad_endpoints_are_told() -> None:
     with Publisher(traffic.log, LOCAL, None) as publisher:
         assert publisher.flush() and publisher.replay_endpoint == ""
     publisher.close()
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+def test_an_address_without_a_star_is_bound_if_asked_and_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
+    traffic = Traffic("gemma", 1)
+    endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    with caplog.at_level(logging.INFO, "kvpagoda.events"):
+        with (
+            Publisher(traffic.log, endpoint, replay, bind=True) as publisher,
+            Subscriber(endpoint, replay) as subscriber,
+        ):
+            for _ in range(40):
+                traffic.step()
+            publisher.flush()
+            end = monotonic() + PATIENCE
+            while not subscriber.follower.num_blocks and monotonic() < end:
+                subscriber.poll(0.02)
+            assert subscriber.follower.num_blocks
+        with Publisher(Traffic("gemma", 1).log, endpoint, None):
+            pass
+    told = [record.getMessage() for record in caplog.records if record.name == "kvpagoda.events.publisher"]
+    assert told == [f"events: bound to {endpoint}, replay bound to {replay}", f"events: connected to {endpoint}"]

@@ -20,7 +20,7 @@ from test_rope_switch import model_of as switching  # noqa: E402
 from test_rope_switch import prompts as crossing  # noqa: E402
 
 from kvpagoda.errors import BadInput, OutOfBlocks  # noqa: E402
-from kvpagoda.hf import PagedCache  # noqa: E402
+from kvpagoda.hf import Generator, PagedCache  # noqa: E402
 from more_models import MULTIMODAL  # noqa: E402
 
 NEW = 7
@@ -163,6 +163,14 @@ def test_a_model_whose_forward_was_replaced_is_refused() -> None:
     model.forward = functools.partial(model.forward)
     with pytest.raises(BadInput, match="forward of the LlamaForCausalLM must be bound methods"):
         PagedCache(model, num_blocks=30)
+
+
+@pytest.mark.parametrize("make", [PagedCache, Generator])
+def test_a_name_in_place_of_a_model_says_what_to_pass(make: Any) -> None:
+    with pytest.raises(BadInput, match=r"got 'gpt2'; pass AutoModelForCausalLM.from_pretrained\('gpt2'\)"):
+        make("gpt2")
+    with pytest.raises(BadInput, match="got 3; pass a loaded model"):
+        make(3)
 
 
 def test_the_cache_of_another_model_is_refused() -> None:

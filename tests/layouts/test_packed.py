@@ -260,3 +260,11 @@ else:
     raise SystemExit(1)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pages_of_several_axes_are_unpacked_as_they_are() -> None:
+    pages = pack(random_rows("v32_656"), "v32_656", page_size=4)
+    for shape in ((3, 4, 656), (3, 4, 1, 656)):
+        assert torch.equal(unpack(pages.view(shape), "v32_656", page_size=4), unpack(pages, "v32_656", page_size=4))
+    with pytest.raises(BadInput, match=r"uint8 \[pages, 2624\], got torch.uint8 \[3, 2656\]; cut off the padding"):
+        unpack(torch.zeros(3, 4, 664, dtype=torch.uint8), "v32_656", page_size=4)

@@ -28,7 +28,7 @@ FULL = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
 VLLM = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions", "vllm:kv_cache_usage_perc",
     "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:external_prefix_cache_queries",
-    "vllm:external_prefix_cache_hits",
+    "vllm:external_prefix_cache_hits", "vllm:request_queue_time_seconds",
 }  # fmt: skip
 """Names of vLLM 0.30 that mean the same here."""
 
@@ -89,7 +89,7 @@ def test_every_sample_is_in_the_table_with_its_labels() -> None:
     serve(cache, [*range(20)])
     series = {name: metric for metric in METRICS for name in metric.series}
     seen = set()
-    for name, labels in scraped(CacheCollector(RunQueue(cache))):
+    for name, labels in scraped(CacheCollector(RunQueue(cache), sample=1)):
         metric = series[name]
         seen.add(metric.name)
         assert {key for key, _ in labels} - {"le"} == {*COMMON, *metric.labels}
@@ -176,6 +176,38 @@ def test_a_scrape_does_not_disturb_the_owner() -> None:
     assert not errors and told["scrapes"] > 3
 
 
+def test_lives_of_blocks_hits_and_waits_are_histograms() -> None:
+    cache = made()
+    queue = RunQueue(cache, Youngest())
+    collector = CacheCollector(queue, model_name="m", sample=1)
+    assert cache.core.prefix.residency is not None
+    CacheCollector(cache, sample=7)
+    assert cache.core.prefix.residency.every == 1, "a second collector reads the same sample"
+    for first in range(8):
+        serve(cache, [first % 3, *range(40)])
+    for first in range(2):
+        queue.enter(Job(np.full(9, first, np.int32), 12))
+        queue.admit()
+    found, stats = scraped(collector), cache.stats()
+    assert value(found, "kvpagoda_kv_block_lifetime_seconds_count") == stats.evicted_blocks > 0
+    assert value(found, "kvpagoda_kv_block_idle_before_evict_seconds_count") == stats.evicted_blocks
+    assert value(found, "kvpagoda_kv_block_reuse_gap_seconds_count") > 0
+    assert value(found, "kvpagoda_hit_tokens_count") == stats.opened == 10
+    assert value(found, "kvpagoda_hit_tokens_sum") == stats.cached_tokens > 0
+    misses = sum(1 for _ in range(10)) - sum(stats.hit_tokens.counts[1:])
+    assert value(found, "kvpagoda_hit_tokens_bucket", le="0") == misses == stats.hit_tokens.counts[0]
+    assert value(found, "vllm:request_queue_time_seconds_count") == 2
+    assert 0 <= value(found, "vllm:request_queue_time_seconds_sum") < 5
+
+
+def test_no_sample_follows_nothing() -> None:
+    cache = made()
+    found = scraped(CacheCollector(cache, sample=0))
+    assert cache.core.prefix.residency is None and not [name for name, _ in found if "kv_block_" in name]
+    with pytest.raises(BadInput, match="sample"):
+        CacheCollector(cache, sample=-1)
+
+
 def test_what_is_no_cache_is_refused() -> None:
     with pytest.raises(BadInput, match="one or more caches or run queues, got none"):
         CacheCollector()
@@ -258,5 +290,15 @@ def test_panels_do_not_overlap_and_every_metric_of_trouble_is_shown() -> None:
     assert max(cells.values()) == 1 and max(column for column, _ in cells) < 24
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     shown = " ".join(expression for expression, _ in expressions())
-    for name in ("short_hit_tokens", "tier_outcomes", "tier_available", "checkpoints_passed", "num_preemptions"):
+    for name in (
+        "short_hit_tokens",
+        "tier_outcomes",
+        "tier_available",
+        "checkpoints_passed",
+        "num_preemptions",
+        "kv_block_lifetime",
+        "kv_block_idle_before_evict",
+        "kv_block_reuse_gap",
+        "hit_tokens",
+    ):
         assert name in shown

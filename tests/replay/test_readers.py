@@ -215,11 +215,16 @@ def test_a_file_that_is_absent_or_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_trace_in_columns() -> None:
-    trace = Trace.read([RECORD, {**RECORD, "timestamp": 0, "hash_ids": [0, 5]}, {**RECORD, "hash_ids": []}])
+    records = [RECORD, {**RECORD, "timestamp": 0, "hash_ids": [0, 5]}, {**RECORD, "hash_ids": []}]
+    trace = Trace.read(records, keep_order=True)
     assert (len(trace), trace.num_refs, trace.num_distinct) == (3, 5, 4)
     assert [trace.chain(i).tolist() for i in range(3)] == [[0, 1, 2], [0, 5], []]
     assert trace.arrivals.tolist() == [1.5, 0, 1.5] and trace.input_lengths.tolist() == [1000] * 3
     assert [trace.by_arrival().chain(i).tolist() for i in range(3)] == [[0, 5], [0, 1, 2], []]
+    ordered = Trace.read(records)
+    assert [ordered.chain(i).tolist() for i in range(3)] == [[0, 5], [0, 1, 2], []]
+    assert (ordered.arrivals.tolist(), ordered.out_of_order, trace.out_of_order) == ([0, 1.5, 1.5], 1, 1)
+    assert Trace.read(trace) is trace
     assert len(Trace.read(trace, limit=2)) == 2 and Trace.read(trace, limit=9) is trace
     assert [Trace.read(trace, limit=2).chain(i).tolist() for i in range(2)] == [[0, 1, 2], [0, 5]]
     with pytest.raises(BadInput, match="a limit of requests must be a positive whole number"):

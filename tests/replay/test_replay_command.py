@@ -108,6 +108,92 @@ def test_a_picture(trace: Path, ending: str, here: Command) -> None:
     assert begin.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in begin
 
 
+def test_a_file_out_of_order_is_ordered_by_arrival_and_the_output_says_so(trace: Path, here: Command) -> None:
+    """One conversation after another, as in the file, hits at any capacity; the same requests mixed in time do not."""
+    records = [
+        {**RECORD, "timestamp": 10 * turn + chat, "hash_ids": [chat, 9]} for chat in range(4) for turn in range(3)
+    ]
+    trace.write_text("".join(json.dumps(record) + "\n" for record in records))
+    told = "6 of 12 requests were not in order of arrival; "
+    for option, ending, hits, order in (
+        ((), "ordered (--file-order keeps the order of the file)", 0, "arrival"),
+        (("--file-order",), "left in the order of the file", 16, "file"),
+    ):
+        common = ("replay", str(trace), *option)
+        shown = " ".join(here(*common, "--capacity", "2", "--policy", "lru").stdout.split())
+        assert told + ending in shown
+        found = json.loads(here(*common, "--capacity", "2", "--policy", "lru", "--json").stdout)
+        assert found["results"][0]["block_hits"] == hits
+        assert (found["order"], found["out_of_order"], found["notes"]) == (order, 6, [told + ending])
+        with_schema = (*common, "--schema", "qwen3-8b", "--budget", "1GiB")
+        assert told + ending in " ".join(here(*with_schema).stdout.split())
+        assert json.loads(here(*with_schema, "--json").stdout)["order"] == order
+
+
+def test_a_file_in_order_says_nothing(trace: Path, here: Command) -> None:
+    found = json.loads(here("replay", str(trace), "--capacity", "3", "--policy", "lru", "--json").stdout)
+    assert (found["order"], found["out_of_order"], found["notes"]) == ("arrival", 0, [])
+
+
+OWN = """
+from dataclasses import dataclass, field
+
+@dataclass
+class Oldest:
+    leaves: dict = field(default_factory=dict)
+    def add(self, keys, priority): pass
+    def touch(self, keys, priority): pass
+    def set_leaf(self, key, is_leaf): self.leaves.update({key: 1}) if is_leaf else self.leaves.pop(key)
+    def choose(self, chain): return chain(next(iter(self.leaves)))[:1]
+    def remove(self, keys, *, evicted): return keys
+    def check(self, keys, leaves): assert set(self.leaves) == leaves
+
+class Half:
+    def add(self, keys, priority): pass
+
+class Sized:
+    def __init__(self, capacity): pass
+"""
+
+
+def test_a_policy_of_the_users_own_beside_others(trace: Path, here: Command) -> None:
+    file = trace.with_name("mine.py")
+    file.write_text(OWN)
+    arguments = ("replay", str(trace), "--capacity", "1,2,3,4", "--policy", f"lru,{file}:Oldest", "--json")
+    results = json.loads(here(*arguments).stdout)["results"]
+    assert [r["policy"] for r in results] == ["lru", "Oldest"] * 4
+    assert results[-1]["block_hits"] == 5 and all(r["block_hits"] <= 5 for r in results)
+    served = here(
+        "replay", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB", "--limit", "5", "--policy", f"{file}:Oldest"
+    )
+    assert served.returncode == 0 and served.stdout.count("Oldest") == 2, served.stderr
+    for text, message in (
+        (f"{file}:Youngest", "unknown class of"), (f"{file}:Half", "is no EvictionPolicy"),
+        (f"{file}:Sized", "Sized() must make a policy"), (str(file), f"{file}:CLASS"), ("nowhere.py:Oldest", "no file"),
+        (f"{trace.with_name('broken.py')}:Oldest", "cannot be run: ZeroDivisionError"),
+    ):  # fmt: skip
+        trace.with_name("broken.py").write_text("1 / 0\n")
+        done = here("replay", str(trace), "--policy", text)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    with_workers = ("--schema", "qwen3-8b", "--workers", "2", "--policy", f"{file}:Oldest")
+    assert "runs in one process" in here("replay", str(trace), *with_workers).stderr
+
+
+@pytest.mark.parametrize(("capacities", "has_lines"), [([2, 4], False), ([1, 2, 3, 4, 5], True)])
+def test_a_plot_of_few_capacities_has_no_lines_between_them(
+    trace: Path, capacities: list[int], has_lines: bool
+) -> None:
+    pytest.importorskip("matplotlib")
+    from kvpagoda.replay import Reuse, Trace, hit_rate_curve, report
+
+    read, path = Trace.read(trace), trace.with_name("rates.png")
+    figure, reuse = report.new_figure(path), Reuse.of(read)
+    report.draw(figure, path, read, reuse, hit_rate_curve(read, capacities, ["lru", "fifo", "opt"]))
+    styles = {line.get_label(): line.get_linestyle() for line in figure.axes[0].lines}
+    assert (styles["fifo"], styles["opt (bound)"]) == (("-", "--") if has_lines else ("None", "None"))
+    assert styles["lru"] == "None" and styles["lru, every capacity"] == "-"
+
+
 BAD = {
     "no such trace": (["nowhere.jsonl"], "no trace at 'nowhere.jsonl'"),
     "bad line": (["bad.jsonl"], "bad.jsonl, line 2: 'hash_ids' must be a list of whole numbers"),
@@ -157,7 +243,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_help_names_what_there_is(width: int) -> None:
     done = kvpagoda_replay("--help", width=width)
     assert done.returncode == 0 and all(len(line) <= width for line in done.stdout.splitlines())
-    for name in ("--capacity", "--checkpoint-every", "--tokens-per-id", "--by-arrival"):
+    for name in ("--capacity", "--checkpoint-every", "--tokens-per-id", "--file-order"):
         assert name in done.stdout.split()
 
 

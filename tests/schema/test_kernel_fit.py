@@ -80,6 +80,21 @@ def test_what_is_not_legal_is_refused_with_the_rule_and_a_way_out(
         schema.plan("8GiB", kernels=kernels, **arguments)
 
 
+def test_an_error_names_the_layouts_that_fit() -> None:
+    both = ["flashmla-v32", "deepgemm-indexer"]
+    with pytest.raises(
+        SchemaError, match=r"view their bytes as uint8 .*; it fits with layout='flashmla-v32'"
+    ) as caught:
+        KVCache(RAW, "1GiB", device="none", kernels=["flashmla_sparse_v32"])
+    assert caught.value.available == both[:1] and caught.value.hint == "it fits with layout='flashmla-v32'"
+    by_kind = {"latent": "flashmla_sparse_v32", "indexer": "deepgemm-indexer"}
+    with pytest.raises(SchemaError, match=r"it fits with layout=\['flashmla-v32', 'deepgemm-indexer'\]") as caught:
+        RAW.plan("1GiB", kernels=by_kind)
+    assert RAW.laid_out(caught.value.available).plan("1GiB", kernels=by_kind).kernel_page == 64
+    with pytest.raises(SchemaError, match=r"no layer keeps such rows$"):
+        HEADS.plan("1GiB", kernels="flashmla")
+
+
 def test_layers_apart_suit_a_kernel_that_reads_no_strides() -> None:
     plan = RAW.plan("8GiB", kernels="cutlass-mla-sm100", order="layer")
     assert plan.order == "layer" and plan.num_sectors == 0

@@ -17,7 +17,9 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle, unknown_name
+from kvpagoda.layouts.judge import judge
 from kvpagoda.schema import Layer, Schema
+from kvpagoda.schema.kernel_forms import rows_named
 from kvpagoda.units import MOST, items_of, whole_number
 
 ROW_BITS = 20
@@ -179,25 +181,32 @@ class LayerView:
         """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
 
         The keyword names are the rows that the layer's blocks have. Each value is ``[T, *shape]``, or has several axes
-        in place of ``T``. Values are encoded in the layer's format; K and V are joined if the layer packs them in one
-        row. Rows of padded tokens are written to block 0. No state is kept between calls, so a CUDA graph may capture
-        this call.
+        in place of ``T``; an axis of a single head may be left out. Values are encoded in the layer's format; K and V, or
+        a latent and its RoPE key, are joined if the layer packs them in one row. Rows of padded tokens are written to
+        block 0. No state is kept between calls, so a CUDA graph may capture this call.
 
-        Raises BadInput (no such rows, another shape, rows that hold several tokens) and StaleHandle; then nothing is
-        written.
+        Raises BadInput (no such rows, another shape, rows that hold several tokens, K without V or a latent without its
+        RoPE key if the layer keeps both) and StaleHandle; then nothing is written.
         """
         slots, pool, size = self.slot_mapping, self.blocks, self.block_size
         assert self._batch is not None
         self._batch.check_current()
         kept = {} if pool is None else pool.rows
-        rows = rows if pool is None else pool.joined(rows)
+        given, rows = rows, rows if pool is None else pool.joined(rows)
         for name, values in rows.items():
             if name not in kept or kept[name].tokens_per_row > 1:
                 raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")
             shape = kept[name].shape
-            if values.shape[values.ndim - len(shape) :] != shape or values.numel() != len(slots) * math.prod(shape):
+            inner = shape[1:] if shape[0] == 1 else shape
+            if values.shape[values.ndim - len(inner) :] != inner or values.numel() != len(slots) * math.prod(shape):
+                got = ", ".join(f"{name} {[*one.shape]}" for name, one in given.items())
                 raise BadInput(
-                    f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {[*values.shape]}"
+                    f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {got}"
+                )
+        for name in rows:
+            if not rows.keys() >= pool.together.get(name, frozenset()):
+                raise BadInput(
+                    f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*given]}"
                 )
         for name, values in rows.items():
             pool.write(name, (slots // size, slots % size), values.reshape(len(slots), *kept[name].shape))
@@ -212,6 +221,54 @@ class LayerView:
         if not pools:
             raise BadInput(f"{self._name} has no rows {rows!r} in memory")
         return pools[0].tensor(rows)
+
+    def kernel_tensors(self, kernel: str) -> dict[str, Any]:
+        """Return the tensors that a kernel (``kvpagoda.layouts.demands.kernels``, or an alias) takes of this layer.
+
+        Keys are the kernel's names, such as "k" and "v", "kv" or "state"; a tensor's axes are in the kernel's order. Under
+        "declared" are the facts that shapes cannot tell, such as {"layout": "HND"}. ``judge`` takes this as it is, and
+        says whether the kernel reads it. A prefix such as "trtllm" means the first kernel that takes it. The tensors alias
+        the memory, and their addresses do not change. Raises BadInput if the kernel is unknown or takes no rows of this
+        layer in their form.
+        """
+        rows, arch = rows_named(kernel)
+        found = [
+            (row, tensors)
+            for row in rows
+            for pool in (self.blocks, self.state)
+            if pool and (tensors := pool.kernel_tensors(row))
+        ]
+        if not found:
+            raise BadInput(
+                f"kernel {kernel!r} takes no rows of {self._name} as they are in memory; schema.plan(.., kernels={kernel!r}) "
+                "says why, and which layout fits"
+            )
+        fitting = [
+            tensors for row, tensors in found if len(found) > 1 and judge(row.name, tensors, arch).expect == "ok"
+        ]
+        chosen: dict[str, Any] = fitting[0] if fitting else found[0][1]
+        return chosen
+
+    def kernel_tensor(self, kernel: str) -> Any:
+        """Return the one tensor that a kernel takes of this layer: that of ``kernel_tensors``; of FlashInfer and trtllm-gen,
+        which take K and V joined, ``[kernel pages, 2, *axes in the kernel's order]``. Raises BadInput as ``kernel_tensors``
+        does, and if the kernel takes several tensors, or K and V lie differently in a page."""
+        tensors = {name: one for name, one in self.kernel_tensors(kernel).items() if name != "declared"}
+        if len(tensors) == 1:
+            return tensors.popitem()[1]
+        is_joined = all(row.is_joined for row in rows_named(kernel)[0] if {"k", "v"} in row.needed)
+        if not is_joined or {*tensors} != {"k", "v"}:
+            raise BadInput(
+                f"kernel {kernel!r} takes {' and '.join(tensors)}, not one tensor; kernel_tensors({kernel!r}) has them"
+            )
+        k, v = tensors["k"], tensors["v"]
+        apart, size = v.data_ptr() - k.data_ptr(), k.element_size()
+        if (k.shape, k.stride(), k.dtype) != (v.shape, v.stride(), v.dtype) or apart <= 0 or apart % size:
+            raise BadInput(
+                f"K and V of {self._name} have other shapes or strides, so they are no one tensor; take kernel_tensors"
+            )
+        strides = (k.stride(0), apart // size, *k.stride()[1:])
+        return k.as_strided((k.shape[0], 2, *k.shape[1:]), strides)
 
     def flat_indices(self, rows: Any, rows_per_page: int | None = None) -> Any:
         """Return the flat index ``kernel page * rows per page + row`` of each chosen row, for sparse kernels.

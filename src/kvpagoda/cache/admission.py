@@ -227,6 +227,9 @@ class Admission:
                 return False
             shared = [group.places_of(named) for group, named in zip(core.groups, names)]
             is_same = isinstance(source, Swapped)
+            if (residency := core.prefix.residency) is not None:
+                for group, named in zip(core.groups, names):
+                    residency.used(group.index, named)
             self._commit(request, found, holding, is_same, list(zip(source.shared, shared, own, reserved)))
         except BaseException:
             if not core.guard.is_torn:

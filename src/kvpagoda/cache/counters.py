@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,6 +14,8 @@ from kvpagoda.cache.prefix_cache import PrefixMatch
 MOST_NAMESPACES = 256
 """The most namespaces with counters of their own; later ones are counted together, as ``OTHERS``."""
 OTHERS = "others"
+HIT_TOKENS = (0, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+"""Upper bounds of the buckets of hit lengths, in tokens; the first is of requests that found nothing."""
 
 
 @dataclass(slots=True)
@@ -37,13 +40,15 @@ class Counters:
     errors while publishing, other than lack of memory. ``stopped``: how often a running one was closed or suspended.
     ``passed``: positions where states should have been copied, but steps went past them. ``short_requests``,
     ``short_tokens``: what cut a hit short -> requests, and tokens that were found but had to be computed nevertheless.
-    ``found``: group -> prompt tokens for which it had what a request needs."""
+    ``found``: group -> prompt tokens for which it had what a request needs. ``hit_counts``: requests by the length of
+    their hit, in the buckets of ``HIT_TOKENS``; ``hit_total``: the tokens of all hits."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret[:64] or urandom(16)
         self.closed = self.stopped = self.passed = 0
         self.dropped = self.failed = 0
         self.short_requests, self.short_tokens, self.found = Counter[str](), Counter[str](), Counter[str]()
+        self.hit_counts, self.hit_total = [0] * (len(HIT_TOKENS) + 1), 0
         self._tallies: dict[bytes, Tally] = {}
         self._by_key: dict[bytes, Tally] = {}
 
@@ -59,6 +64,8 @@ class Counters:
         tally.cached += resumable
         if loaded:
             tally.loaded += loaded
+        self.hit_counts[bisect_left(HIT_TOKENS, resumable)] += 1
+        self.hit_total += resumable
         if limited_by != "nothing":
             self.short_requests[limited_by] += 1
             self.short_tokens[limited_by] += known - resumable

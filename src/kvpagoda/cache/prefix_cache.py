@@ -25,6 +25,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.options import Retention
+from kvpagoda.cache.residency import Residency
 from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.policies.names import copied
@@ -106,6 +107,7 @@ class PrefixCache:
         self._most_pinned = int(retention.pin_share * self._capacity)
         self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks by group
         self._is_numbered = is_followed and self.full is None
+        self.residency: Residency | None = None  #: follows a sample of the blocks, where metrics ask for it
         self._start(policy)
 
     def clear_all(self) -> None:
@@ -182,12 +184,17 @@ class PrefixCache:
                 duplicates.append((full, full.places_of(BlockNames(texts[published.doubles]))))
                 found = full.places_of(BlockNames(published.texts[0]))
             full.share(slot, end, found)
+            if self.residency is not None:
+                is_new = slice(None) if published.doubles is None else ~published.doubles[0]
+                self.residency.published(full.index, texts[0][is_new])
         for (group, _), given, names in zip(self.windows, own, published.windows):
             if names is given:
                 group.share(slot, end)
             else:
                 duplicates.append((group, group.places_of(BlockNames(given[names != given]))))
                 group.share(slot, end, group.places_of(names))
+            if self.residency is not None:
+                self.residency.published(group.index, given if names is given else given[names == given])
         return duplicates
 
     @property
@@ -238,6 +245,8 @@ class PrefixCache:
         for number, names in freed.blocks:
             if number == group.index:
                 self.num_evicted[number] += len(names)
+            if self.residency is not None:
+                self.residency.evicted(number, names)
         return freed
 
     def evict_checkpoint(self) -> Freed:

@@ -9,9 +9,13 @@ from typing import Any
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.counters import Tally
+from kvpagoda.cache.counters import HIT_TOKENS, Tally
 from kvpagoda.cache.request import Request
+from kvpagoda.cache.residency import ResidencyStats
+from kvpagoda.tiers.health import Histogram
 from kvpagoda.tiers.level import LevelStats
+
+_NO_HITS = Histogram(HIT_TOKENS, (0,) * (len(HIT_TOKENS) + 1), 0)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,10 @@ class CacheStats:
     lacking."""
     publish_failures: int = 0
     """Errors while blocks or checkpoints were published, other than lack of memory. They are logged, and tried again."""
+    hit_tokens: Histogram = _NO_HITS
+    """Requests by the prompt tokens that they did not have to compute."""
+    residency: ResidencyStats | None = None
+    """How long sampled blocks live; None unless a ``CacheCollector`` follows them."""
 
     @property
     def usage(self) -> float:
@@ -167,6 +175,8 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         tiers=core.tiers.stats(),
         dropped=counters.dropped,
         publish_failures=counters.failed,
+        hit_tokens=Histogram(HIT_TOKENS, tuple(counters.hit_counts), counters.hit_total),
+        residency=None if prefix.residency is None else prefix.residency.stats(),
     )
 
 

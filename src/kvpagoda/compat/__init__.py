@@ -1,1 +1,36 @@
-"""The interfaces of four existing cache designs, each a thin layer over the core, with the names that they use."""
+"""The interfaces of four existing cache designs, each a thin layer over the core, with the names that they use.
+
+``from kvpagoda.compat import KVPool``, or from the package itself. A name is imported from its module when it is first used.
+"""
+
+from kvpagoda.loading import load_when_used
+
+NAMES = {
+    "kvpagoda.compat.deepseek_v4": (
+        "BLOCK_SIZE_ORIGINAL_TOKENS", "AttentionType", "DSV4Config", "FFNType", "LayerSchema", "LayerSpec", "RouterMode",
+        "build_schedule", "build_schema", "compute_block_budget",
+    ),
+    "kvpagoda.compat.slot_allocator": ("SlotAllocator",),
+    "kvpagoda.compat.block_allocator": ("BlockAllocator",),
+    "kvpagoda.compat.token_allocator": ("TokenToKVPoolAllocator",),
+    "kvpagoda.kernels.append_swa": ("append_swa",),
+    "kvpagoda.compat.cache_engine": ("CacheEngine",),
+    "kvpagoda.compat.compressed_pools": ("PagedKVPool", "StateCachePool"),
+    "kvpagoda.compat.gdn_pool": ("GDNPool",),
+    "kvpagoda.compat.layer_handle": (
+        "ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView", "dequantize_entries", "dequantize_swa",
+    ),
+    "kvpagoda.compat.kv_pool": ("KVPool", "make_full_attention_net_mem_pool"),
+    "kvpagoda.compat.req_pool": ("ReqToTokenPool", "make_req_to_token_pool"),
+    "kvpagoda.compat.prefix_cache_manager": ("PrefixCacheManager",),
+    "kvpagoda.compat.kv_cache_manager": ("KVCacheManager",),
+}  # fmt: skip
+"""Module -> the names that it defines."""
+
+__all__ = sorted(name for names in NAMES.values() for name in names)
+
+__getattr__ = load_when_used(__name__, NAMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,6 +8,7 @@ publisher's thread        EventStream ──► PUB ─────────�
 
 from __future__ import annotations
 
+import logging
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any
@@ -27,14 +28,17 @@ PATIENCE = 1.0
 """Seconds that a subscriber waits for the end of a replay before it asks again."""
 MOST_UNREAD = 100_000
 """The most messages that wait for a slow subscriber; further ones are lost, and the subscriber asks for them again."""
+_log = logging.getLogger(__name__)
 _LINGER = 200  # milliseconds that a closed socket may still use to send its messages
 
 
 class Publisher:
     """Sends the events of the cache of ``log`` from a thread of its own, as vLLM's publisher does.
 
-    ``endpoint``: bound if it has ``*`` or is ``ipc:``, otherwise connected to. ``replay``: the endpoint where
-    subscribers ask for batches again; None: no replay. ``interval``: the most seconds between two batches. ``keep``:
+    ``endpoint``: bound, or connected to, as ``bind`` says; None: by vLLM's rule, bound if it has ``*`` or ``::`` or is
+    ``ipc:`` or ``inproc:``, otherwise connected to. Subscribers connect to endpoints that are bound. ``replay``: the
+    endpoint, always bound, where subscribers ask for batches again; None: no replay. A log line says what was bound and
+    connected to. ``interval``: the most seconds between two batches. ``keep``:
     how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see ``EventStream``. Make it between
     calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
     """
@@ -45,6 +49,7 @@ class Publisher:
         endpoint: str = "tcp://*:5557",
         replay: str | None = "tcp://*:5558",
         *,
+        bind: bool | None = None,
         topic: str = "",
         interval: float = 0.01,
         keep: int = 10_000,
@@ -56,15 +61,18 @@ class Publisher:
         self._pub.set_hwm(MOST_UNREAD)
         self._router.set_hwm(keep + 2)
         try:
-            _open(self._pub, endpoint)
+            is_bound = _is_bound(endpoint) if bind is None else bind
+            _open(self._pub, endpoint, is_bound)
             if replay is not None:
-                _open(self._router, replay)
+                _open(self._router, replay, is_bound=True)
             self._stream = EventStream(log, keep=keep, rank=rank, encoding=encoding)
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)  #: with the actual port in place of ``*``
         self.replay_endpoint = "" if replay is None else self._router.get_string(zmq.LAST_ENDPOINT)
+        again = f", replay bound to {self.replay_endpoint}" if replay is not None else ""
+        _log.info("events: %s %s%s", "bound to" if is_bound else "connected to", self.endpoint, again)
         self._topic, self._interval = topic.encode(), interval
         self._turn, self._num_flushes, self._num_flushed, self._is_open = Condition(), 0, 0, True
         self._thread = Thread(target=self._run, name="kvpagoda-events", daemon=True)
@@ -193,9 +201,13 @@ class Subscriber:
         self._asked_at = monotonic()
 
 
-def _open(socket: Any, endpoint: str) -> None:
-    """Bind or connect ``socket``, as ``Publisher`` describes. Raises BadInput."""
-    is_bound = "*" in endpoint or endpoint.startswith("ipc:")
+def _is_bound(endpoint: str) -> bool:
+    """Return whether vLLM's publisher binds ``endpoint``."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+
+
+def _open(socket: Any, endpoint: str, is_bound: bool) -> None:
+    """Bind ``socket`` to ``endpoint``, or connect it. Raises BadInput."""
     try:
         (socket.bind if is_bound else socket.connect)(endpoint)
     except zmq.ZMQError as error:

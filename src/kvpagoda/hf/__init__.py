@@ -1,9 +1,13 @@
 """Runs transformers models with their whole cache in a ``KVCache``: ``Generator`` with continuous batching,
 ``PagedCache`` for ``model.generate``. Needs the ``hf`` extra."""
 
-from kvpagoda.hf.generator import Generator, Request
-from kvpagoda.hf.paged_cache import PagedCache
-from kvpagoda.hf.sampling import Sampling
-from kvpagoda.hf.weights import weights_digest
+from kvpagoda.errors import MissingExtra
+
+_LACKING = "kvpagoda.hf needs torch and transformers; pip install 'kvpagoda[hf]'"
+with MissingExtra.unless("torch", _LACKING), MissingExtra.unless("transformers", _LACKING):
+    from kvpagoda.hf.generator import Generator, Request
+    from kvpagoda.hf.paged_cache import PagedCache
+    from kvpagoda.hf.sampling import Sampling
+    from kvpagoda.hf.weights import weights_digest
 
 __all__ = ["Generator", "PagedCache", "Request", "Sampling", "weights_digest"]

@@ -8,13 +8,20 @@ from typing import Any
 from kvpagoda.cache.options import Identity, Limits
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Compressed, Schema
 from kvpagoda.schema.layout_choice import LayoutNames
+
+
+def check_model(model: Any) -> None:
+    """Raise BadInput, which says what to pass, unless ``model`` is a loaded transformers model."""
+    if not hasattr(model, "config") or not hasattr(model, "forward"):
+        hint = f"AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str) else "a loaded model"
+        raise BadInput(f"a model is a transformers causal language model, got {shown(model)}; pass {hint}", hint=hint)
 
 
 def runner_of(
@@ -29,8 +36,7 @@ def runner_of(
     computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
     ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
     a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
-    if not hasattr(model, "config") or not hasattr(model, "forward"):
-        raise BadInput(f"a model is a transformers causal language model, got {type(model).__name__}")
+    check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
     schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)

@@ -113,29 +113,35 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         first, second = self._row_names[0], self._row_names[:2][-1]
         keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if first == "kv":
-            keys, values = self._store(first, torch.stack((keys, values), dim=2)).unbind(2)
+            (both,) = self._store(**{first: torch.stack((keys, values), dim=2)})
+            keys, values = both.unbind(2)
         elif first == "latent" and second != "k_rope":  # latent and RoPE key are packed into one row
-            both = self._store(first, torch.cat((keys, values), dim=-1))
+            (both,) = self._store(**{first: torch.cat((keys, values), dim=-1)})
             keys, values = both.tensor_split([keys.shape[-1]], dim=-1)
         else:
-            keys, values = self._store(first, keys), self._store(second, values)
+            keys, values = self._store(**{first: keys, second: values})
         return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store indexer keys ``[B, S, D]``; return all keys of the step's requests, ``[B, T, D]``."""
-        return self._store(self._row_names[-1], indexer_key_states)
+        (keys,) = self._store(**{self._row_names[-1]: indexer_key_states})
+        return keys
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Store keys ``[B, 1, S, D]`` of an indexer of blocks of tokens; return all keys, ``[B, 1, T, D]``."""
         return self.update_indexer(idx_k[:, 0])[:, None]
 
-    def _store(self, name: str, rows: Tensor) -> Tensor:
+    def _store(self, **rows: Tensor) -> list[Tensor]:
+        """Store the step's rows; return, for each name in this order, all rows of the step's requests."""
         gather, view = self._context.gather(self._index), self._context.batch.layer(self._index)
         self._context.last_stored = self._index
-        view.write(**{name: rows})
+        view.write(**rows)
         assert view.blocks is not None
-        found: Tensor = view.blocks.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(rows.dtype)
-        return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
+        stored = []
+        for name, given in rows.items():
+            found: Tensor = view.blocks.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(given.dtype)
+            stored.append(found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0))
+        return stored
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the memory is allocated already."""

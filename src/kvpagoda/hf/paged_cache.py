@@ -23,7 +23,7 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
-from kvpagoda.hf.model_cache import next_piece, runner_of
+from kvpagoda.hf.model_cache import check_model, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
@@ -68,7 +68,10 @@ class PagedCache(Cache):  # type: ignore[misc]
     so that no row of older weights is used. ``kvpagoda.hf.weights.WeightsWatch`` says which changes it notices; after
     others call ``invalidate``. Rows of a batch that runs meanwhile continue, as they do in transformers' own caches.
 
-    In your own loop the first call after ``reset`` starts texts, and each later call appends tokens to every row.
+    In your own loop, ``model(ids, past_key_values=cache)``, the first call after ``reset`` starts texts, and each later call
+    appends tokens to every row. ``logits`` are then ``[B, 1, vocab]``, those after the last token of each row, where
+    transformers' own caches give ``[B, S, vocab]``: compare with ``logits[:, -1:]`` of these. ``labels`` and a loss are not
+    supported.
     ``get_seq_length`` is always 0, so that ``generate`` passes whole texts. The constructor replaces ``forward`` and
     ``prepare_inputs_for_generation`` of this ``model`` object; with any other cache they do what they did before.
     Raises BadInput, SchemaError for a model with unknown layers, NeverFits.
@@ -97,6 +100,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         if prefill_chunk < 1:
             raise BadInput(f"need prefill_chunk >= 1 tokens, got {prefill_chunk}")
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
+        check_model(model)
         _route(model)
         self._runner = runner_of(model, prefill_chunk, 0, kv_format, sizes)
         self.model, self.cache = model, self._runner.cache

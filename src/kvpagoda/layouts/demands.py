@@ -30,7 +30,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from kvpagoda.errors import unknown_name
+from kvpagoda.errors import BadInput, did_you_mean, shown, unknown_name
 from kvpagoda.loading import read_json
 
 OUTCOMES = ("reject", "garbage", "copy")
@@ -72,7 +72,8 @@ class Kernel:
 
     ``title``: its readable name. ``section``: where ``layouts.md`` describes it. ``archs``: the architectures it runs
     on. ``tensors``: tensor -> name of a form -> the axis names of that form. ``needed``: sets of tensors, one of which
-    must be given. ``role``: what it does to the cache, "read", "write" or "move".
+    must be given. ``role``: what it does to the cache, "read", "write" or "move". ``is_joined``: whether its call also
+    takes K and V as one tensor, with an axis of 2 after that of pages.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Kernel:
     needed: tuple[frozenset[str], ...]
     demands: tuple[Demand, ...]
     role: str = "read"
+    is_joined: bool = False
 
 
 def kernels() -> tuple[str, ...]:
@@ -91,18 +93,33 @@ def kernels() -> tuple[str, ...]:
     return tuple(_table()["kernels"])
 
 
-@cache
 def kernel(name: str) -> Kernel:
     """Return the row of the kernel with this name or alias. Raises BadInput, which lists the known names.
 
     O(demands) for the first call with a name.
     """
-    table = _table()["kernels"]
-    spelled = name.lower().replace("-", "_").replace(" ", "_")
-    known = {alias: key for key, row in table.items() for alias in (key, *row.get("also", ()))}
+    known = _own_names()
+    spelled = name.lower().replace("-", "_").replace(" ", "_") if isinstance(name, str) else ""
     if spelled not in known:
-        raise unknown_name("kernel", name, sorted(table))
+        shortest = {key: min((also for also in known if known[also] == key), key=len) for key in sorted(kernels())}
+        listed = [key if short == key else f"{key} ({short})" for key, short in shortest.items()]
+        hint = did_you_mean(spelled, known, cutoff=0.75)
+        text = f"unknown kernel {shown(name)}; known: {', '.join(listed)}" + (f"; {hint}" if hint else "")
+        raise BadInput(text, needed=name, available=tuple(known), hint=hint)
     return _kernel(known[spelled])
+
+
+def kernels_named(beginning: str) -> tuple[Kernel, ...]:
+    """Return the rows of the kernels that have a name or alias with this ``beginning``. O(kernels)."""
+    return tuple(
+        _kernel(key) for key in dict.fromkeys(k for name, k in _own_names().items() if name.startswith(beginning))
+    )
+
+
+@cache
+def _own_names() -> dict[str, str]:
+    """Return every name and alias of a kernel -> its name in the table."""
+    return {alias: key for key, row in _table()["kernels"].items() for alias in (key, *row.get("also", ()))}
 
 
 def other_names(kind: str) -> Mapping[str, list[str]]:
@@ -127,6 +144,7 @@ def _table() -> dict[str, Any]:
     return read_json("kvpagoda.layouts", "demands.json")
 
 
+@cache
 def _kernel(key: str) -> Kernel:
     """Return the row ``key`` of the table, with what it inherits from the row that it is ``like``."""
     table = _table()
@@ -150,8 +168,18 @@ def _kernel(key: str) -> Kernel:
         inherited = tuple(one for one in base.demands if one.name not in row.get("without", ()))
     archs = tuple(row.get("arch", base.archs if base else ()))
     demands = own + inherited
+    is_joined = row.get("joined", base is not None and base.is_joined)
     return Kernel(
-        key, row["title"], row["section"], row["source"], archs, tensors, needed, demands, row.get("role", "read")
+        key,
+        row["title"],
+        row["section"],
+        row["source"],
+        archs,
+        tensors,
+        needed,
+        demands,
+        row.get("role", "read"),
+        is_joined,
     )
 
 

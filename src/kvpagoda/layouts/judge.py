@@ -16,9 +16,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, shown
 from kvpagoda.layouts.demands import COMPARISONS, OUTCOMES, Demand, Kernel, family, kernel, other_names
 from kvpagoda.layouts.expression import ITEMSIZE
 from kvpagoda.units import align_up, whole_number
@@ -67,13 +67,25 @@ class Verdict:
         return f"{self.expect}: {self.rule}: {self.reason} [{self.source}]"
 
 
+class HasKernelTensors(Protocol):
+    """Memory of a layer that says itself what it gives to a kernel: ``kvpagoda.LayerView``."""
+
+    def kernel_tensors(self, kernel: str) -> Mapping[str, Any]:
+        """Return the tensors that ``kernel`` takes, as ``judge`` reads them."""
+
+
 def judge(
-    name: str, tensors: Mapping[str, Any], arch: str = "any", declared: Mapping[str, Any] | None = None
+    name: str,
+    tensors: Mapping[str, Any] | HasKernelTensors,
+    arch: str = "any",
+    declared: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Return whether kernel ``name`` can take ``tensors``, by the table of demands.
 
-    ``tensors``   the kernel's name of a tensor -> TensorSpec or {"shape": [..], "strides": [..] in elements, "dtype":
-                  "bfloat16", "base_alignment": bytes, "axes": [names]}; the last two only if known
+    ``tensors``   the kernel's name of a tensor -> a torch tensor, or another object with shape, stride(), dtype and
+                  data_ptr(); a TensorSpec; or {"shape": [..], "strides": [..] in elements, "dtype": "bfloat16",
+                  "base_alignment": bytes, "axes": [names]}, the last two only if known. Or a LayerView, whose
+                  ``kernel_tensors(name)`` are judged
     ``arch``      "sm90", "sm100a", ..; "any": the demands of all architectures must be met
     ``declared``  facts that shapes cannot tell: {"order": "VK"}, {"layout": "HND"}, {"dialect": "flashmla"}, ..; they
                   may also be given in ``tensors``, under the key "declared"
@@ -82,7 +94,12 @@ def judge(
     tensor that the kernel needs, and for shapes and strides of different lengths. O(demands).
     """
     row = kernel(name)
-    given = dict(tensors)
+    if isinstance(tensors, type) or not (isinstance(tensors, Mapping) or hasattr(tensors, "kernel_tensors")):
+        wanted = " or ".join(" and ".join(sorted(needed)) for needed in row.needed if needed) or "none"
+        raise BadInput(
+            f"tensors are a mapping from names to tensors ({row.name}: {wanted}) or a LayerView, got {shown(tensors)}"
+        )
+    given = dict(tensors if isinstance(tensors, Mapping) else tensors.kernel_tensors(name))
     facts = {**(given.pop("declared", None) or {}), **(declared or {})}
     facts = {_own_name(fact, other_names("declared"), ()): value for fact, value in facts.items()}
     specs = _specs(row, given)
@@ -129,8 +146,19 @@ def _specs(row: Kernel, given: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return specs
 
 
-def _spec(name: str, given: Mapping[str, Any]) -> TensorSpec:
-    """Return the tensor ``given`` as data as a TensorSpec. Raises BadInput."""
+def _described(tensor: Any) -> dict[str, Any]:
+    """Return a torch tensor, or an object like one, as data."""
+    address = tensor.data_ptr()
+    found = {"shape": tensor.shape, "strides": tensor.stride(), "dtype": tensor.dtype}
+    return {**found, "base_alignment": address & -address} if address else found
+
+
+def _spec(name: str, given: Any) -> TensorSpec:
+    """Return the tensor ``given``, itself or as data, as a TensorSpec. Raises BadInput."""
+    if all(hasattr(given, part) for part in ("data_ptr", "stride", "shape", "dtype")):
+        given = _described(given)
+    if not isinstance(given, Mapping):
+        raise BadInput(f"tensor {name!r} is a tensor, a TensorSpec or a description, got {shown(given)}")
     missing = [part for part in ("shape", "strides", "dtype") if part not in given]
     if missing:
         raise BadInput(f"tensor {name!r} has no {missing[0]}; give shape, strides (in elements) and dtype")

@@ -73,7 +73,8 @@ def unpack(
     dtype: torch.dtype = torch.float32,
     head_dim: int | None = None,
 ) -> Tensor:
-    """Return the rows ``[pages, page_size, D]`` of ``dtype`` that uint8 ``pages`` ``[pages, payload]`` hold.
+    """Return the rows ``[pages, page_size, D]`` of ``dtype`` that uint8 ``pages`` ``[pages, payload]`` hold; the payload
+    may also be several axes, such as ``[pages, page_size, 1, bytes of a row]``.
 
     An encoded element is code times scale, computed in float32; kept elements are returned unchanged. NaN stays NaN.
 
@@ -83,6 +84,7 @@ def unpack(
     packing = encoding.rules.packing
     page_size = whole_number(page_size, "page_size", at_least=1)
     one_head = packing.payload_nbytes(page_size)
+    pages = pages.flatten(1) if pages.ndim > 2 else pages
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] == 0 or pages.shape[1] % one_head:
         many = " * heads" if packing.cells > 1 else ""
         raise BadInput(

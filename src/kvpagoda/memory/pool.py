@@ -13,8 +13,10 @@ from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.layouts.demands import Kernel
 from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Rows
+from kvpagoda.schema.kernel_forms import Argument, arguments, declared, kind_of, kinds_of
 
 Tensor = torch.Tensor
 Index = tuple[Tensor, ...]
@@ -37,6 +39,9 @@ class Pool:
         self.arena, self.layer, self.num_shown = arena, layer, arena.num_rows - num_hidden
         self.rows: Mapping[str, Rows] = {named.name: named for named in rows}
         self.fields: Mapping[str, Tensor] = arena.layer(layer)
+        pairs = [frozenset(self.rows) & pair for pair in (frozenset("kv"), frozenset(("latent", "k_rope")))]
+        self.together: Mapping[str, frozenset[str]] = {name: pair for pair in pairs for name in pair}
+        """Rows that mean nothing without each other: name -> names, itself included."""
 
     def __getitem__(self, field: str) -> Tensor:
         """Return the view ``[kernel pages, rows, *shape]`` of one field; it aliases the arena. Raises KeyError."""
@@ -61,7 +66,9 @@ class Pool:
         keeps them packed in one row.
         """
         if rows.keys() == {"k", "v"} and "kv" in self.rows and rows["k"].shape == rows["v"].shape:
-            return {"kv": torch.stack((rows["k"], rows["v"]), dim=-3)}
+            is_flat = self.rows["kv"].shape[1] == 1 != rows["k"].shape[-2]  # a single head is optional
+            k, v = ((rows[name].unsqueeze(-2) if is_flat else rows[name]) for name in "kv")
+            return {"kv": torch.stack((k, v), dim=-3)}
         is_packed = "latent" in self.rows and "k_rope" not in self.rows
         if is_packed and rows.keys() == {"latent", "k_rope"} and rows["latent"].shape[:-1] == rows["k_rope"].shape[:-1]:
             return {"latent": torch.cat((rows["latent"], rows["k_rope"]), dim=-1)}
@@ -122,6 +129,28 @@ class Pool:
             found = found.squeeze(1)
         strides = found.stride()
         return found.permute(0, *sorted(range(1, found.ndim), key=lambda axis: (-strides[axis], axis)))
+
+    def kernel_tensors(self, kernel: Kernel) -> dict[str, Any]:
+        """Return the tensors that ``kernel`` takes, by the names of the table of demands, with its axes in its order, and
+        as ``declared`` the facts about them that shapes cannot tell. They alias the arena. Empty if it takes no rows of
+        this pool, or not in their form."""
+        pages = [self.arena.page(self.layer, name) for name in self.rows]
+        for number, name in enumerate(self.rows):
+            page = pages[number][0]
+            if kind_of(page) not in kinds_of(kernel):
+                continue
+            if found := arguments(kernel, page, [mate for mate, _ in pages]):
+                tensors: dict[str, Any] = {argument: self._as(one) for argument, one in found.items()}
+                return {**tensors, "declared": declared(found, self.rows[name].encoding)}
+        return {}
+
+    def _as(self, argument: Argument) -> Tensor:
+        """Return the view of the arena that ``argument`` describes."""
+        memory = self.arena.page(self.layer, argument.page.rows[0])[1]
+        dtype = getattr(torch, argument.dtype)
+        typed = memory if argument.dtype == "uint8" else memory.view(dtype)
+        start = typed.storage_offset() + argument.offset // dtype.itemsize
+        return typed.as_strided((len(typed), *argument.shape), (typed.stride(0), *argument.strides), start)
 
     def pages(self, name: str) -> Tensor:
         """Return the pages in which rows ``name`` lie, as kernels address them: uint8 ``[kernel pages, nbytes]``.

@@ -113,6 +113,7 @@ SOURCES: dict[str, tuple[tuple[str, ...], Callable[[Moment], Iterable[Told]]]] =
     "block": (("group", "state"), _blocks),
     "namespace": (("namespace",), lambda at: [((space.name,), space) for space in at.cache.namespaces]),
     "short_hit": (("reason",), lambda at: [((hits.reason,), hits) for hits in at.cache.short_hits]),
+    "residency": ((), lambda at: [] if at.cache.residency is None else [((), at.cache.residency)]),
     "tier": (_TIER, _tiers),
     "call": ((*_TIER, "call"), _calls),
     "outcome": ((*_TIER, "call", "outcome"), _outcomes),

@@ -8,12 +8,14 @@ from time import sleep
 from typing import Any
 
 from kvpagoda.cache.namespace import namespace_key
+from kvpagoda.cache.residency import Residency
 from kvpagoda.cache.stats import stats_of
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.metrics.names import COMMON, METRICS, VLLM, Metric, Moment
 from kvpagoda.scheduling import RunQueue
 from kvpagoda.tiers.health import Histogram
+from kvpagoda.units import whole_number
 
 with MissingExtra.unless("prometheus_client", "metrics need prometheus_client; pip install 'kvpagoda[metrics]'"):
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -31,6 +33,9 @@ class CacheCollector(Collector):
     All metrics have two labels: ``engine``, the number of the source, from 0 on, and ``model_name``.
     ``namespaces``: names to show for namespaces. A salt is a secret, so by default a keyed digest is shown instead.
     ``vllm``: the prefix of vLLM's metric names; set another one if vLLM's own metrics are in the same registry.
+    ``sample``: of so many cached blocks (128, for example; rounded up to a power of two) the life of one is followed, for
+    the metrics ``kvpagoda_kv_block_*``; 0: of none, and there are no such metrics.
+    A cache that has a collector already keeps its sample.
 
     Any thread may scrape it while the owner of a cache works. It takes no lock, so one metric may be some microseconds
     older than the next. Counters never decrease, even when a sequence is rewound. Raises BadInput, MissingExtra.
@@ -42,12 +47,17 @@ class CacheCollector(Collector):
         model_name: str = "",
         namespaces: Mapping[Any, str] | None = None,
         vllm: str = VLLM,
+        sample: int = 0,
     ) -> None:
         unknown = [source for source in sources if not isinstance(source, KVCache | RunQueue)]
         if unknown or not sources:
             raise BadInput(f"a collector takes one or more caches or run queues, got {unknown[:1] or 'none'}")
         self._sources, self._model_name, self._vllm = sources, model_name, vllm
         self._namespaces = {namespace_key(space): name for space, name in (namespaces or {}).items()}
+        sample = whole_number(sample, "sample", at_least=0)
+        for source in sources if sample else ():
+            prefix = (source if isinstance(source, KVCache) else source.cache).core.prefix
+            prefix.residency = prefix.residency or Residency(sample)
         self._most: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def describe(self) -> Iterable[Family]:

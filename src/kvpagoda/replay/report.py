@@ -16,6 +16,7 @@ import numpy as np
 from kvpagoda import console
 from kvpagoda.errors import BadInput
 from kvpagoda.recording import TraceFile
+from kvpagoda.replay.own_policy import policy_from_text
 from kvpagoda.replay.page import Page, schema_sections, tree_sections
 from kvpagoda.replay.reuse import Reuse, WorkingSet, lru_hits, reuse_histogram, working_set
 from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
@@ -23,8 +24,10 @@ from kvpagoda.replay.simulate import (
     BLOCK_FIFO,
     BOUND,
     WITHOUT_TREE,
+    AnyPolicy,
     ReplayResult,
     checked,
+    fresh,
     hit_rate_curve,
     known_policy,
 )
@@ -43,22 +46,33 @@ MANY_REFS = 20_000_000
 """With more references than this, policies that need a tree are replayed only if the user names them. On the public
 agent trace (94 million references) a tree takes some 25 s for each capacity, all other policies together one or two
 seconds."""
+LEAST_FOR_LINE = 5
+"""With fewer capacities a plot has markers alone: a straight line between two that are far apart runs above any curve."""
 WINDOWS = 12  # windows of time of a working set
 COLUMNS = ("policy", "capacity", "of all", "hit rate", "of tokens", "hits", "evictions")
 
 
 def read(
-    path: Path | None, limit: int | None, by_arrival: bool, seed: int, block_size: int | None, made_up: int
+    path: Path | None, limit: int | None, keep_order: bool, seed: int, block_size: int | None, made_up: int
 ) -> Trace:
     """Return the requests to replay: those of the file ``path``, or of the synthetic workload ``seed`` if ``path`` is
     None.
 
-    ``limit``: only the first requests, this many; without it a workload has ``made_up`` requests. ``by_arrival``: sort
-    them by arrival. ``block_size``: tokens per id if the file does not say. Raises BadInput, OSError.
+    ``limit``: only the first requests of the file, this many; without it a workload has ``made_up`` requests.
+    ``keep_order``: not sorted by arrival. ``block_size``: tokens per id if the file does not say. Raises BadInput, OSError.
     """
     num_requests = made_up if limit is None else limit
-    trace = synthetic(num_requests, seed) if path is None else Trace.read(path, limit, block_size)
-    return trace.by_arrival() if by_arrival else trace
+    return synthetic(num_requests, seed) if path is None else Trace.read(path, limit, block_size, keep_order=keep_order)
+
+
+def order_of(trace: Trace) -> tuple[dict[str, Any], list[str]]:
+    """Return in which order the requests run: figures for JSON, and a line if that is not the order of the source, or if
+    the source is not in order of arrival."""
+    late = trace.out_of_order
+    is_kept = bool((np.diff(trace.arrivals) < 0).any())
+    told = f"{late:,} of {len(trace):,} requests were not in order of arrival; "
+    told += "left in the order of the file" if is_kept else "ordered (--file-order keeps the order of the file)"
+    return {"order": "file" if is_kept else "arrival", "out_of_order": late}, [told] if late else []
 
 
 def run(
@@ -75,10 +89,12 @@ def run(
     jobs: int | None = None,
 ) -> None:
     """Replay at every capacity, in blocks (None: shares of the distinct blocks), with every policy (None: the default
-    policies), and print the results. ``plot``, ``requests``, ``timeline``, ``page``: files for a plot, for the hits of every
-    request, for trace events of one replay, and for a report. ``jobs``: processes. Raises BadInput, MissingExtra, OSError.
+    policies; "FILE.py:CLASS": one of the user's own), and print the results. ``plot``, ``requests``, ``timeline``, ``page``:
+    files for a plot, for the hits of every request, for trace events of one replay, and for a report. ``jobs``: processes.
+    Raises BadInput, MissingExtra, OSError.
     """
-    chosen, sizes = checked(policies or DEFAULT_POLICIES, capacities or (), warm_up)
+    chosen: list[AnyPolicy] = [policy_from_text(text) for text in policies or DEFAULT_POLICIES]
+    _, sizes = checked(chosen, capacities or (), warm_up)
     figure = None if plot is None else new_figure(plot)
     if requests is not None:
         requests.touch()  # raises before the work if it cannot be written
@@ -88,10 +104,10 @@ def run(
     trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
-    notes = []
+    order, notes = order_of(trace)
     if policies is None and trace.num_refs > MANY_REFS:
-        left_out = [name for name in chosen if name not in WITHOUT_TREE]
-        chosen = [name for name in chosen if name in WITHOUT_TREE]
+        left_out = [name for name in DEFAULT_POLICIES if name not in WITHOUT_TREE]
+        chosen = [name for name in DEFAULT_POLICIES if name in WITHOUT_TREE]
         notes.append(f"{', '.join(left_out)} left out: slow with so many references; name it with --policy to run it")
     if not sizes:
         sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
@@ -112,7 +128,7 @@ def run(
     if results[0].warm_up_requests:
         notes.append(f"the first {results[0].warm_up_requests:,} requests are not counted")
     figures = {
-        "trace": trace.name, "requests": len(trace), "block_refs": trace.num_refs,
+        "trace": trace.name, "requests": len(trace), **order, "block_refs": trace.num_refs,
         "distinct_blocks": trace.num_distinct, "notes": notes,
         "results": [result.to_dict() for result in results],
         "reuse_distance": [{"from": low, "below": end, "references": n} for low, end, n in reuse_histogram(reuse)],
@@ -178,7 +194,9 @@ def run_schema(
     ``block-fifo`` cannot serve requests, and are left out. ``timeline``: a file for trace events, if the grid is one.
     ``page``: a file for a report. Raises BadInput, also if no other policy is given, and MissingExtra.
     """
-    jobs = [job for job in grid if known_policy(job[1]) not in (BOUND, BLOCK_FIFO)]
+    read = [(size, policy_from_text(policy), every) for size, policy, every in grid]
+    named = [(size, known_policy(policy), every, policy) for size, policy, every in read]
+    jobs = [job for job in named if job[1] not in (BOUND, BLOCK_FIFO)]
     if not jobs:
         raise BadInput(f"{BOUND} and {BLOCK_FIFO} cannot serve requests: give another policy")
     if timeline is not None:
@@ -187,13 +205,17 @@ def run_schema(
         settings = {**settings, "record": timeline}
     report = None if page is None else Page(page)
     trace = source(500)
+    order, notes = order_of(trace)
     settings = {"tokens_per_id": trace.block_size, **settings}
     work = partial(serve, trace, schema, **settings)
-    runs = [(f"{size}, {name}", partial(work, size, policy=name, checkpoint_every=n)) for size, name, n in jobs]
+    runs = [
+        (f"{size}, {name}", partial(work, size, policy=fresh(policy), checkpoint_every=every))
+        for size, name, every, policy in jobs
+    ]
     results = _each(trace, runs)
-    rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every), r in zip(jobs, results)]
-    figures = {"trace": trace.name, "schema": schema.name, "results": rows}
-    lines = [_title(trace, schema)]
+    rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every, _), r in zip(jobs, results)]
+    figures = {"trace": trace.name, "schema": schema.name, **order, "results": rows}
+    lines = [_title(trace, schema), *notes]
     if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     lines.append(
@@ -204,13 +226,13 @@ def run_schema(
             budget, policy, str(every or "-"), f"{r.hit_rate:.1%}", f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}",
             f"{r.mean_running:.1f}", f"{r.evicted_blocks:,}", f"{r.unusable_percent:.2f}%",
         )
-        for (budget, policy, every), r in zip(jobs, results)
+        for (budget, policy, every, _), r in zip(jobs, results)
     ]  # fmt: skip
     if report is not None:
         known = replace(trace, block_size=settings["tokens_per_id"])
-        report.write(
-            f"Replay of {Path(trace.name).name}", lines[:-1], schema_sections(known, Reuse.of(known), jobs, results)
-        )
+        asked = [job[:3] for job in jobs]
+        sections = schema_sections(known, Reuse.of(known), asked, results)
+        report.write(f"Replay of {Path(trace.name).name}", lines[:-1], sections)
     _show(as_json, figures, lines, ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused"), cells)
 
 
@@ -227,6 +249,8 @@ def run_workers(
 
     ``settings``: other arguments of ``serve``. Raises BadInput.
     """
+    if isinstance(policy_from_text(settings["policy"]), type):
+        raise BadInput(f"{settings['policy']}: a policy of your own runs in one process; leave out --workers")
     if known_policy(settings["policy"]) in (BOUND, BLOCK_FIFO):
         raise BadInput(
             f"{settings['policy']} cannot serve requests: it needs the whole trace or has no tree; give another policy"
@@ -235,9 +259,10 @@ def run_workers(
     settings = {"tokens_per_id": trace.block_size, **settings}
     work = partial(serve_multi_worker, trace, schema, budget, workers=workers, store=store, **settings)
     (results,) = _each(trace, [(f"{workers} workers", work)])
+    order, notes = order_of(trace)
     hits, loaded = _shares(results)
     figures = {
-        "trace": trace.name, "schema": schema.name, "budget": budget, "workers": workers, "hit_rate": hits,
+        "trace": trace.name, "schema": schema.name, **order, "budget": budget, "workers": workers, "hit_rate": hits,
         "from_store": loaded, "results": [result.to_dict() for result in results],
     }  # fmt: skip
     parts = {**{str(number): [result] for number, result in enumerate(results)}, "together": results}
@@ -248,7 +273,7 @@ def run_workers(
         )
         for name, part in parts.items()
     ]  # fmt: skip
-    lines = [f"{_title(trace, schema)}, {budget} a worker"]
+    lines = [f"{_title(trace, schema)}, {budget} a worker", *notes]
     _show(as_json, figures, lines, ("worker", "requests", "hits", "from store", "evicted"), cells)
 
 
@@ -345,10 +370,10 @@ def _hit_rates(axes: Any, trace: Trace, reuse: Reuse, results: Sequence[ReplayRe
     for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
         mine = sorted((r.capacity_blocks, r.hit_rate * 100) for r in results if r.policy == policy)
         style = dict(color=f"C{number % 10}", marker="osD^vPX*"[number % 8], label=policy)
-        if policy == "lru":  # its line is drawn already, at every capacity
-            style |= dict(linestyle="none")
         if policy == BOUND:
             style |= dict(linestyle="--", color="black", label="opt (bound)")
+        if policy == "lru" or len(mine) < LEAST_FOR_LINE:  # the line of lru is drawn already, at every capacity
+            style |= dict(linestyle="none")
         axes.plot(*zip(*mine), markersize=6, markerfacecolor="none", linewidth=1.4, **style)
     axes.axhline(rates[-1], color="0.5", linewidth=0.8, linestyle=":")
     axes.annotate(f"all reuse {rates[-1]:.1f} %", (low, rates[-1]), (2, 3), textcoords="offset points", color="0.35")

@@ -28,6 +28,8 @@ POLICIES = (*(name for name in POLICY_NAMES if name not in ("priority", "ttl")),
 last two are not policies of a tree: ``block-fifo`` evicts any block, and ``opt`` knows the future."""
 WITHOUT_TREE = ("lru", BLOCK_FIFO, BOUND)
 """Policies that need no tree in a curve, but one or two passes over the trace; others run a tree for each capacity."""
+AnyPolicy = str | EvictionPolicy | type[EvictionPolicy]
+"""A policy by name, as an object for one replay, or as a class that is called without arguments for each replay."""
 Told = Callable[[float, str], None]
 """A callback: (number of finished replays, with fractions; the replay that runs)."""
 _trace: Trace | None = None  # the trace, in a process of the pool
@@ -72,17 +74,20 @@ class ReplayResult:
         return {**plain, "hit_rate": self.hit_rate, "token_hit_rate": self.token_hit_rate}
 
 
-def known_policy(policy: str | EvictionPolicy) -> str:
+def known_policy(policy: AnyPolicy) -> str:
     """Return the name of ``policy``; for an object, that of its class. Raises BadInput for an unknown name, and lists
     the names."""
     if isinstance(policy, str) and policy not in POLICIES:
         raise unknown_name("policy", policy, POLICIES)
-    return policy_name(policy)
+    return policy.__name__ if isinstance(policy, type) else policy_name(policy)
 
 
-def checked(
-    policies: Sequence[str | EvictionPolicy], capacities: Sequence[int], warm_up: float
-) -> tuple[list[str], list[int]]:
+def fresh(policy: AnyPolicy) -> str | EvictionPolicy:
+    """Return a policy for one replay: of a class, a new object."""
+    return policy() if isinstance(policy, type) else policy
+
+
+def checked(policies: Sequence[AnyPolicy], capacities: Sequence[int], warm_up: float) -> tuple[list[str], list[int]]:
     """Check the arguments of a replay; return the names of the policies, and the capacities as ints. Raises
     BadInput."""
     names = [known_policy(policy) for policy in policies]
@@ -119,7 +124,8 @@ def replay(
     not.
 
     ``policy``: a name, or an ``EvictionPolicy`` object that was not used in another replay.
-    ``trace``: a path, an iterable of public records or Requests, or a Trace (read once, for many replays).
+    ``trace``: a path or an iterable of public records or Requests, which are ordered by arrival if they are not; or a
+    Trace (read once, for many replays), in its order: ``Trace.read(path, keep_order=True)`` has that of the file.
     ``warm_up``: the share of the requests that run first and are not counted, rounded down to whole requests.
     ``on_request`` is called now and then with the number of finished requests. Raises BadInput before anything runs.
 
@@ -143,7 +149,7 @@ def replay(
 def hit_rate_curve(
     trace: Source | Trace,
     capacities: Sequence[int],
-    policies: Sequence[str | EvictionPolicy],
+    policies: Sequence[AnyPolicy],
     *,
     warm_up: float = 0.0,
     jobs: int = 1,
@@ -152,6 +158,7 @@ def hit_rate_curve(
 ) -> list[ReplayResult]:
     """Return the results of ``replay`` at every capacity, in blocks, for every policy; capacities are the outer loop.
 
+    ``policies``: names, or classes of your own, which are called for each capacity; an object serves one capacity alone.
     ``lru`` and ``opt`` are computed from the stretches of one pass; other policies run in ``jobs`` processes at once
     (with more than one, a script needs ``if __name__ == "__main__"``). ``warm_up``: see ``replay``. ``reuse``: the
     stretches of this trace, if they are known already. Raises BadInput before anything runs.
@@ -190,7 +197,7 @@ def hit_rate_curve(
         return [found[key] for key in asked]
     for size, number in slow:
         found[size, number] = replay(
-            columns, capacity_blocks=size, policy=policies[number], warm_up=warm_up,
+            columns, capacity_blocks=size, policy=fresh(policies[number]), warm_up=warm_up,
             on_request=partial(tell, size, number),
         )  # fmt: skip
     return [found[key] for key in asked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from kvpagoda.units import whole_number
 Ids32 = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
+_log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 512  # tokens per id in the public form (kvcache-ai/Mooncake, FAST25-release)
 _CHUNK = 1 << 22  # references that are processed at once: temporary arrays of some 32 MB
@@ -33,7 +34,8 @@ class Trace:
     1]]``. They are the source's own numbers if those are small, else renumbered. ``starts`` int64 ``[requests + 1]``;
     ``arrivals`` float64 ``[requests]``, seconds; ``input_lengths``, ``output_lengths`` int64 ``[requests]``, tokens. An
     id stands for ``block_size`` tokens, or for ``block_tokens``, int32 ``[refs]``, if the source gives each id its own
-    number of tokens.
+    number of tokens. ``out_of_order``: how many requests the source named after one that arrived later; ``read`` ordered
+    them, unless it was told to keep the order.
     """
 
     name: str
@@ -44,11 +46,21 @@ class Trace:
     output_lengths: Ints
     block_size: int = DEFAULT_BLOCK_SIZE
     block_tokens: Ids32 | None = None
+    out_of_order: int = 0
 
     @classmethod
-    def read(cls, source: Source | Trace, limit: int | None = None, block_size: int | None = None) -> Trace:
-        """Read a source of ``read_requests``, at most its first ``limit`` requests. ``block_size``: tokens per id if
-        the source does not say; None: 512. Raises BadInput. O(refs); the ids are in memory once.
+    def read(
+        cls,
+        source: Source | Trace,
+        limit: int | None = None,
+        block_size: int | None = None,
+        *,
+        keep_order: bool = False,
+    ) -> Trace:
+        """Read a source of ``read_requests``, at most its first ``limit`` requests, and order them by arrival if they are
+        not, which ``out_of_order`` counts and a log line says. ``keep_order``: leave them in the order of the source. A
+        Trace is left as it is. ``block_size``: tokens per id if the source does not say; None: 512. Raises BadInput.
+        O(refs); the ids are in memory once, and a second time while they are ordered.
         """
         if limit is not None:
             whole_number(limit, "a limit of requests", at_least=1)
@@ -69,7 +81,17 @@ class Trace:
             np.array(inputs, np.int64), np.array(outputs, np.int64),
         )  # fmt: skip
         default = DEFAULT_BLOCK_SIZE if block_size is None else whole_number(block_size, "block_size", at_least=1)
-        return made._with_tokens(tokens, default)
+        return made._with_tokens(tokens, default)._ordered(keep_order)
+
+    def _ordered(self, keep_order: bool) -> Trace:
+        """Return this trace with ``out_of_order`` counted, in order of arrival unless ``keep_order``."""
+        late = int(np.count_nonzero(self.arrivals < np.maximum.accumulate(self.arrivals)))
+        if not late:
+            return self
+        if keep_order:
+            return replace(self, out_of_order=late)
+        _log.info("%s: %d of %d requests were not in order of arrival; ordered", self.name, late, len(self))
+        return replace(self.by_arrival(), out_of_order=late)
 
     def _with_tokens(self, said: list[int | Ids64 | None], default: int) -> Trace:
         """Return this trace with the tokens per id of each request: ``said[i]``, or ``default`` if it is None."""
@@ -158,12 +180,15 @@ class Trace:
     def take(self, which: Iterable[int] | Ints) -> Trace:
         """Return the requests with the numbers ``which``, in that order, as a new trace."""
         chosen = np.asarray(which, np.int64)
-        sizes = np.diff(self.starts)[chosen]
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        refs = np.repeat(self.starts[chosen] - starts[:-1], sizes) + np.arange(starts[-1])
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.diff(self.starts)[chosen])])
+        bounds = list(zip(self.starts[chosen].tolist(), self.starts[chosen + 1].tolist()))
+
+        def taken(column: Ids32) -> Ids32:
+            return np.concatenate([column[:0], *(column[begin:end] for begin, end in bounds)])
+
         return Trace(
-            self.name, self.ids[refs], starts, self.arrivals[chosen], self.input_lengths[chosen],
-            self.output_lengths[chosen], self.block_size, None if self.block_tokens is None else self.block_tokens[refs],
+            self.name, taken(self.ids), starts, self.arrivals[chosen], self.input_lengths[chosen],
+            self.output_lengths[chosen], self.block_size, None if self.block_tokens is None else taken(self.block_tokens),
         )  # fmt: skip
 
 

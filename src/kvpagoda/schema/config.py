@@ -109,5 +109,5 @@ def fields_of(config: Any) -> Mapping[str, Any]:
         config if isinstance(config, Mapping) else to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     )
     if not isinstance(fields, Mapping):
-        raise SchemaError(f"a config is a mapping or an object with fields, got {type(config).__name__}")
+        raise SchemaError(f"a config is a mapping or an object with fields, got {shown(config)}")
     return fields

@@ -152,7 +152,7 @@ def unknown_type(name: Any) -> str:
         return f"model type {name!r} is not supported: {refused()[name]}"
     hint = did_you_mean(name, model_types(), cutoff=0.8)
     why = "its cache was not verified" + (f"; {hint}" if hint else "")
-    return f"model type {name!r} is not supported: {why} ({len(model_types())} types are known)"
+    return f"model type {name!r} is not supported: {why} (docs/models.md lists those that are)"
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:

@@ -7,28 +7,26 @@ This happens before memory is allocated.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.layouts.demands import Demand, Kernel, kernel, kernels
+from kvpagoda.layouts.demands import Demand, Kernel
 from kvpagoda.layouts.judge import judge
 from kvpagoda.layouts.pages import KIND_OF_ROWS, KINDS
 from kvpagoda.schema.fields import Growth, itemsize
+from kvpagoda.schema.kernel_forms import Argument, arguments, declared, kind_of, kinds_of, rows_named
 from kvpagoda.schema.layers import Group, Layer
-from kvpagoda.schema.layout import ALIGN, KernelTensor, Page, RowLayout
+from kvpagoda.schema.layout import ALIGN, Page, RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, by_kind
 
 KernelNames = LayoutNames
 """One kernel, several, or {kind of rows: kernel} (``kvpagoda.layouts.pages.KINDS``). ``name-sm100``: on sm100 alone."""
-_OF_SECTION = {"1.1": ("attention",), "1.2": ("latent", "entries"), "1.3": ("indexer",)}
-"""Section of the table of demands -> kinds of rows that its kernels read."""
-_ROWS_OF = {"k": ("k", "k_rope"), "v": ("v", "latent"), "ckv": ("latent",), "kpe": ("k_rope",)}
-"""Name of a kernel tensor that is a single field -> the names of the rows that it may be."""
 _DOES = {"reject": "refuses", "copy": "copies the cache on each call", "garbage": "reads wrong bytes"}
 """Outcome of a violated demand -> what the kernel does, for error texts."""
+_TOUCHES = {"read": "reads", "write": "writes", "move": "moves"}
+"""Role of a kernel in the table of demands -> the same as a verb."""
 LARGEST_BLOCK = 512
 """The most tokens of a block that is chosen for kernels."""
 _PAGES = 64
@@ -70,29 +68,14 @@ def readers_of(names: KernelNames) -> tuple[Reader, ...]:
     """Return the kernels of ``names``. Raises BadInput for an unknown kernel, or one that does not read its kind."""
     found = []
     for kind, name in by_kind(names):
-        match = re.fullmatch(r"(.*?)(?:[-_ ](sm\d+[af]?))?", name.lower())
-        assert match is not None
-        plain = match[1].replace("-", "_").replace(" ", "_")
-        rows = tuple(kernel(key) for key in kernels() if key.startswith(f"{plain}_"))
-        try:
-            rows = (kernel(plain),)
-        except BadInput:
-            if not rows:
-                raise
-        kinds = tuple(dict.fromkeys(read for row in rows for read in _kinds_of(row)))
+        rows, arch = rows_named(name)
+        kinds = tuple(dict.fromkeys(read for row in rows for read in kinds_of(row)))
         if kind and kind not in kinds:
             raise BadInput(
                 f"kernel {name!r} reads {', '.join(kinds) or 'no cache'}, not {kind!r}; kinds: {', '.join(KINDS)}"
             )
-        found.append(Reader(name, rows, match[2] or "any", (kind,) if kind else kinds))
+        found.append(Reader(name, rows, arch, (kind,) if kind else kinds))
     return tuple(found)
-
-
-def _kinds_of(row: Kernel) -> tuple[str, ...]:
-    """Return the kinds of rows that the kernel of a table row reads."""
-    if row.section == "1.4":
-        return ("conv",) if "channel" in next(iter(row.tensors["state"].values())) else ("recurrent",)
-    return _OF_SECTION.get(row.section, ())
 
 
 def fit(groups: Sequence[Group], readers: Sequence[Reader], sizes: Iterable[tuple[int, int]], order: str) -> Fit:
@@ -133,6 +116,11 @@ def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order:
     for reader in readers:
         if not kept & {*reader.kinds}:
             raise SchemaError(f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows")
+        where = "" if reader.arch == "any" else f" on {reader.arch}"
+        title = reader.name if len(reader.rows) > 1 else f"{reader.rows[0].name}{where}"
+        unit = "states" if kept & {*reader.kinds} <= {"recurrent", "conv"} else f"pages of {fit.kernel_page} tokens"
+        what = ", ".join(kind for kind in reader.kinds if kind in kept)
+        notes.append(f"{title} {_TOUCHES[reader.rows[0].role]} {what} in place, {unit}")
     return Fit(fit.block_size, fit.kernel_page, multiples, tuple(notes))
 
 
@@ -171,7 +159,7 @@ def unmet(
             continue
         seen.add(alike)
         for reader in readers:
-            if _kind(page) in reader.kinds:
+            if kind_of(page) in reader.kinds:
                 step = stride if order == "block" else page.piece
                 yield from _judged(reader, page, mates[page.layer], step, encoding)
 
@@ -180,8 +168,8 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
     """Yield at most one problem with ``page``; none if at least one of the reader's table rows accepts it."""
     first: Problem | None = None
     for row in reader.rows:
-        tensors, facts = _tensors(row, page, mates, stride)
-        if tensors is None:
+        found = arguments(row, page, mates)
+        if found is None:
             taken = [(name, axes) for name, forms in row.tensors.items() for axes in forms.values()]
             wanted = "; ".join(
                 f"{name} [{', '.join(axes)}]" for name, axes in taken if "block" in axes or "slot" in axes
@@ -189,11 +177,8 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
             text = f"it takes {wanted or 'no paged tensor'}, and these rows have no such form; choose another layout"
             first = first or Problem(reader, page, None, text)
             continue
-        if encoding.is_packed:
-            facts["packing"] = "footer" if encoding.rules.packing.footer else "inline"
-            facts["scales"] = "power_of_two" if encoding.rules.rule.has_power_of_two_scales else "raw"
-            facts |= {"dialect": encoding.dialect, "padding": -1}
-        verdict = judge(row.name, tensors, reader.arch, facts)
+        tensors = {name: _described(one, stride) for name, one in found.items()}
+        verdict = judge(row.name, tensors, reader.arch, declared(found, encoding))
         if verdict.expect == "ok":
             return
         demand = next((demand for demand in row.demands if demand.name == verdict.rule), None)
@@ -205,70 +190,12 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
         yield first
 
 
-def _tensors(
-    row: Kernel, page: Page, mates: Sequence[Page], stride: int
-) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return the tensors of a call of kernel ``row`` for ``page``, and the facts that the caller declares.
-
-    ``mates``: all pages of the same layer, because a call may need several. The tensors are None if ``page`` has no
-    form that the kernel takes.
-    """
-    needed = sorted(row.needed, key=lambda names: "kv" not in names) if page.packed else row.needed
-    for names in needed:
-        found: dict[str, Any] = {}
-        facts: dict[str, Any] = {}
-        for name in names:
-            source = next((mate for mate in mates if {*mate.rows} & {*_ROWS_OF.get(name, page.rows)}), page)
-            is_all = not any(mate is not source and _kind(mate) == _kind(source) for mate in mates)
-            tensor = source.whole if name not in _ROWS_OF and is_all else None
-            if name in _ROWS_OF and not source.packed:
-                fields = {place.field.name: place for place in source.places}
-                tensor = next((source.tensor(fields[one]) for one in _ROWS_OF[name] if one in fields), None)
-            spec = None if tensor is None else _spec(row, name, tensor, source, stride, facts)
-            if spec is None:
-                break
-            found[name] = spec
-        else:
-            return found, facts
-    return None, {}
-
-
-def _spec(
-    row: Kernel, name: str, tensor: KernelTensor, page: Page, stride: int, facts: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return ``tensor`` with the axes that kernel ``row`` gives to its argument ``name``; None if it has no such form.
-
-    Of several forms the one in the tensor's own memory order is taken. The form is recorded in ``facts``.
-    """
-    size = itemsize(tensor.dtype)
-    ours = dict(zip(tensor.axes, zip(tensor.shape, tensor.strides)))
-    forms: list[tuple[bool, str, dict[str, Any]]] = []
-    for form, axes in row.tensors[name].items():
-        inner = [axis for axis in axes if axis not in ("block", "slot")]
-        must = {axis for axis, (extent, _) in ours.items() if extent > 1 or axis not in ("one", "token")}
-        is_paged = len(inner) < len(axes) and all(axis in ours or axis in ("one", "head") for axis in inner)
-        if not is_paged or not must <= {*inner}:
-            continue
-        pairs = [ours.get(axis, (1, tensor.shape[-1])) for axis in inner]
-        strides = [step for extent, step in pairs if extent > 1]
-        spec: dict[str, Any] = {
-            "shape": [_PAGES, *(extent for extent, _ in pairs)], "strides": [stride // size, *(step for _, step in pairs)],
-            "dtype": tensor.dtype, "axes": axes, "base_alignment": math.gcd(page.offset + tensor.offset, 64),
-        }  # fmt: skip
-        forms.append((strides == sorted(strides, reverse=True), form, spec))
-    if not forms:
-        return None
-    _, form, spec = max(forms, key=lambda item: item[0])
-    if form in ("NHD", "HND"):
-        facts["layout"] = form
-    if {"key", "value"} <= {*spec["axes"]}:
-        facts["order"] = "VK" if ours["key"][1] < ours["value"][1] else "KV"
-    return spec
-
-
-def _kind(page: Page) -> str:
-    """Return the kind of the rows in ``page``; "" for rows that no kernel reads."""
-    return KIND_OF_ROWS.get(page.rows[0], "")
+def _described(one: Argument, stride: int) -> dict[str, Any]:
+    """Return ``one`` as ``judge`` reads it, with pages that are ``stride`` bytes apart."""
+    return {
+        "shape": [_PAGES, *one.shape], "strides": [stride // itemsize(one.dtype), *one.strides], "dtype": one.dtype,
+        "axes": one.axes, "base_alignment": math.gcd(one.page.offset + one.offset, 64),
+    }  # fmt: skip
 
 
 def _multiple(demand: Demand | None) -> int | None:
@@ -281,8 +208,9 @@ def _multiple(demand: Demand | None) -> int | None:
 def _refusal(problem: Problem, fit: Fit, law: Growth) -> str:
     """Return the error text for ``problem``, with what would make the kernel accept the cache."""
     rows = ", ".join(problem.page.rows)
+    where = "" if problem.reader.arch == "any" else f" on {problem.reader.arch}"
     text = (
-        f"kernel {problem.reader.name!r} on {problem.reader.arch} does not read {rows} of layer {problem.page.layer} "
+        f"kernel {problem.reader.name!r}{where} does not read {rows} of layer {problem.page.layer} "
         f"({law.name}, blocks of {fit.block_size} tokens in kernel pages of {fit.kernel_page}): {problem.text}"
     )
     demand = problem.demand

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any, SupportsIndex
 
 from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.layouts.named import names
 from kvpagoda.layouts.pages import KIND_OF_ROWS
+from kvpagoda.schema.config_source import config_named
 from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, dtype_name
 from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
@@ -18,7 +22,7 @@ from kvpagoda.schema.kernel_fit import fit as fitted
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.layout_choice import LayoutNames, arena_order, choices_of
+from kvpagoda.schema.layout_choice import LayoutNames, arena_order, by_kind, choices_of
 from kvpagoda.schema.plan import GroupPlan, Plan, equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
@@ -60,6 +64,9 @@ class Schema:
     ) -> Schema:
         """Return the schema of a transformers config, or of a dict read from ``config.json``. Needs no torch.
 
+        ``config`` may also be the path of a ``config.json``, a folder that holds one, or the name of a preset
+        (``kvpagoda.schema.presets.presets``) or of its model on the Hugging Face hub, as text or a ``Path``.
+
         ``dtype``: of the cached rows; None: the dtype that the config names, else bfloat16. ``kv_format``: the encoding
         of MLA latents and DeepSeek-V4 entries; a model with other kinds must have ``raw``. ``raw`` stores rows as the
         model computes them. ``fp8`` uses the packed rows of FlashMLA and DeepGEMM; rows of other sizes or another dtype
@@ -70,7 +77,9 @@ class Schema:
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
         verify_width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
+        name, config = config_named(config) if isinstance(config, str | PathLike) else (None, config)
         schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
+        schema = schema if name is None else replace(schema, name=name)
         return schema if layout is None else schema.laid_out(layout)
 
     def __post_init__(self) -> None:
@@ -251,10 +260,18 @@ class Schema:
         block); groups never share layer-major arenas.
 
         Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError if a kernel would refuse,
-        copy or misread the cache, with the kernel's rule and what would satisfy it."""
+        copy or misread the cache, with the kernel's rule, what would satisfy it, and the layouts that fit, which are its
+        ``available``."""
         if (budget is None) == (num_blocks is None):
             raise BadInput("give either a budget in bytes or num_blocks: exactly one of them")
-        fit = self._fit(block_size, kernel_page, kernels, order := arena_order(self.layers, order))
+        try:
+            fit = self._fit(block_size, kernel_page, kernels, arena_order(self.layers, order))
+        except SchemaError as error:
+            if not (found := self._fitting_layouts(block_size, kernel_page, kernels, order)):
+                raise
+            hint = f"it fits with layout={(found[0] if len(found) == 1 else found)!r}"
+            raise SchemaError.with_hint(str(error), hint, available=found) from None
+        order = arena_order(self.layers, order)
         size, max_requests = fit.block_size, whole_number(max_requests, "max_requests", at_least=1)
         step_tokens = whole_number(step_tokens, "step_tokens", at_least=1)
         lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in lengths)
@@ -304,6 +321,26 @@ class Schema:
             for page in ([kernel_page] if kernel_page else [block // n for n in parts if block % (n * unit) == 0])
         ]
         return fitted(self.all_groups, readers, sizes, order)
+
+    def _fitting_layouts(
+        self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str | None
+    ) -> list[str]:
+        """Return the names of layouts with which all ``kernels`` can read these rows; [] if there are none."""
+        different = {layer.kinds: layer for layer in self.layers if layer.owner == layer.index}
+        small, found = replace(self, layers=tuple(different.values())), []
+        wanted = by_kind(kernels)
+        for kind, kernel in wanted:
+            for layout in ("", *names()):
+                with suppress(BadInput):
+                    laid = small.laid_out(layout) if layout else small
+                    laid._fit(
+                        block_size, kernel_page, {kind: kernel} if kind else kernel, arena_order(laid.layers, order)
+                    )
+                    found.append(layout)
+                    break
+            else:
+                return []
+        return [*dict.fromkeys(filter(None, found))]
 
     def _largest_groups(
         self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int

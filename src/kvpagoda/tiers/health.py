@@ -24,10 +24,10 @@ Outcomes = Mapping[str, tuple[bytes, Status] | None]
 
 @dataclass(frozen=True)
 class Histogram:
-    """The durations of calls: ``counts[i]`` calls took at most ``bounds[i]`` seconds and more than the bound before.
+    """Values, such as the durations of calls in seconds: ``counts[i]`` of them are at most ``bounds[i]`` and more than the
+    bound before.
 
-    The last count, for which there is no bound, is of calls that took longer than all bounds. ``total``: seconds of all
-    calls.
+    The last count, for which there is no bound, is of values above all bounds. ``total``: the sum of all values.
     """
 
     bounds: tuple[float, ...]
@@ -56,19 +56,19 @@ class Histogram:
 
 
 class Latencies:
-    """Counts calls by their duration."""
+    """Counts durations, of calls for example."""
 
-    def __init__(self) -> None:
-        self._counts, self._total = [0] * (len(BOUNDS) + 1), 0.0
+    def __init__(self, bounds: tuple[float, ...] = BOUNDS) -> None:
+        self._bounds, self._counts, self._total = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, seconds: float) -> None:
         """Count a call that took ``seconds``. O(log buckets)."""
-        self._counts[bisect_left(BOUNDS, seconds)] += 1
+        self._counts[bisect_left(self._bounds, seconds)] += 1
         self._total += seconds
 
     def picture(self) -> Histogram:
         """Return the counts so far."""
-        return Histogram(BOUNDS, tuple(self._counts), self._total)
+        return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
 @dataclass(frozen=True)

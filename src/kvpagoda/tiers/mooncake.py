@@ -21,7 +21,7 @@ from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.loading import read_json
 from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
@@ -164,8 +164,8 @@ def mooncake_driver(
 
     The buffer is registered once. If the master does not answer, the driver tries again in the background, and all
     calls are UNAVAILABLE until it does. A call can last seconds longer than its deadline, as the engine's timeouts
-    allow (they are set here unless the environment sets them): use it through a ``Tier``. Raises BadInput if the engine
-    is not installed, naming what is missing.
+    allow (they are set here unless the environment sets them): use it through a ``Tier``. Raises BadInput, and MissingExtra
+    if the engine is not installed, naming what is missing.
     """
     try:
         segment_nbytes = parse_bytes(segment) if segment else 0
@@ -182,10 +182,10 @@ def mooncake_driver(
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
-        raise BadInput(
+        raise MissingExtra(
             f"no Mooncake Store here ({error}): pip install 'kvpagoda[mooncake]' and apt-get install libibverbs1, or, with "
-            "CUDA, pip install mooncake-transfer-engine in its place"
-        ) from error
+            "CUDA, pip install mooncake-transfer-engine in its place", name="mooncake",
+        ) from error  # fmt: skip
 
     def make() -> Any:
         client = MooncakeDistributedStore()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.blocks.free_list import FreeStack
-from kvpagoda.errors import BadInput, CheckFailed, NotOwned
+from kvpagoda.errors import BadInput, CheckFailed, MissingExtra, NotOwned
 from kvpagoda.memory.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.driver import watch_forks
 from kvpagoda.tiers.keys import KEY_NBYTES
@@ -37,12 +37,12 @@ assert _SEALED == HEADER_NBYTES - 16
 
 
 def xxh3_128(data: Any) -> bytes:
-    """Return the checksum of ``data``, any bytes, as 16 bytes. Raises BadInput without the package xxhash.
+    """Return the checksum of ``data``, any bytes, as 16 bytes. Raises MissingExtra without the package xxhash.
 
     It detects faults; it does not protect against attackers.
     """
     if xxhash is None:
-        raise BadInput("tiers need the package xxhash; install kvpagoda[disk]")
+        raise MissingExtra("tiers need the package xxhash; pip install 'kvpagoda[disk]'", name="xxhash")
     return xxhash.xxh3_128_digest(data)
 
 

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.tiers.driver import DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes
@@ -270,15 +270,15 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
     sentinels call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``. For a cluster, give
     any of its servers; while one of them fails, the keys of the others are served. Options of redis-py follow a ``?``:
     ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system resolves host names without a deadline; a ``Tier`` above the
-    driver still answers in time. Raises BadInput for another URL, for records of more than 512 MiB, and without the
-    package redis.
+    driver still answers in time. Raises BadInput for another URL, for records of more than 512 MiB, and MissingExtra
+    without the package redis.
     """
     if buffer.record_nbytes > _MOST_NBYTES:
         raise BadInput(
             f"a value is at most {format_bytes(_MOST_NBYTES)}, a record is {format_bytes(buffer.record_nbytes)}"
         )
     if _ABSENT:
-        raise BadInput(f"Redis needs the package redis ({_ABSENT}); install kvpagoda[redis]")
+        raise MissingExtra(f"Redis needs the package redis ({_ABSENT}); pip install 'kvpagoda[redis]'", name="redis")
     try:
         return RedisDriver(buffer, url)
     except (ValueError, LookupError, TypeError, RedisError):  # the error is not shown: the URL may hold a password

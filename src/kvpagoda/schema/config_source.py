@@ -1,0 +1,42 @@
+"""Configs by path or by name: a ``config.json``, a folder that holds one, or a preset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from os import PathLike, fspath
+from os.path import isdir, isfile
+from pathlib import Path
+from typing import Any
+
+from kvpagoda.errors import SchemaError, did_you_mean, shown
+from kvpagoda.schema.presets import find_preset, presets
+
+
+def config_named(source: str | PathLike[str], others: Iterable[str] = ()) -> tuple[str | None, dict[str, Any]]:
+    """Return the config at the path ``source``, or of the preset with this name or hub name, and the name of the preset.
+
+    ``others``: more names, for the suggestion of the error. Raises SchemaError, which says how to get a config.
+    """
+    name = fspath(source)
+    path = Path(name) / "config.json" if isdir(name) else Path(name)
+    if isfile(path):
+        try:
+            data = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise SchemaError(f"{path} is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise SchemaError(f"{path} must hold a JSON object, got {type(data).__name__}")
+        return None, data
+    if (found := find_preset(name)) is not None:
+        return found
+    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(".json"):
+        raise SchemaError(
+            f"no config at {shown(name)}, and no preset is of that model; if it is on the Hugging Face hub, get its config "
+            f"with 'hf download {name} config.json' and give the path that this prints"
+        )
+    hint = did_you_mean(name, [*others, *presets()])
+    raise SchemaError(
+        f"no config at {shown(name)}; give a config.json, a folder that holds one, or a preset ('kvpagoda plan --presets' "
+        f"lists them{'; ' + hint if hint else ''})", hint=hint,
+    )  # fmt: skip
