@@ -27,6 +27,7 @@ CONTRACT = {
     "DSV4Config", "LayerSpec", "LayerSchema", "BlockAllocator", "PagedKVPool", "StateCachePool", "KVCacheManager",
     "LayerCacheHandle", "SWAView", "ClassicalView", "IndexerView", "ReqToTokenPool", "TokenToKVPoolAllocator", "KVPool",
     "GDNPool", "SlotAllocator", "PrefixCacheManager", "CacheEngine", "KVCache", "Schema", "Generator", "Layout",
+    "Publisher",
 }  # fmt: skip
 """Classes whose parameters others decided."""
 

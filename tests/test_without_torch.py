@@ -95,7 +95,7 @@ def test_this_works_without_torch(name: str) -> None:
 
 def test_every_other_public_name_says_what_it_needs() -> None:
     done = run("""
-import json, kvpagoda
+import json, kvpagoda, kvpagoda.compat
 said = {}
 for name in (*kvpagoda.__all__, *kvpagoda.compat.__all__):
     try:

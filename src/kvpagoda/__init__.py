@@ -7,8 +7,8 @@ names of ``kvpagoda.compat`` can be imported from here too, but ``dir`` and ``__
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-from kvpagoda.compat import NAMES
 from kvpagoda.loading import load_when_used
 
 _PUBLIC = {
@@ -32,7 +32,15 @@ __all__ = sorted(name for names in _PUBLIC.values() for name in names)
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet until the program configures logging
 
-__getattr__ = load_when_used(__name__, {**_PUBLIC, **NAMES})
+_own = load_when_used(__name__, _PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return _own(name)
+    from kvpagoda.compat import NAMES  # here, because most programs use none of them
+
+    return load_when_used(__name__, NAMES)(name)
 
 
 def __dir__() -> list[str]:

@@ -206,7 +206,9 @@ def test_bad_input_is_one_clear_error() -> None:
         Generator(model_of("llama"), "3KiB")
     with pytest.raises(BadInput, match="several lists of token ids, got NoneType"):
         generator.generate(None)
-    with pytest.raises(BadInput, match="a model is a transformers causal language model, got NoneType"):
+    with pytest.raises(
+        BadInput, match="a model is a transformers causal language model, got None; pass a loaded model"
+    ):
         Generator(None)
     with pytest.raises(BadInput, match="prefill_chunk"):
         Generator(model_of("llama"), prefill_chunk=0)

@@ -15,7 +15,7 @@ import pytest
 from outages import ALONE, LONG, QUICK, more_than_fits, writers_that_are_killed
 from servers import SERVERS, Client, Server, key_of, listening, mooncake_server, wait_for, why_no_mooncake
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.testing import DRIVER_CHECKS
 from kvpagoda.tiers import RecordBuffer, Status
 from kvpagoda.tiers.mooncake import MooncakeDriver, mooncake_driver
@@ -140,7 +140,7 @@ def test_a_process_that_gives_memory(server: Server) -> None:
 
 def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(BadInput, match=r"kvpagoda\[mooncake\].*libibverbs1"):
+    with pytest.raises(MissingExtra, match=r"kvpagoda\[mooncake\].*libibverbs1"):
         mooncake_driver(RecordBuffer(1, 100), "127.0.0.1:50051")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from servers import SLACK, Client, free_ports, key_of
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.tiers import RecordBuffer, Status
 from kvpagoda.tiers.redis import redis_driver
 
@@ -227,5 +227,5 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"kvpagoda.tiers.{name}")
         monkeypatch.delattr(f"kvpagoda.tiers.{name}")  # set by the next import, and set back after the test
     without = import_module("kvpagoda.tiers.redis")
-    with pytest.raises(BadInput, match=r"install kvpagoda\[redis\]"):
+    with pytest.raises(MissingExtra, match=r"pip install 'kvpagoda\[redis\]'"):
         without.redis_driver(RecordBuffer(1, 100), "redis://host")
