@@ -1,7 +1,8 @@
 # make run    make the environment if needed, then show what the cache saves, cold, warm and after a restart, with an embedded
 #             model: no GPU, no network, no weights
 # make test   format, lint, types, layering, tests: minutes
-# make long   the larger cases of these tests, which CI runs after make test; after 45 minutes it begins none and says so
+# make long   the larger cases of these tests, which CI runs after make test, those of the newest files first;
+#             after 45 minutes it begins none and says so
 # make package  the wheel and the source distribution, in dist, and each installed with numpy alone and tried; other Pythons:
 #             make package PYTHONS="python3.10 python3.13"
 # make docs   the documents as a site, in build/site

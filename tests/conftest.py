@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import pytest
 import torch
 
-from parts import mark_long, skip_after
+from parts import mark_long, newest_first, skip_after
 
 torch.set_num_threads(1)
 
@@ -24,9 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as long before ``-m`` selects by marks."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests as long before ``-m`` selects by marks; those that may not all be reached run with the newest first."""
     mark_long(items)
+    if config.getoption("--seconds") < float("inf"):
+        newest_first(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

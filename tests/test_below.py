@@ -226,7 +226,8 @@ def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: 
 
     schema = schema_of(*FORMATS[name]) if name in FORMATS else Schema.from_hf_config(CONFIGS[name]())
     size, order = (16 if name == "deepseek_v4" else 8), ("block", "layer")[len(name) % 2]
-    tiers = [host_tier("8MiB", staging="4MiB"), disk_tier(tmp_path, "16MiB", staging="4MiB")]
+    settings = {"staging": "4MiB", "timeout": 30.0}  # a busy machine drops nothing
+    tiers = [host_tier("8MiB", **settings), disk_tier(tmp_path, "16MiB", **settings)]
     cache = KVCache(
         schema, num_blocks=24, max_requests=2, block_size=size, device="cpu", order=order,
         retention=Retention(checkpoints=2), tiers=tiers, identity=Identity(weights="w"),

@@ -23,7 +23,7 @@ COMMANDS = {
     "replay_schema": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB"],
     "replay_workers": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB", "--workers", "1"],
     "doctor": ["doctor", "--tier", "host:64MiB"],
-    "generate": ["generate", "--max-new-tokens", "2"],
+    "generate": ["generate", "--max-new-tokens", "2", "--prompts", "prompts.txt"],
     "top": ["top", "METRICS", "--once"],
     "tier": ["tier", "."],
     "bench": ["bench", "allocate", "--quick"],
@@ -70,6 +70,7 @@ def test_json_is_as_described(name: str, run: Callable[..., str], tmp_path: Path
         pytest.importorskip(NEEDS[name])
     if name == "top":
         write_metrics(tmp_path / "METRICS")
+    (tmp_path / "prompts.txt").write_text("A block\nof a tree\n")
     printed = json.loads(run(*COMMANDS[name], "--json"))
     assert violations(printed, schema_of(name)) == []
     if name == "replay":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,14 @@ def test_a_test_that_would_begin_too_late_is_skipped() -> None:
     parts.skip_after(3600)
     with pytest.raises(pytest.skip.Exception, match="not run: the 0 seconds of --seconds are over"):
         parts.skip_after(0)
+
+
+def test_what_was_committed_last_comes_first() -> None:
+    command = ["git", "log", "--format=", "--name-only", "--", "tests"]
+    told = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False).stdout.split()
+    if not told:
+        pytest.skip("not a git repository")
+    newest, oldest = told[0], [*dict.fromkeys(told)][-1]
+    cases = [Case(f"{name}::test") for name in (oldest, newest, "tests/never_committed.py")]
+    parts.newest_first(cases)  # type: ignore[arg-type]
+    assert [case.nodeid for case in cases] == [f"{name}::test" for name in ("tests/never_committed.py", newest, oldest)]

@@ -113,11 +113,12 @@ def test_an_acquire_that_fails_on_its_way_to_the_device_takes_nothing(monkeypatc
     blocks.check()
 
 
-def test_random_operations_against_a_model():
-    """100,000 operations; ``check`` after each: no id twice, none lost, the counts agree."""
-    rng = np.random.default_rng(3)
+@pytest.mark.parametrize("operations", [20_000, 100_000])
+def test_random_operations_against_a_model(operations):
+    """``check`` after each: no id twice, none lost, the counts agree."""
+    rng = np.random.default_rng(operations)
     blocks, held = BlockAllocator(10, device="cpu"), []
-    for op, n in zip(rng.integers(0, 3, 100_000).tolist(), rng.integers(0, 5, 100_000).tolist()):
+    for op, n in zip(rng.integers(0, 3, operations).tolist(), rng.integers(0, 5, operations).tolist()):
         if op == 0 and n > 10 - len(held):
             with pytest.raises(OutOfBlocks):
                 blocks.acquire(n)
