@@ -29,7 +29,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 16,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
     "hf/test_compressed.py::test_rejected_tokens_leave_no_trace_at_any_position": ("raw-wrong0", "fp8-wrong4"),
-    "hf/test_every_family.py::test_tokens_equal_full_recomputation": 48,
+    "hf/test_every_family.py::test_tokens_equal_full_recomputation": 24,
     "hf/test_generator.py::test_any_chunk_size_gives_the_same_tokens": ("-1", "-5", "-8"),
     "hf/test_generator.py::test_tokens_equal_full_recomputation": ("llama", "deepseek_v3", *KINDS),
     "hf/test_generator_pressure.py::test_forks_proposals_and_preemptions_together": ("gemma3_text", "qwen3_next"),
@@ -42,7 +42,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "hf/test_lookup.py::test_tokens_stay_those_of_plain_decoding": ("llama", *KINDS),
     "hf/test_one_budget.py::test_tokens_stay_the_same_while_memory_changes_kind": KINDS[1:],
     "hf/test_one_budget.py::test_tokens_taken_back_leave_no_trace": ("llama", *KINDS),
-    "hf/test_random_configs.py::test_tokens_of_a_random_config": 24,
+    "hf/test_random_configs.py::test_tokens_of_a_random_config": 10,
     "hf/test_reuse.py::test_shared_beginnings_give_the_same_tokens_and_a_second_run_computes_little": KINDS[:2],
     "hf/test_reuse.py::test_tokens_stay_the_same_while_everything_is_evicted_all_the_time": KINDS[1:],
     "hf/test_rope_switch.py::test_tokens_equal_full_recomputation_cold_and_warm": ("phi3-64-0", "phi3-5-3"),
@@ -78,6 +78,10 @@ QUICK: dict[str, int | tuple[str, ...]] = {
         "match", "host_step", "evict]", "hits", "hybrid_peers", "one_budget", "victims", "policies",
     ),
     "test_manager.py::test_rows_read_back_are_the_rows_written": ("0-8-window", "8-8-mixed", "8-8-state"),
+    "test_cli.py::test_generate_fits_the_terminal": ("60",),
+    "test_cli_json.py::test_json_is_as_described": (
+        "version", "plan", "layout", "replay", "doctor", "generate", "top", "tier",
+    ),
     "test_manager.py::test_an_error_while_copying_leaves_everything_owned_once": ("mixed",),
     "test_manager.py::test_rows_stay_right_when_groups_share_one_budget_and_blocks_move": ("mixed", "full and state"),
     "test_persistent_batch.py::test_random_traffic": 6,
@@ -98,8 +102,9 @@ LONG = {
         "events/test_vllm_router.py::test_without_our_fields_it_admits_every_event",
     "replay/test_auto_replay.py::test_a_point_better_where_arc_is":
         "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru",
-    "hf/test_run.py::test_errors_of_the_other_process_arrive":
-        "hf/test_run.py::test_a_run_counts_tokens_and_waits_for_the_first_of_each",
+    "hf/test_run.py::test_errors_of_the_other_process_arrive": "test_cli_json.py::test_json_is_as_described",
+    "hf/test_run.py::test_a_run_counts_tokens_and_waits_for_the_first_of_each":
+        "test_cli_json.py::test_json_is_as_described",
     "test_below.py::test_a_hung_server_stalls_the_first_requests_and_no_other":
         "test_below.py::test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more",
     "test_benchmarks.py::test_every_case_of_a_head_runs": "test_benchmarks.py::test_a_folder_without_the_package_is_reported",
