@@ -65,7 +65,7 @@ def value_of(file: str, path: str) -> float:
     if path[:4] in ("min ", "max "):
         pick = min if path.startswith("min") else max
         return pick(float(row[path[5:]]) for row in rows) * float(factor or 1)
-    conditions, field = re.fullmatch(r"rows\[(.*)\]\.(\w+)", path).groups()  # type: ignore[union-attr]
+    conditions, field = re.fullmatch(r"rows\[(.*)\]\.(.+)", path).groups()  # type: ignore[union-attr]
     wanted = dict(condition.split("=") for condition in conditions.split(";"))
     (row,) = [row for row in rows if all(str(row[key]) == value for key, value in wanted.items())]
     return float(row[field]) * float(factor or 1)

@@ -33,7 +33,7 @@ BOUNDS = {
     "replay": 1_650,
     "compat": 1_200,
     "kernels": 700,
-    "adapters": 2_500,
+    "adapters": 2_550,
     "policies": 750,
     "batch": 700,
     "events": 1_050,

@@ -48,7 +48,8 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self._bounded = bounded
         self._groups = tuple(make_block_hash_with_group_id(b"", group) for group in bounded)  # ends of hashes
         self._kept = bytearray(num_blocks)
-        self._clock = 0
+        self.clock = 0
+        """How many blocks with content became free."""
         self.haste = _HASTE
         self._freed = [0] * num_blocks  # block id -> the time at which a block with content became free
         self._empty: KVCacheBlock = free[-1] if free else self.fake_free_list_head
@@ -95,8 +96,8 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        self._clock += len(blocks)
-        now, freed, kept = self._clock, self._freed, self._kept
+        self.clock += len(blocks)
+        now, freed, kept = self.clock, self._freed, self._kept
         cold: list[KVCacheBlock] = []
         warm: list[KVCacheBlock] = []
         for block in blocks:
@@ -150,7 +151,7 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         head = self.fake_free_list_head
         if self._empty is not head or self._cold is head:
             return False
-        warm, now = self._cold.next_free_block, self._clock
+        warm, now = self._cold.next_free_block, self.clock
         if warm is self.fake_free_list_tail:
             return False
         cold_age = now - self._freed[head.next_free_block.block_id]

@@ -32,6 +32,8 @@ _FORESEEN = {
 }  # fmt: skip
 """Kinds of groups whose next change can be foreseen."""
 _UNHASHED = (kv_cache_interface.CrossAttentionSpec, kv_cache_interface.EncoderOnlyAttentionSpec)
+_MOMENT = 64
+"""While less than this part of the memory becomes free, a place stays as recently used as it was."""
 _TEXTS = 4
 """How many blocks of texts are remembered for each block of memory of a group, in each of two generations."""
 
@@ -73,6 +75,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         most = _TEXTS * self.block_pool.num_gpu_blocks // len(managers)
         self._seen = Recent(most) if self._bounded else None
         self._resumable = Recent(most)  # ends of texts at places that stay
+        self._held_at: dict[Any, int] = {}  # such an end -> the queue's clock when a request held it last
         self._alike: dict[Any, list[Any]] = {}  # the bounded groups, those that need the same blocks together
         for manager in self._bounded:
             self._alike.setdefault((manager.kv_cache_spec, manager.use_eagle), []).append(manager)
@@ -218,6 +221,17 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
                             pool.touch(cached)
                             table[index] = cached[0]
 
+    def _hold_places(self, request: Request) -> None:
+        """Let ``request`` hold what its text's places need, but for places that were held a moment ago."""
+        queue, unit, hashes = self.block_pool.free_block_queue, self.block_pool.hash_block_size, request.block_hashes
+        if len(self._held_at) > self.block_pool.num_gpu_blocks:
+            self._held_at.clear()
+        for index in self._resumable.which(hashes):
+            held_at = self._held_at.get(hashes[index])
+            if held_at is None or queue.clock - held_at > self.block_pool.num_gpu_blocks // _MOMENT:
+                self._held_at[hashes[index]] = queue.clock
+                self._hold(request, (index + 1) * unit)
+
     def _foresee(self, request: Request, num_new_tokens: int) -> None:
         """Note until when ``request``, which has blocks for ``num_new_tokens`` more tokens, changes nothing."""
         name, computed = request.request_id, request.num_computed_tokens
@@ -280,9 +294,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             for manager in managers:
                 held = manager.req_to_blocks.get(name, [])[needed.start :]
                 self.block_pool.free_block_queue.keep(held, once=True)
-        unit = self.block_pool.hash_block_size
-        for index in self._resumable.which(request.block_hashes):
-            self._hold(request, (index + 1) * unit)
+        self._hold_places(request)
         managers = self.coordinator.single_type_managers
         columns = [manager.pop_blocks_for_free(name) for manager in managers]
         return _by_position(columns, [manager.block_size for manager in managers])
@@ -296,6 +308,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             if self._seen is not None:
                 self._seen.clear()
             self._resumable.clear()
+            self._held_at.clear()
             self._order()
         return is_reset
 
