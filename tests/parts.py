@@ -78,7 +78,6 @@ QUICK: dict[str, int | tuple[str, ...]] = {
         "match", "host_step", "evict]", "hits", "hybrid_peers", "one_budget", "victims", "policies",
     ),
     "test_manager.py::test_rows_read_back_are_the_rows_written": ("0-8-window", "8-8-mixed", "8-8-state"),
-    "test_cli.py::test_generate_fits_the_terminal": ("60",),
     "test_cli_json.py::test_json_is_as_described": (
         "version", "plan", "layout", "replay", "doctor", "generate", "top", "tier",
     ),
