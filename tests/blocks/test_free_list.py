@@ -195,3 +195,11 @@ def test_the_same_operations_give_the_same_ids():
         return seen
 
     assert run() == run()
+
+
+@pytest.mark.parametrize("wrong", [9, 14])
+def test_check_finds_an_id_just_outside_of_the_range(wrong):
+    free = FreeList(4, first=10)
+    free._stack[0] = wrong
+    with pytest.raises(CheckFailed, match=f"out of range: .{wrong}"):
+        free.check()
