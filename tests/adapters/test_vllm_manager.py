@@ -240,3 +240,9 @@ def test_installed_ends_with_its_context() -> None:
     with installed(Options("fifo")):
         assert PROJECT.scheduler.KVCacheManager is not own
     assert PROJECT.scheduler.KVCacheManager is own
+
+
+def test_a_model_without_attention_has_a_manager_too() -> None:
+    manager = manager_of(blocks=2, enable_caching=False)
+    manager.check()
+    assert manager.usage == 0

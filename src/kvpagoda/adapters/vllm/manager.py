@@ -72,7 +72,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self._quiet: dict[str, Quiet] = {}
         self._places: dict[str, list[int]] = {}  # request -> numbers of tokens after which to keep it resumable
         self._every = self.options.checkpoint_every or self.coordinator.retention_interval or 0
-        most = _TEXTS * self.block_pool.num_gpu_blocks // len(managers)
+        most = _TEXTS * self.block_pool.num_gpu_blocks // max(1, len(managers))
         self._seen = Recent(most) if self._bounded else None
         self._resumable = Recent(most)  # ends of texts at places that stay
         self._held_at: dict[Any, int] = {}  # such an end -> the queue's clock when a request held it last
