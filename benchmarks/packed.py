@@ -44,7 +44,7 @@ def measure(options: Options) -> list[Row]:
 def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
     """Yield an append, and gathers to bfloat16 and to float32, of about ``elements`` elements."""
     packing = dialect_of(format, dialect).packing
-    heads = HEADS if packing.cells > 1 else 1
+    heads = HEADS if packing.has_heads else 1
     width, pages = packing.width * heads, max(1, elements // (packing.width * heads * PAGE))
     stride = packing.page_stride(PAGE, heads)
     memory = _written(stride, pages).layer(0)["k"].view(-1, stride)

@@ -12,10 +12,11 @@ from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_
 
 from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import append_constants, append_rows, gather_rows
+from kvpagoda.kernels.packed_rows import Grid, append_constants, append_rows, gather_rows
 
 pytest.importorskip("numba", reason="numba is not installed")
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
+NOWHERE = Grid(1, 1, 1, (0, 0, 0), (0, 0, 0), (0, 0, 0))
 
 
 def both(monkeypatch, run):
@@ -96,15 +97,12 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
     from kvpagoda.lanes import rows as lanes
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    at = dialect_for_heads("gqa_int8_head", None, 2), 1, 1
-    constants = json.dumps(
-        {name: value for name, value in vars(append_constants(*at)).items() if not name.endswith("_AT")}
-    )
+    constants = json.dumps(vars(append_constants(dialect_for_heads("gqa_int8_head", None, 2), NOWHERE)))
 
     def found():
         loop = lanes.vector_loop.__wrapped__(constants)
-        pages, parts = np.zeros(64, np.uint8), lanes.Parts(1, 1, 2, 12, 6, 12, 12, 0, 2, 0, 2, 4, 12, 1)
-        loop(np.zeros(4, np.uint16), pages, np.zeros(1, np.int32), parts)
+        memory, strides = np.zeros(64, np.uint8), lanes.Strides(1, 1, 4, 0, 12, 12, 2, 12, 12, 0, 12, 12)
+        loop(np.zeros(4, np.uint16), memory, np.zeros(1, np.int32), strides, np.array([[0, 0, 0], [6, 6, 6]]))
         return sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values())
 
     assert [found(), found()] == [(0, 1), (1, 0)]
@@ -131,7 +129,7 @@ def test_loops_have_names_of_their_own():
     compiled in two processes once had one name in a third, which could not use the second."""
     from kvpagoda.lanes import rows as lanes
 
-    constants = [vars(append_constants(dialect_of("v32_656", dialect), 1, 1)) for dialect in TWO]
+    constants = [vars(append_constants(dialect_of("v32_656", dialect), NOWHERE)) for dialect in TWO]
     loops = [lanes.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
     assert loops[0].__qualname__ != loops[1].__qualname__
     assert loops[0].__name__ != loops[1].__name__

@@ -40,7 +40,7 @@ class Encoding:
     ``dialect`` names the engine whose rules write the rows ("": the default of the format), ``head_dim`` the elements
     of a head in formats with heads (None: 64), and the format decides ``kept`` and ``group``. Format and dialect are
     part of the identity of rows: engines whose dialects differ, even by a floor, cannot share rows. Raises BadInput for
-    an unknown dialect, and for a ``head_dim`` that the format cannot have.
+    an unknown dialect, and LayoutError for a ``head_dim`` that the format cannot have.
 
     >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
     (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
@@ -120,22 +120,28 @@ class Encoding:
     def parts(self, shape: tuple[int, ...], dtype: str) -> Parts:
         """Return (suffix, shape, dtype) of each array that stores one row of ``shape``, whose last axis is encoded.
 
-        Packed formats with K and V in one row take ``[2, heads, head_dim]``. Raises as ``packing``.
+        Packed formats with K and V in one row take ``[2, heads, head_dim]``, or ``[heads, head_dim]`` if K and V are
+        apart. Raises as ``packing``.
         """
         if self.name == "raw":
             return (("", shape, dtype),)
         parts = self.vector(shape[-1])
-        if self.is_packed and self.rules.packing.cells > 1 and len(shape) != 3:
-            raise _other_size(self, shape)
+        if self.is_packed:
+            self._cells_and_heads(shape)
         return tuple((suffix, (*shape[:-1], *part), kind) for suffix, part, kind in parts)
 
     def page_shape(self, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a page of ``count`` packed rows as kernels take it, in bytes.
 
-        It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads.
+        It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads; in planes K's heads, then
+        V's.
         """
-        packing = self.rules.packing
-        return (shape[1], count, packing.row_nbytes) if packing.cells > 1 else (count, 1, packing.row_nbytes)
+        packing, heads = self._cells_and_heads(shape)
+        if not packing.has_heads:
+            return (count, 1, packing.row_nbytes)
+        if packing.planes:
+            return (packing.cells * heads, count, packing.row_nbytes // packing.cells)
+        return (heads, count, packing.row_nbytes)
 
     def arrange(self, count: int, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
         """Return (bytes of a page of ``count`` packed rows, [(offset, strides) of each part]).
@@ -143,22 +149,33 @@ class Encoding:
         The parts are in the order of ``parts``. The strides are those from row to row, then along each axis of the
         part. All numbers are in bytes.
         """
-        packing = self.rules.packing
-        places, heads = packing.places(count), shape[1] if packing.cells > 1 else 1
+        packing, heads = self._cells_and_heads(shape)
+        places = packing.places(count, heads)
         names = [name for name in ("codes", "kept", "scales") if name in places]
         placed = []
         for name, (_, part, dtype) in zip(names, self.parts(shape, "")):
             place, last = places[name], {"float32": 4, "bfloat16": 2}.get(dtype, 1)
-            lead = (place.cell, place.head) if packing.cells > 1 else (place.row,) * (len(part) - 1)
+            lead = (place.cell, place.head)[3 - len(part) :] if packing.has_heads else (place.row,) * (len(part) - 1)
             placed.append((place.base, (place.row, *lead, last)))
         return packing.payload_nbytes(count, heads), placed
+
+    def _cells_and_heads(self, shape: tuple[int, ...]) -> tuple[Packing, int]:
+        """Return the geometry of packed rows of ``shape``, with as many cells as these rows have, and their heads."""
+        packing = self.rules.packing
+        if not packing.has_heads:
+            return packing, 1
+        if len(shape) == 2:
+            return replace(packing, cells=1), shape[0]
+        if len(shape) != 3 or shape[0] != packing.cells:
+            raise _other_size(self, shape)
+        return packing, shape[1]
 
 
 @lru_cache(maxsize=256)
 def packed_row(format: str, dialect: str | None = None, head_dim: int | None = None) -> Encoding:
     """Return the encoding of rows of packed ``format``, the same object for the same arguments.
 
-    Raises BadInput for an unknown format or dialect (None: the default), and for a ``head_dim`` it cannot have.
+    Raises BadInput for an unknown format or dialect (None: the default), LayoutError for a ``head_dim`` it cannot have.
     """
     if format not in DIALECTS:
         raise unknown_name("packed format", format, DIALECTS)
