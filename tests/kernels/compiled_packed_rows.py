@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 from packed_cases import EVERY, IDS, heads_of
+from parts_cases import CASES, parts_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -15,15 +16,19 @@ from kvpagoda.kernels.packed_rows import Parts, append_constants, gather_constan
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.packed import views
 
+FORBIDDEN = r"div\.full", r"\.approx", r"\bfma\.", r"\.ftz", r"\.local\b", r"__local_depot"
 KERNELS = {"append": (append_rows_kernel, "rows"), "gather": (gather_rows_kernel, "out")}
 
 
-def ptx(name, format, dialect, capability):
-    kernel, rows = KERNELS[name]
+def packed(format, dialect):
     encoding, heads = packed_row(format, dialect), heads_of(format)
     packing = encoding.rules.packing
     pages = torch.empty(1, packing.page_stride(64, heads), dtype=torch.uint8)
-    parts = Parts.of(views(pages, packing, 64, heads), encoding)
+    return Parts.of(views(pages, packing, 64, heads), encoding)
+
+
+def ptx(name, parts, capability):
+    kernel, rows = KERNELS[name]
     how = parts.rules, parts.grid
     constants = append_constants(*how) if name == "append" else gather_constants(*how, True)
     starts = dict(zip(("codes", "scales", "kept"), parts.starts))
@@ -59,8 +64,8 @@ def targets():
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("format", "dialect", "capability"), [*targets()])
 def test_it_compiles_without_approximation_or_spills_and_moves_vectors(format, dialect, name, capability):
-    text = ptx(name, format, dialect, capability)
-    for forbidden in (r"div\.full", r"\.approx", r"\bfma\.", r"\.ftz", r"\.local\b", r"__local_depot"):
+    text = ptx(name, packed(format, dialect), capability)
+    for forbidden in FORBIDDEN:
         assert not re.search(forbidden, text), forbidden
     packing = dialect_of(format, dialect).packing
     elements = triton.next_power_of_2(packing.groups) * packing.group // 32  # of each lane
@@ -69,3 +74,11 @@ def test_it_compiles_without_approximation_or_spills_and_moves_vectors(format, d
     if packing.has_heads:  # cells of 68 or 40 bytes: nothing in them is aligned to more than 4
         read, written = min(read, 4), min(written, 4)
     assert widest(text, "ld") >= read and widest(text, "st") >= written
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_in_arrays_of_their_own_compile_too(case, name):
+    text = ptx(name, parts_of(*CASES[case])[0], 90)
+    for forbidden in FORBIDDEN:
+        assert not re.search(forbidden, text), forbidden

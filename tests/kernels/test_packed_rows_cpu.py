@@ -8,11 +8,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+import parts_cases
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_ones
 
+from kvpagoda.errors import LayoutError
 from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import Grid, append_constants, append_rows, gather_rows
+from kvpagoda.formats import decode, encode
+from kvpagoda.kernels.packed_rows import Grid, append_constants, append_parts, append_rows, gather_parts, gather_rows
 
 pytest.importorskip("numba", reason="numba is not installed")
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
@@ -74,6 +77,69 @@ def test_padded_rows_alone_write_nothing_and_read_zeros(format, dialect, monkeyp
         return torch.equal(pages, before) and not out.any()
 
     assert all(both(monkeypatch, run))
+
+
+@pytest.mark.parametrize("case", parts_cases.IDS)
+def test_rows_in_arrays_of_their_own_are_those_of_the_codec(case, monkeypatch):
+    """Bytes as ``encode`` gives them, and numbers as ``decode`` does, in both dtypes; other bytes stay."""
+    encoding, dim = parts_cases.CASES[case]
+    rows, slots = parts_cases.rows_of(dim), torch.tensor(SLOTS)
+
+    def run():
+        parts, memory = parts_cases.parts_of(encoding, dim)
+        append_parts(rows, slots, parts)
+        outs = [torch.full(rows.shape, 7, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        for out in outs:
+            gather_parts(out, slots, parts)
+        return memory, outs
+
+    (memory, outs), (wanted, others) = both(monkeypatch, run)
+    assert torch.equal(memory, wanted), (memory != wanted).nonzero()[:8]
+    vectors, live = rows.view(len(rows), parts_cases.HEADS, dim), (slots >= 0) & (slots < 12)
+    for out, other in zip(outs, others):
+        back = decode(encoding, encode(encoding, vectors), out.dtype).flatten(1).masked_fill_(~live[:, None], 0)
+        for one in (out, other):
+            assert torch.equal(one.nan_to_num(3.0), back.nan_to_num(3.0)) and torch.equal(one.isnan(), back.isnan())
+
+
+def test_rows_of_float32_are_encoded_exactly_in_arrays_of_their_own():
+    encoding = parts_cases.CASES["fp8-80"][0]
+    parts, _ = parts_cases.parts_of(encoding, 80)
+    rows = torch.randn(1, 160, generator=torch.Generator().manual_seed(2))
+    out = torch.zeros(1, 160)
+    append_parts(rows, torch.tensor([3]), parts)
+    gather_parts(out, torch.tensor([3]), parts)
+    wanted = decode(encoding, encode(encoding, rows.view(1, 2, 80)), torch.float32)
+    assert torch.equal(out, wanted.flatten(1))
+    assert not torch.equal(wanted, decode(encoding, encode(encoding, rows.bfloat16().view(1, 2, 80)), torch.float32))
+
+
+WIDTHS = (64, 80, 96, 112, 128, 192, 256, 512)
+"""Elements of a head, of models that there are."""
+
+
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("format", ["gqa_fp8_head", "gqa_int8_head", "gqa_int4_group", "gqa_nvfp4"])
+def test_heads_of_every_model_are_written_and_read(format, head_dim, monkeypatch):
+    """The bytes of the reference; or, if groups do not divide a head, an error that says which sizes there are."""
+    how = {"page_size": PAGE, "head_dim": head_dim}
+    rows = torch.randn(len(SLOTS), 2 * 2 * head_dim, generator=torch.Generator().manual_seed(head_dim)).bfloat16()
+    pages, out = torch.zeros(3, PAGE * 2 * 2 * (head_dim + 4), dtype=torch.uint8), torch.zeros(rows.shape)
+    if format == "gqa_int4_group" and head_dim % 32:
+        with pytest.raises(LayoutError, match="a multiple of 32"):
+            append_rows(rows, torch.tensor(SLOTS), pages, format, **how)
+        return
+
+    def run():
+        append_rows(rows, torch.tensor(SLOTS), pages.zero_(), format, **how)
+        gather_rows(pages, torch.tensor(SLOTS), out, format, **how)
+        return pages.clone(), out.clone()
+
+    given, wanted = both(monkeypatch, run)
+    assert all(map(torch.equal, given, wanted))
+    live = [i for i, slot in enumerate(SLOTS) if 0 <= slot < 12]
+    error = (given[1][live] - rows[live].float()).norm() / rows[live].float().norm()
+    assert error < {"gqa_int8_head": 0.01, "gqa_fp8_head": 0.04}.get(format, 0.15)
 
 
 @pytest.mark.parametrize("head_dim", [6, 5], ids=["no power of two", "odd: the reference"])

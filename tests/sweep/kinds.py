@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvpagoda import Identity, KVCache, Limits, Retention, Schema
-from kvpagoda.schema import Attention, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Shared
+from kvpagoda.schema import Attention, Encoding, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Shared
 from kvpagoda.tiers import TierSpec
 
 
@@ -82,6 +82,13 @@ KINDS = {
         ).rewindable(WIDTH),
         {"budget": "16KiB"},
         rewinds=False,
+    ),
+    "encoded": Kind(
+        lambda: schema_of(
+            Attention(1, 8, 8, "bfloat16", encoding=Encoding("gqa_int8_head", head_dim=8)),
+            Attention(1, 16, 32, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
+        ).rewindable(WIDTH),
+        {"budget": "16KiB"},
     ),
 }
 SLOTS = 4

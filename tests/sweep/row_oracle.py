@@ -72,10 +72,10 @@ class RowOracle:
             view = batch.layer(layer.index)
             if layer.growth is not None:
                 self._slot_mapping(view, before, counts)
-            for rows in layer.block_rows():
+            for field in (field for rows in layer.block_rows() for field in rows.fields(1)):
                 salt += 1
                 for i in range(len(texts)):
-                    self._block_field(view, layer, rows.name, i, prints[i], before[i], salt)
+                    self._block_field(view, layer, field.name, i, prints[i], before[i], salt)
             for rows in layer.state_rows():
                 salt += 1
                 for i, text in enumerate(texts):

@@ -8,11 +8,10 @@ The kernel is compiled for the places of the parts of a row in the page (``forma
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -138,7 +137,12 @@ class Parts:
         """Rows of all pages."""
         return len(self.views["codes"]) * self.grid.page
 
-    @property
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """For codes, scales and kept elements, in bytes of ``memory``: the first, from page to page, from row to row."""
+        return tuple(int(n) for part in self.starts for n in (part.storage_offset(), *part.stride()[:2]))
+
+    @cached_property
     def starts(self) -> tuple[Tensor, Tensor, Tensor]:
         """The views of codes, scales and kept elements; the codes again if no elements are kept."""
         return self.views["codes"], self.views["scales"], self.views.get("kept", self.views["codes"])
@@ -247,8 +251,7 @@ def _loop(rows: Tensor, slots: Tensor, parts: Parts, loop: Any) -> Tensor:
 
     numbers = flat_view(rows).numpy()
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
-    starts = [(part.storage_offset(), part.stride(0), part.stride(1)) for part in parts.starts]
-    places = Strides(parts.grid.page, parts.num_slots, rows.stride(0), *itertools.chain(*starts))
+    places = Strides(parts.grid.page, parts.num_slots, rows.stride(0), *parts.places)
     return torch.from_numpy(loop(numbers, parts.memory.numpy(), slots.numpy(), places, _offsets(parts.grid)))
 
 
@@ -257,7 +260,8 @@ def _offsets(grid: Grid) -> NDArray[np.int64]:
     """Return int64 ``[vectors, 3]``: bytes from the row of a page to the codes, scales and kept part of each vector."""
     cell, head = np.divmod(np.arange(grid.cells * grid.heads), grid.heads)
     steps = np.array([part[1:] for part in (grid.codes, grid.scales, grid.kept)])
-    return head[:, None] * steps[:, 0] + cell[:, None] * steps[:, 1]
+    offsets: NDArray[np.int64] = head[:, None] * steps[:, 0] + cell[:, None] * steps[:, 1]
+    return offsets
 
 
 def _launch(kernel: Any, rows: Tensor, slots: Tensor, parts: Parts, constants: Constants) -> None:

@@ -40,7 +40,7 @@ class Pool:
         self.arena, self.layer, self.num_shown = arena, layer, arena.num_rows - num_hidden
         self.rows: Mapping[str, Rows] = {named.name: named for named in rows}
         self.fields: Mapping[str, Tensor] = arena.layer(layer)
-        self._launched: dict[str, Parts] = {}
+        self._encoded: dict[str, Parts] = {}
         pairs = [frozenset(self.rows) & pair for pair in (frozenset("kv"), frozenset(("latent", "k_rope")))]
         self.together: Mapping[str, frozenset[str]] = {name: pair for pair in pairs for name in pair}
         """Rows that mean nothing without each other: name -> names, itself included."""
@@ -87,7 +87,7 @@ class Pool:
             field = self.fields[name]
             field[self._cells(index, field.shape[1])] = values.to(field.dtype)
             return
-        parts = self._encoded(name)
+        parts = self.encoded(name)
         slots = self._slots(index, parts.grid.page)
         slots = slots.expand(values.shape[: values.ndim - len(rows.shape)])
         flat = values.reshape(slots.numel(), math.prod(rows.shape))
@@ -100,7 +100,7 @@ class Pool:
         if rows.encoding == RAW:
             field = self.fields[name]
             return field[self._cells(index, field.shape[1])].to(dtype)
-        parts = self._encoded(name)
+        parts = self.encoded(name)
         slots = self._slots(index, parts.grid.page)
         exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
@@ -111,6 +111,18 @@ class Pool:
         """Return ``values`` as they would be read back: encoded and decoded. Attention must use these values."""
         rows = self.rows[name]
         return decode(rows.encoding, encode(rows.encoding, values), getattr(torch, rows.dtype)).to(values.dtype)
+
+    def encoded(self, name: str) -> Parts:
+        """Return encoded rows ``name`` as ``append_parts`` and ``gather_parts`` take them: the same object each time."""
+        if name not in self._encoded:
+            rows, parts = self.rows[name], self.parts(name)
+            *cells, heads = (1, 1, *rows.shape[:-1])
+            views = [bytes_of(part, 2 + len(rows.shape)) for part in parts]
+            shapes = [(*one.shape[:2], math.prod(cells), heads, one.shape[-1]) for one in views]
+            views = [one.view(shape).transpose(2, 3) for one, shape in zip(views, shapes)]
+            names = ("codes", "scales") if len(parts) == 2 else ("codes", "kept", "scales")
+            self._encoded[name] = Parts.of(dict(zip(names, views)), rows.encoding)
+        return self._encoded[name]
 
     def tensor(self, name: str) -> Tensor:
         """Return the one tensor in which kernels take rows ``name`` and the rows packed with them.
@@ -161,17 +173,6 @@ class Pool:
         They alias the arena.
         """
         return self.arena.page(self.layer, name)[1]
-
-    def _encoded(self, name: str) -> Parts:
-        """Return the parts of encoded rows ``name`` as launches take them; made once."""
-        if name not in self._launched:
-            rows, parts = self.rows[name], self.parts(name)
-            *cells, heads = (1, 1, *rows.shape[:-1])
-            views = [bytes_of(part, 2 + len(rows.shape)) for part in parts]
-            views = [one.view(*one.shape[:2], math.prod(cells), heads, one.shape[-1]).transpose(2, 3) for one in views]
-            names = ("codes", "scales") if len(parts) == 2 else ("codes", "kept", "scales")
-            self._launched[name] = Parts.of(dict(zip(names, views)), rows.encoding)
-        return self._launched[name]
 
     def _slots(self, index: Index, per_page: int) -> Tensor:
         """Return the number of each row that ``index`` addresses, among all rows of the pages: int64 or int32."""

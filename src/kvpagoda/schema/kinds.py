@@ -108,7 +108,8 @@ class Attention(LayerKind):
     window from the state. Raises SchemaError for sinks without a window.
 
     ``layout``: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is
-    packed, both share one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys, stored beside K and V.
+    packed, both share one row, ``kv`` ``[2, heads, dim]``, and sinks are ``sink_kv``; K and V of different widths are
+    packed apart, as rows ``k`` and ``v``. ``indexer``: its keys, stored beside K and V.
 
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -139,8 +140,13 @@ class Attention(LayerKind):
 
     def _rows(self) -> tuple[Rows, ...]:
         """Return the rows for K and V, without the indexer's."""
-        if self.encoding.is_packed:
+        if self.encoding.is_packed and self.k_dim == self.v_dim:
             return (Rows("kv", (2, self.num_kv_heads, self.k_dim), self.dtype, self.encoding),)
+        if self.encoding.is_packed:
+            return tuple(
+                Rows(name, (self.num_kv_heads, dim), self.dtype, replace(self.encoding, head_dim=dim))
+                for name, dim in (("k", self.k_dim), ("v", self.v_dim))
+            )
         heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
         return tuple(
             Rows(
@@ -156,15 +162,18 @@ class Attention(LayerKind):
         return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
 
     def laid_out(self, choices: Choices) -> Attention:
-        """Return this kind in its layout of ``choices``. Raises SchemaError for a packed layout that cannot hold it."""
+        """Return this kind in its layout of ``choices``.
+
+        Raises LayoutError for heads of a width that a packed layout does not hold, and SchemaError for K and V of
+        different widths in one: its kernels read both from one row.
+        """
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("attention")) is None:
             return laid
-        is_packed = choice.format != "raw"
-        if is_packed and (self.k_dim != self.v_dim or self.num_sinks):
+        if choice.format != "raw" and self.k_dim != self.v_dim:
             raise SchemaError(
-                f"layout {choice.name!r} packs K and V of one size, without sinks, in one row; this layer has "
-                f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks; choose another layout"
+                f"layout {choice.name!r} has K and V of one width in a row; this layer has K of {self.k_dim} and V of "
+                f"{self.v_dim}; leave the layout out, and give the layer the encoding, which packs K and V apart"
             )
         return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim))
 
