@@ -60,7 +60,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "kernels/test_packed_rows_cpu.py::test_gather_gives_the_numbers_of_the_reference": FORMATS,
     "kernels/test_packed_rows_cpu.py::test_padded_rows_alone_write_nothing_and_read_zeros": FORMATS,
     "kernels/test_packed_rows_cpu.py::test_rows_in_arrays_of_their_own_are_those_of_the_codec": ("fp8-80", "nvfp4"),
-    "kernels/test_packed_rows_cpu.py::test_heads_of_every_model_are_written_and_read": ("gqa_int8_head-80", "gqa_int4_group-80"),
+    "kernels/test_packed_rows_cpu.py::test_heads_of_every_model_are_written_and_read": ("int8_head-80", "int4_group-80"),
     "policies/test_policies.py::test_hits_and_evictions_on_a_public_trace": ("lru", "-lfu-"),
     "prefix/test_tree_oracle.py::test_two_hundred_thousand_operations": ("16-50000-3",),
     "prefix/test_tree_oracle.py::test_check_after_every_operation": 3,

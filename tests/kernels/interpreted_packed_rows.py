@@ -1,9 +1,9 @@
 """Run with TRITON_INTERPRET=1 in a process of its own (``test_triton.py`` does): the kernels on CPU tensors."""
 
 import numpy as np
+import parts_cases
 import pytest
 import torch
-import parts_cases
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for, rows_with_odd_ones
 from triton.runtime import interpreter
 

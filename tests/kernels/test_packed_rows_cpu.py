@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 import numpy as np
+import parts_cases
 import pytest
 import torch
-import parts_cases
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_ones
 
 from kvpagoda.errors import LayoutError
+from kvpagoda.formats import decode, encode
 from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.formats import decode, encode
 from kvpagoda.kernels.packed_rows import Grid, append_constants, append_parts, append_rows, gather_parts, gather_rows
 
 pytest.importorskip("numba", reason="numba is not installed")

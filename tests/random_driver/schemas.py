@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from kvpagoda.schema import (
-    Attention, Encoding, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared,
+    Attention,
+    Encoding,
+    Growth,
+    IndexKeys,
+    Latent,
+    Layer,
+    LayerKind,
+    Recurrent,
+    Rows,
+    Schema,
+    Shared,
 )  # fmt: skip
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"

@@ -127,7 +127,7 @@ class Encoding:
             return (("", shape, dtype),)
         parts = self.vector(shape[-1])
         if self.is_packed:
-            self._cells_and_heads(shape)
+            self.geometry(shape)
         return tuple((suffix, (*shape[:-1], *part), kind) for suffix, part, kind in parts)
 
     def page_shape(self, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class Encoding:
         It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads; in planes K's heads, then
         V's.
         """
-        packing, heads = self._cells_and_heads(shape)
+        packing, heads = self.geometry(shape)
         if not packing.has_heads:
             return (count, 1, packing.row_nbytes)
         if packing.planes:
@@ -149,7 +149,7 @@ class Encoding:
         The parts are in the order of ``parts``. The strides are those from row to row, then along each axis of the
         part. All numbers are in bytes.
         """
-        packing, heads = self._cells_and_heads(shape)
+        packing, heads = self.geometry(shape)
         places = packing.places(count, heads)
         names = [name for name in ("codes", "kept", "scales") if name in places]
         placed = []
@@ -159,8 +159,11 @@ class Encoding:
             placed.append((place.base, (place.row, *lead, last)))
         return packing.payload_nbytes(count, heads), placed
 
-    def _cells_and_heads(self, shape: tuple[int, ...]) -> tuple[Packing, int]:
-        """Return the geometry of packed rows of ``shape``, with as many cells as these rows have, and their heads."""
+    def geometry(self, shape: tuple[int, ...]) -> tuple[Packing, int]:
+        """Return the geometry of packed rows of ``shape``, with as many cells as these rows have, and their heads.
+
+        Raises LayoutError for a ``shape`` that the format does not hold.
+        """
         packing = self.rules.packing
         if not packing.has_heads:
             return packing, 1

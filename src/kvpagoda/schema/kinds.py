@@ -140,12 +140,12 @@ class Attention(LayerKind):
 
     def _rows(self) -> tuple[Rows, ...]:
         """Return the rows for K and V, without the indexer's."""
-        if self.encoding.is_packed and self.k_dim == self.v_dim:
-            return (Rows("kv", (2, self.num_kv_heads, self.k_dim), self.dtype, self.encoding),)
         if self.encoding.is_packed:
+            sides = {"k": (self.num_kv_heads, self.k_dim), "v": (self.num_kv_heads, self.v_dim)}
+            sides = {"kv": (2, *sides["k"])} if self.k_dim == self.v_dim else sides
             return tuple(
-                Rows(name, (self.num_kv_heads, dim), self.dtype, replace(self.encoding, head_dim=dim))
-                for name, dim in (("k", self.k_dim), ("v", self.v_dim))
+                Rows(name, shape, self.dtype, replace(self.encoding, head_dim=shape[-1]))
+                for name, shape in sides.items()
             )
         heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
         return tuple(
