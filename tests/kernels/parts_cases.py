@@ -4,7 +4,7 @@ import torch
 
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.packed_rows import Parts
-from kvpagoda.layouts.packed import bytes_of
+from kvpagoda.layouts.packed import by_part, bytes_of
 
 PAGE, PAGES, HEADS, CANARY = 4, 3, 2, 0xA5
 SLOTS = [5, -1, 0, 11, 12, 3, 2, 1 << 30, 7, -9]
@@ -33,8 +33,7 @@ def parts_of(encoding, dim, heads=HEADS, pages=PAGES):
     for (_, shape, dtype), size, start in zip(shapes, sizes, starts):
         array = memory[:, start : start + size].view(getattr(torch, dtype)).unflatten(1, (PAGE, 1, heads, *shape))
         views.append(bytes_of(array, 5).transpose(2, 3))
-    names = ("codes", "scales") if len(views) == 2 else ("codes", "kept", "scales")
-    return Parts.of(dict(zip(names, views)), encoding), memory
+    return Parts.of(by_part(views), encoding), memory
 
 
 def rows_of(dim, seed=0):

@@ -167,7 +167,7 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
 
     def found():
         loop = lanes.vector_loop.__wrapped__(constants)
-        memory, strides = np.zeros(64, np.uint8), lanes.Strides(1, 1, 4, 0, 12, 12, 2, 12, 12, 0, 12, 12)
+        memory, strides = np.zeros(64, np.uint8), lanes.Strides(1, 1, 4, (0, 2, 0), (12, 12, 12), (12, 12, 12))
         loop(np.zeros(4, np.uint16), memory, np.zeros(1, np.int32), strides, np.array([[0, 0, 0], [6, 6, 6]]))
         return sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values())
 

@@ -138,9 +138,9 @@ class Parts:
         return len(self.views["codes"]) * self.grid.page
 
     @cached_property
-    def places(self) -> tuple[int, ...]:
-        """For codes, scales and kept elements, in bytes of ``memory``: the first, from page to page, from row to row."""
-        return tuple(int(n) for part in self.starts for n in (part.storage_offset(), *part.stride()[:2]))
+    def places(self) -> list[Any]:
+        """Of codes, scales and kept elements, in bytes of ``memory``: the first, from page to page, from row to row."""
+        return [*zip(*((part.storage_offset(), *part.stride()[:2]) for part in self.starts))]
 
     @cached_property
     def starts(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,21 +31,15 @@ The ring has at least four times as many rows as there are vectors in one step.
 
 class Strides(NamedTuple):
     """Where rows lie. ``page``: rows of a page. ``slots``: number of slots in all pages. ``rows``: elements from row to
-    row of ``numbers``. Then for codes, scales and kept elements, in bytes: the place of the first, and the distances from
+    row of ``numbers``. ``at``, ``pages``, ``steps``: of codes, scales and kept elements the first byte, and the bytes from
     page to page and from row to row."""
 
     page: int
     slots: int
     rows: int
-    codes_at: int
-    codes_page: int
-    codes_row: int
-    scales_at: int
-    scales_page: int
-    scales_row: int
-    kept_at: int
-    kept_page: int
-    kept_row: int
+    at: tuple[int, int, int]
+    pages: tuple[int, int, int]
+    steps: tuple[int, int, int]
 
 
 @lru_cache(maxsize=256)
@@ -86,9 +80,9 @@ def vector_loop(constants: str) -> Any:
                             i += 1
                         page = np.int64(np.uint64(slots[i]) // np.uint64(p.page))  # faster than signed division
                         within = slots[i] - page * p.page
-                        codes = p.codes_at + page * p.codes_page + within * p.codes_row
-                        scales = p.scales_at + page * p.scales_page + within * p.scales_row
-                        kept = p.kept_at + page * p.kept_page + within * p.kept_row
+                        codes = p.at[0] + page * p.pages[0] + within * p.steps[0]
+                        scales = p.at[1] + page * p.pages[1] + within * p.steps[1]
+                        kept = p.at[2] + page * p.pages[2] + within * p.steps[2]
                 place = n & PLACES - 1
                 places[place, 0] = i * p.rows + vector * width
                 places[place, 1] = codes + offsets[vector, 0]

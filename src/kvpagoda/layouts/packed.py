@@ -10,7 +10,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -136,8 +136,12 @@ def encode_rows(vectors: Tensor, encoding: Encoding, rule: Rule | None = None) -
     rows.
     """
     parts = encode_by(rule or encoding.rule, encoding, vectors)
-    names = PARTS if len(parts) == 3 else (PARTS[0], PARTS[2])
-    return {name: bytes_of(part, vectors.ndim).transpose(1, 2) for name, part in zip(names, parts)}
+    return by_part([bytes_of(part, vectors.ndim).transpose(1, 2) for part in parts])
+
+
+def by_part(parts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return part -> tensor, for the parts of rows in the order of ``Encoding.parts``."""
+    return dict(zip(PARTS if len(parts) == 3 else (PARTS[0], PARTS[2]), parts))
 
 
 def bytes_of(part: Tensor, ndim: int) -> Tensor:

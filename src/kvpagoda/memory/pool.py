@@ -14,7 +14,7 @@ from kvpagoda.formats import decode, encode
 from kvpagoda.formats.encoding import RAW
 from kvpagoda.kernels.packed_rows import Parts, append_parts, gather_parts
 from kvpagoda.layouts.demands import Kernel
-from kvpagoda.layouts.packed import bytes_of
+from kvpagoda.layouts.packed import by_part, bytes_of
 from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Rows
 from kvpagoda.schema.kernel_forms import Argument, arguments, declared, kind_of, kinds_of
@@ -120,8 +120,7 @@ class Pool:
             views = [bytes_of(part, 2 + len(rows.shape)) for part in parts]
             shapes = [(*one.shape[:2], math.prod(cells), heads, one.shape[-1]) for one in views]
             views = [one.view(shape).transpose(2, 3) for one, shape in zip(views, shapes)]
-            names = ("codes", "scales") if len(parts) == 2 else ("codes", "kept", "scales")
-            self._encoded[name] = Parts.of(dict(zip(names, views)), rows.encoding)
+            self._encoded[name] = Parts.of(by_part(views), rows.encoding)
         return self._encoded[name]
 
     def tensor(self, name: str) -> Tensor:

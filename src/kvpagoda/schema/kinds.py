@@ -141,8 +141,9 @@ class Attention(LayerKind):
     def _rows(self) -> tuple[Rows, ...]:
         """Return the rows for K and V, without the indexer's."""
         if self.encoding.is_packed:
-            sides = {"k": (self.num_kv_heads, self.k_dim), "v": (self.num_kv_heads, self.v_dim)}
-            sides = {"kv": (2, *sides["k"])} if self.k_dim == self.v_dim else sides
+            sides: dict[str, tuple[int, ...]] = {"kv": (2, self.num_kv_heads, self.k_dim)}
+            if self.k_dim != self.v_dim:
+                sides = {"k": (self.num_kv_heads, self.k_dim), "v": (self.num_kv_heads, self.v_dim)}
             return tuple(
                 Rows(name, shape, self.dtype, replace(self.encoding, head_dim=shape[-1]))
                 for name, shape in sides.items()
