@@ -9,6 +9,8 @@ import numpy as np
 import parts_cases
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.extra import numpy
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_ones
 
 from kvpagoda.errors import LayoutError
@@ -112,6 +114,25 @@ def test_rows_of_float32_are_encoded_exactly_in_arrays_of_their_own():
     wanted = decode(encoding, encode(encoding, rows.view(1, 2, 80)), torch.float32)
     assert torch.equal(out, wanted.flatten(1))
     assert not torch.equal(wanted, decode(encoding, encode(encoding, rows.bfloat16().view(1, 2, 80)), torch.float32))
+
+
+@pytest.mark.parametrize("case", ["fp8-80", "nvfp4-112"])
+@settings(deadline=None, max_examples=40)
+@given(bits=numpy.arrays(np.int16, (len(SLOTS), parts_cases.HEADS * 112)))
+def test_any_bits_of_rows_give_the_bytes_of_the_reference(case, bits):
+    """inf, NaN, subnormals and zeros of both signs are among them."""
+    encoding, dim = parts_cases.CASES[case]
+    rows = torch.from_numpy(bits).view(torch.bfloat16)[:, : parts_cases.HEADS * dim]
+    found = []
+    for backend in ("numba", "reference"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, backend)
+            parts, memory = parts_cases.parts_of(encoding, dim)
+            append_parts(rows, torch.tensor(SLOTS), parts)
+            out = torch.zeros(rows.shape)
+            gather_parts(out, torch.tensor(SLOTS), parts)
+            found.append((memory, out.isnan(), out.nan_to_num(3.0)))
+    assert all(map(torch.equal, *found))
 
 
 WIDTHS = (64, 80, 96, 112, 128, 192, 256, 512)
