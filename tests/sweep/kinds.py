@@ -90,6 +90,10 @@ KINDS = {
         ).rewindable(WIDTH),
         {"budget": "16KiB"},
     ),
+    "fp8_heads": Kind(
+        lambda: of_config(GEMMA, kv_format={"full": "fp8_e5m2", "window": "fp8"}, verify_width=WIDTH),
+        {"budget": "4KiB"},
+    ),
 }
 SLOTS = 4
 

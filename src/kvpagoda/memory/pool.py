@@ -11,8 +11,9 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
-from kvpagoda.formats.encoding import RAW
+from kvpagoda.formats.encoding import RAW, Encoding
 from kvpagoda.kernels.packed_rows import Parts, append_parts, gather_parts
+from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 from kvpagoda.layouts.demands import Kernel
 from kvpagoda.layouts.packed import by_part, bytes_of
 from kvpagoda.memory.arena import Arena
@@ -87,6 +88,11 @@ class Pool:
             field = self.fields[name]
             field[self._cells(index, field.shape[1])] = values.to(field.dtype)
             return
+        if rows.encoding.is_scaled:
+            (field,) = self.parts(name)
+            slots = self._slots(index, field.shape[1]).expand(values.shape[: values.ndim - len(rows.shape)])
+            append_scaled(values.reshape(slots.numel(), *rows.shape), slots.flatten(), field, rows.encoding)
+            return
         parts = self.encoded(name)
         slots = self._slots(index, parts.grid.page)
         slots = slots.expand(values.shape[: values.ndim - len(rows.shape)])
@@ -100,6 +106,12 @@ class Pool:
         if rows.encoding == RAW:
             field = self.fields[name]
             return field[self._cells(index, field.shape[1])].to(dtype)
+        if rows.encoding.is_scaled:
+            (field,) = self.parts(name)
+            slots = self._slots(index, field.shape[1])
+            out = torch.empty(slots.numel(), *rows.shape, dtype=dtype, device=slots.device)
+            gather_scaled(field, slots.flatten(), out, rows.encoding)
+            return out.view(*slots.shape, *rows.shape)
         parts = self.encoded(name)
         slots = self._slots(index, parts.grid.page)
         exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
