@@ -11,7 +11,7 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
-from kvpagoda.formats.encoding import RAW, Encoding
+from kvpagoda.formats.encoding import RAW
 from kvpagoda.kernels.packed_rows import Parts, append_parts, gather_parts
 from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 from kvpagoda.layouts.demands import Kernel
