@@ -30,6 +30,8 @@ class NoStates:
 
     group: BlockGroup | None = None
     """The group of the states; None: there are none."""
+    places = 1
+    """The number of places of a request."""
 
     def reset(self, own: Many[Ids]) -> None:
         """Make the states in ``own``, free blocks by group, those of empty texts: for each text the blocks of its places,
@@ -77,17 +79,17 @@ class States(NoStates):
 
     def __init__(self, group: BlockGroup, num_groups: int, memory: NoMemory) -> None:
         self.group = group
-        self._group, self._memory, self._places = group, memory, group.places
+        self._group, self._memory, self.places = group, memory, group.places
         self._columns = np.arange(group.places)
         self._needs = [int(number == group.index) for number in range(num_groups)]
 
     def reset(self, own: Many[Ids]) -> None:
         places = own[self._group.index]
         if len(places):
-            self._memory.reset(self._group.index, BlockPlaces(places[:: self._places]))
+            self._memory.reset(self._group.index, BlockPlaces(places[:: self.places]))
 
     def begin_at(self, length: int, own: Many[BlockPlaces]) -> Many[BlockPlaces]:
-        if not (column := length % self._places):
+        if not (column := length % self.places):
             return own
         number = self._group.index
         return [BlockPlaces(ids[column:]) if index == number else ids for index, ids in enumerate(own)]
@@ -101,12 +103,12 @@ class States(NoStates):
 
     def _place_in(self, own: Many[Ids], length: int) -> BlockPlaces:
         """Return the place, ``[1]``, of the state after ``length`` tokens in ``own``, blocks by group for one request."""
-        column = length % self._places
+        column = length % self.places
         return BlockPlaces(own[self._group.index][column : column + 1])
 
     def _place_of(self, slot: int, length: int) -> BlockPlaces:
         """Return the place, ``[1]``, of the state of ``slot`` after ``length`` tokens."""
-        column = length % self._places
+        column = length % self.places
         return self._group.places_between(slot, column, column + 1)
 
     def make_room(self, capacity: Capacity) -> bool:
@@ -121,10 +123,10 @@ class States(NoStates):
         self._group.take(1)
 
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
-        rows: Ids = self._group.table.cells[slots, lengths % self._places if self._places > 1 else 0]
+        rows: Ids = self._group.table.cells[slots, lengths % self.places if self.places > 1 else 0]
         return rows
 
     def written(self, slots: Ids, before: Ids, after: Ids) -> Ids:
-        first = np.maximum(before, after - self._places) + 1
-        rows: Ids = self._group.table.cells[slots[:, None], (first[:, None] + self._columns) % self._places]
+        first = np.maximum(before, after - self.places) + 1
+        rows: Ids = self._group.table.cells[slots[:, None], (first[:, None] + self._columns) % self.places]
         return rows
