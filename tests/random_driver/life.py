@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 
-from .caches import is_prefetched, prompt_length, staging_in_use
+from .caches import has_places, is_prefetched, prompt_length, staging_in_use
 from .faults import Fault, Refused
 from .oracle import DIALECTS, StepTexts
 from .texts import NAMESPACES, Request, Tokens, epoch_of, on_epoch
@@ -186,6 +186,8 @@ def rewind_one(driver: Driver) -> None:
     request.cut(to)
     request.reserve = None  # blocks that it shared may need copies, which nothing reserved
     driver.right_length(request.handle, request)
+    if request.handle.capacity > to:
+        look(driver, request)
 
 
 def extend_one(driver: Driver) -> None:
@@ -224,6 +226,8 @@ def suspend(driver: Driver, request: Request, whole: bool) -> None:
     )  # fmt: skip
     driver.require(not request.fences, "a fenced sequence was suspended")
     request.is_suspended, request.num_written = True, request.length
+    if has_places(driver.cache):
+        request.started_at = request.length  # older states are not copied
     request.version += 1
 
 

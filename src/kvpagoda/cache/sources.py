@@ -78,7 +78,7 @@ class Cached:
         if checkpoint is None:
             core.states.reset(own)
         else:
-            core.states.restore(core.prefix.kept[checkpoint].states, own)
+            core.states.restore(core.prefix.kept[checkpoint].states, self.found.resumable, own)
         return self.found
 
 
@@ -101,7 +101,7 @@ class Loaded(Cached):
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, found, hit = self._core, self.found, self._hit
         whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
-        end = whole + core.tiers.load(hit, own, whole)
+        end = whole + core.tiers.load(hit, core.states.begin_at(found.resumable, own), whole)
         if core.full is None:
             return found
         lost = (hit.end - end // grid * grid) * core.block_size
@@ -123,9 +123,10 @@ class Swapped(Cached):
         return [range(num_blocks) if group is core.full else left[group.index] for group in core.groups]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
-        core = self._core
-        counts = [max(0, part.end - span.stop) for part, span in zip(self._suspended.parts, self.shared)]
-        core.swap.copy_in(self._suspended, [places[:count] for places, count in zip(own, counts)])
+        core, suspended = self._core, self._suspended
+        counts = [max(0, part.end - span.stop) for part, span in zip(suspended.parts, self.shared)]
+        targets = core.states.begin_at(suspended.length, own)
+        core.swap.copy_in(suspended, [places[:count] for places, count in zip(targets, counts)])
         if core.states.group is not None and not counts[core.states.group.index]:
             core.states.reset(own)
         return self.found
@@ -147,8 +148,10 @@ class Forked:
         return core.guard.change(index.hold, parent.lease, parent.lease.num_blocks, windows), names
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        states, slot = self._core.states, self._parent.slot
         for group, span, places in zip(self._core.groups, self.shared, own):
-            if len(places):
-                last = group.places_between(self._parent.slot, span.stop, span.stop + len(places))
+            if len(places) and group is not states.group:
+                last = group.places_between(slot, span.stop, span.stop + len(places))
                 self._core.memory.copy(group.index, last, places)
+        states.fork(slot, self.found.resumable, own)
         return self.found
