@@ -68,14 +68,14 @@ _SCHEMAS = {
         Attention(2, 4, 4, "float32"), _WINDOW, (Attention(2, 4, 4, "float32"), _STATES),
         Attention(1, 4, 4, "float32", Growth(chunk=12)), Shared(0), Shared(1),
     ),
-    "encoded": _schema_of(
-        Attention(2, 8, 8, "bfloat16", encoding=Encoding("gqa_fp8_head", head_dim=8)),
+    "scaled": _schema_of(
+        Attention(1, 8, 8, "bfloat16", encoding=Encoding("gqa_fp8_head", head_dim=8)),
         Attention(1, 32, 32, "bfloat16", encoding=Encoding("gqa_int4_group", head_dim=32)),
-        Attention(1, 12, 8, "float32", Growth(window=10), Encoding("gqa_int8_head", head_dim=12)),
-        Attention(2, 16, 16, "bfloat16", Growth(window=10), Encoding("gqa_nvfp4", head_dim=16)),
-        Attention(2, 32, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),
-        Attention(1, 16, 32, "bfloat16", Growth(chunk=12), Encoding("nvfp4", group=16)),
-        Attention(2, 8, 4, "float32", encoding=Encoding("int8")),
+        Attention(1, 32, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),
+        Attention(2, 20, 12, "float32", Growth(window=10), Encoding("gqa_int8_head")),
+        Attention(2, 32, 32, "bfloat16", Growth(window=10), Encoding("gqa_nvfp4")),
+        Attention(2, 16, 32, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
+        Attention(1, 8, 4, "float32", Growth(chunk=12), Encoding("int8")),
     ),
     "fp8_heads": _schema_of(
         Attention(2, 4, 4, "float32", encoding=_TENSOR, v_encoding=_TENSOR.with_scale(0.5)),

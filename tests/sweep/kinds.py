@@ -83,7 +83,7 @@ KINDS = {
         {"budget": "16KiB"},
         rewinds=False,
     ),
-    "encoded": Kind(
+    "scaled": Kind(
         lambda: schema_of(
             Attention(1, 8, 8, "bfloat16", encoding=Encoding("gqa_int8_head", head_dim=8)),
             Attention(1, 16, 32, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
