@@ -36,9 +36,7 @@ class StateModules:
     """
 
     def __init__(self, model: Any, schema: Schema) -> None:
-        wanted = {
-            layer.index for layer in schema.layers if any(isinstance(kind, Recurrent) for kind in layer.kinds)
-        }
+        wanted = {layer.index for layer in schema.layers if any(isinstance(kind, Recurrent) for kind in layer.kinds)}
         self.holders: dict[int, Any] = {
             index: part
             for index, layer in enumerate(getattr(model.base_model, "layers", ()))

@@ -56,7 +56,15 @@ def conv_steps(
 
 
 def ssd_steps(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, reads: Tensor, writes: Tensor, indptr: Tensor
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    states: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    indptr: Tensor,
 ) -> Tensor:
     """Return the outputs of a Mamba-2 layer (arXiv 2405.21060, section 3) without its skip, and leave its states.
 

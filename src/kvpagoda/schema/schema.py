@@ -72,7 +72,8 @@ class Schema:
         model computes them. ``fp8`` uses the packed rows of FlashMLA and DeepGEMM; rows of other sizes or another dtype
         have codes and scales in separate arrays. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32,
         16, and 64 or 128 elements. ``layout``: see ``laid_out``; it decides the format and dialect of encoded rows.
-        ``verify_width``: how many of the newest tokens ``rewind`` may remove, see ``rewindable``.
+        ``verify_width``: how many of the newest tokens ``rewind`` may remove, and how many tokens of a step may stay
+        uncommitted; see ``rewindable``.
 
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
