@@ -81,7 +81,8 @@ class Schema:
         entries) 64 or 128 elements or (heads) a head. ``fp8_per_token_head`` and ``int8_per_token_head`` are vLLM's packed
         heads, with a scale for each. ``kv_scales``: see ``scaled``; None: 1.0. ``layout``: see ``laid_out``; it decides the
         format and dialect of packed rows.
-        ``verify_width``: how many of the newest tokens ``rewind`` may remove, see ``rewindable``.
+        ``verify_width``: how many of the newest tokens ``rewind`` may remove, and how many tokens of a step may stay
+        uncommitted; see ``rewindable``.
 
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
