@@ -67,6 +67,13 @@ def test_plan_as_json_divides_over_ranks(llama: Path, here: Command) -> None:
     ]
 
 
+def test_plan_takes_a_format_for_each_layer_kind(here: Command) -> None:
+    made = json.loads(here("plan", "gpt-oss-20b", "--kv-format", "full=fp8,window=raw", "--json").stdout)
+    assert made["bytes_per_token"] == 36_864 and [one["format"] for one in made["formats"]] == ["fp8_e4m3", "raw"]
+    wrong = here("plan", "gpt-oss-20b", "--kv-format", "chunk=fp8")
+    assert wrong.returncode == 2 and "a gpt_oss model has none; it has: 12 window, 12 full" in wrong.stderr
+
+
 @pytest.mark.parametrize(("name", "per_token"), [("deepseek-v4-flash", 3514), ("deepseek-v4-pro", 5031)])
 def test_plan_knows_presets(name: str, per_token: int, here: Command) -> None:
     made = json.loads(here("plan", name, "--kv-format", "fp8", "--json").stdout)

@@ -72,9 +72,10 @@ def by_vllm(version: str) -> dict[tuple[str, str], list[int]]:
         environment["PYTHONPATH"] = str(found[0].parent)
     keys = [(name, dtype) for name in CONFIGS for dtype in DTYPES]
     layers = [layers_of(CONFIGS[name], dtype) for name, dtype in keys]
+    given = json.dumps([one for of in layers for one in of])
     run = subprocess.run(
-        [PYTHON, str(Path(__file__).with_name("vllm_page_bytes.py"))], input=json.dumps([one for of in layers for one in of]), text=True,
-        capture_output=True, env=environment, timeout=300,
+        [PYTHON, str(Path(__file__).with_name("vllm_page_bytes.py"))], input=given, text=True, capture_output=True,
+        env=environment, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     answer = json.loads(run.stdout.splitlines()[-1])

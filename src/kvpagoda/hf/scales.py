@@ -39,11 +39,6 @@ def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
     A layer with a scale of K alone, or one for both (``kv_scale``), uses it for both, as vLLM does. Raises BadInput if there
     are no such files, and SchemaError, with the layers and numbers, for missing scales, and for those that are not one
     number, not finite or not above 0, or that two names give differently.
-
-    >>> checkpoint_scales("a-folder-without-files", Schema.from_hf_config("llama-3-8b", kv_format="fp8"))
-    Traceback (most recent call last):
-    ...
-    kvpagoda.errors.BadInput: 'a-folder-without-files' holds no *.safetensors file; give the folder of a checkpoint
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:

@@ -88,7 +88,7 @@ class Pool:
             field = self.fields[name]
             field[self._cells(index, field.shape[1])] = values.to(field.dtype)
             return
-        if rows.encoding.is_scaled:
+        if rows.encoding.scale is not None:
             (field,) = self.parts(name)
             slots = self._slots(index, field.shape[1]).expand(values.shape[: values.ndim - len(rows.shape)])
             append_scaled(values.reshape(slots.numel(), *rows.shape), slots.flatten(), field, rows.encoding)
@@ -106,7 +106,7 @@ class Pool:
         if rows.encoding == RAW:
             field = self.fields[name]
             return field[self._cells(index, field.shape[1])].to(dtype)
-        if rows.encoding.is_scaled:
+        if rows.encoding.scale is not None:
             (field,) = self.parts(name)
             slots = self._slots(index, field.shape[1])
             out = torch.empty(slots.numel(), *rows.shape, dtype=dtype, device=slots.device)
