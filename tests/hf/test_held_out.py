@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,11 @@ from kvpagoda.hf.embedded import (
     held_out_text,
 )
 from kvpagoda.hf.generator import Generator
-from kvpagoda.hf.held_out import Cost, format_cost
+from kvpagoda.hf.held_out import Cost, format_cost, logits_and_bits
 from kvpagoda.hf.sampling import Sampling
+from kvpagoda.schema import Schema
 from kvpagoda.schema.from_hf import KV_FORMATS
+from models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = held_out_text()[:768]
@@ -72,6 +75,22 @@ def test_it_predicts_text_that_it_was_not_trained_on() -> None:
         whole = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item() / torch.log(torch.tensor(2.0)).item()
     assert raw().bits_per_byte == pytest.approx(whole, abs=1e-4), "the cache changes nothing"
     assert whole < 3.0, "8 bits without a model"
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_it_measures_models_with_heads_too(family: str) -> None:
+    """Across steps and pieces: the second piece is read without the first."""
+    net, text = tiny_model(family, vocab_size=256), TEXT[:400]
+    logits, bits = logits_and_bits(net, Schema.from_hf_config(net.config, dtype="float32"), text, length=300)
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
+    with torch.no_grad():
+        pieces = [net(input_ids=piece).logits[0] for piece in ids.split(300, dim=1)]
+    torch.testing.assert_close(logits, torch.cat(pieces), rtol=0, atol=1e-3)
+    losses = [
+        torch.nn.functional.cross_entropy(piece[:-1], piece_ids[0, 1:], reduction="sum").item()
+        for piece, piece_ids in zip(pieces, ids.split(300, dim=1))
+    ]
+    assert bits == pytest.approx(sum(losses) / 398 / math.log(2), abs=1e-3)
 
 
 @pytest.mark.parametrize("kv_format", MOST)

@@ -1,0 +1,117 @@
+"""What each ``kv_format`` saves and costs, for models with K/V heads and for the model of ``kvpagoda generate``.
+
+The models with heads (``trained``) are like Llama, and like Gemma-3 with windows of 64 tokens. Formats that a model's rows
+do not have are listed as absent, with the reason.
+
+    layers           which layers have the format; the others keep raw rows of float32
+    bytes_per_token  of a token in all layers; ``saved_percent``: of those of raw rows
+    lost_millibits   thousandths of a bit per byte of held-out text that the model needs more than with raw rows
+    rms_error        root mean square of the difference of all logits of that text; ``spread``: standard deviation of the
+                     raw logits
+    warm_is_cold     whether the logits after a cached beginning are those of a cache that computed it, bit for bit
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.timing import Options, Row, tell
+from benchmarks.trained import FAMILIES, trained_model
+from kvpagoda.errors import SchemaError
+from kvpagoda.hf.held_out import logits_and_bits
+from kvpagoda.hf.model_cache import next_piece, runner_over
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.schema import Schema
+from kvpagoda.schema.from_hf import KV_FORMATS
+
+QUESTION = "What do quantised K/V heads save, and what do they cost on held-out text?"
+CALLED = {"llama": "Llama-like", "gemma3_text": "Gemma-3-like", "deepseek_v4": "DeepSeek-V4-like"}
+STEP, CACHED = 256, 512
+"""Bytes of text that one step computes; length of the beginning that is cached for ``warm_is_cold``."""
+
+
+def measure(options: Options) -> list[Row]:
+    from kvpagoda.hf.embedded import embedded_model, held_out_text
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        text, rows = held_out_text()[: 640 if options.quick else None], list[Row]()
+        for model_type in (*FAMILIES, "deepseek_v4"):
+            if options.only not in CALLED[model_type]:
+                continue
+            is_own = model_type not in FAMILIES
+            model = embedded_model() if is_own else trained_model(model_type, is_quick=options.quick)
+            rows += rows_of(model, CALLED[model_type], text, is_quick=options.quick)
+        return rows
+    finally:
+        torch.set_num_threads(threads)
+
+
+def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> list[Row]:
+    """Return a row for each format in all layers of ``model``, and in each kind of layers alone where it has windows
+    too."""
+    raw = Schema.from_hf_config(model.config, dtype="float32")
+    case = f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+    plain, bits = logits_and_bits(model, raw, text)
+    has_windows = len({layer.growth for layer in raw.layers}) > 1 and all(layer.growth for layer in raw.layers)
+    rows = list[Row]()
+    for kv_format in KV_FORMATS:
+        kinds = ("full", "window") if has_windows and kv_format != "raw" else ()
+        for layers in ("all", *kinds):
+            asked: Any = kv_format if layers == "all" else {kind: "raw" for kind in kinds} | {layers: kv_format}
+            try:
+                schema = Schema.from_hf_config(model.config, dtype="float32", kv_format=asked)
+            except SchemaError as error:
+                rows.append({"who": f"{name}, {kv_format} in {layers}", "absent": str(error)})
+                continue
+            logits, packed = logits_and_bits(model, schema, text)
+            rows.append({
+                "case": case,
+                "kv_format": kv_format,
+                "layers": layers,
+                "bytes_per_token": schema.bytes_per_token,
+                "saved_percent": 100 * (1 - schema.bytes_per_token / raw.bytes_per_token),
+                "bits_per_byte": packed,
+                "lost_millibits": 1000 * (packed - bits),
+                "rms_error": float((logits - plain).square().mean().sqrt()),
+                "spread": float(plain.std()),
+                "warm_is_cold": warm_is_cold(model, schema, text),
+            })  # fmt: skip
+    return rows
+
+
+def warm_is_cold(model: Any, schema: Schema, text: bytes) -> bool:
+    """Whether the logits after the first ``CACHED`` bytes of ``text`` are the same, bit for bit, if these were found in
+    the cache."""
+    tokens = np.frombuffer(text[: 2 * CACHED], np.uint8).astype(np.int32)
+    cold, number = logits_after(model, schema, tokens, num_cached=0)
+    warm, found = logits_after(model, schema, tokens, num_cached=CACHED)
+    assert (number, found) == (0, CACHED), f"{found} tokens were found, not {CACHED}"
+    return torch.equal(cold[CACHED:], warm)
+
+
+def logits_after(model: Any, schema: Schema, tokens: Any, num_cached: int) -> tuple[torch.Tensor, int]:
+    """Compute ``tokens`` after another request computed the first ``num_cached`` of them. Return the logits of what was
+    computed, and how many tokens were found in the cache."""
+    cache = KVCache(schema, num_blocks=2 * len(tokens) // schema.block_size() + 2, max_requests=2)
+    runner, logits = runner_over(model, cache), list[torch.Tensor]()
+    for part in (tokens[:num_cached], tokens):
+        if not len(part):
+            continue
+        with cache.open(part) as sequence:
+            found, logits = sequence.cached_tokens, []
+            while sequence.length < len(part):
+                step = next_piece(runner, sequence, part, STEP)
+                sequence.extend(len(step))
+                logits.append(runner.step([(sequence, step)], [len(step)]))
+                sequence.commit(step)
+    cache.close()
+    return torch.cat(logits), found
+
+
+if __name__ == "__main__":
+    tell("quantised_heads", QUESTION, measure)
