@@ -25,7 +25,7 @@ from kvpagoda.hf.held_out import logits_and_bits
 from kvpagoda.hf.model_cache import next_piece, runner_over
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
-from kvpagoda.schema.from_hf import KV_FORMATS
+from kvpagoda.schema.kv_format import KV_FORMATS
 
 QUESTION = "What do quantised K/V heads save, and what do they cost on held-out text?"
 CALLED = {"llama": "Llama-like", "gemma3_text": "Gemma-3-like", "deepseek_v4": "DeepSeek-V4-like"}
@@ -62,7 +62,7 @@ def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> li
     for kv_format in KV_FORMATS:
         kinds = ("full", "window") if has_windows and kv_format != "raw" else ()
         for layers in ("all", *kinds):
-            asked: Any = kv_format if layers == "all" else {kind: "raw" for kind in kinds} | {layers: kv_format}
+            asked: Any = kv_format if layers == "all" else dict.fromkeys(kinds, "raw") | {layers: kv_format}
             try:
                 schema = Schema.from_hf_config(model.config, dtype="float32", kv_format=asked)
             except SchemaError as error:

@@ -1,8 +1,8 @@
 """Small models over bytes with K/V heads, trained in minutes on one thread.
 
-The text is a part of that of ``tools/train_demo.py``: the language topics of Python's documentation, which do not change with this
-project. So the same versions of Python and torch and the same machine give the same weights. They are kept in
-``build/trained``, by a digest of all that they depend on, and are no part of the package.
+The text is a part of that of ``tools/train_demo.py``: the language topics of Python's documentation, which do not
+change with this project. So the same versions of Python and torch and the same machine give the same weights. They are
+kept in ``build/trained``, by a digest of all that they depend on, and are no part of the package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from tools.train_demo import PHASES, is_held_out, python_paragraphs, train
 
 KEPT = Path(__file__).parents[1] / "build" / "trained"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
 from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
+from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
 
 LOOKUP_LENGTHS = (3, 2)
@@ -107,7 +108,8 @@ class Generator:
     counts preempted requests, ``num_swapped`` those of them that were suspended. A text that grows past a switch of the
     model's position encodings (``rope_switch``) is computed again and counts as preempted too.
 
-    ``kv_format`` and ``layout``: see ``Schema.from_hf_config``. ``cache_arguments``: all other arguments of
+    ``kv_format``, ``kv_scales`` and ``layout``: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and
+    ``calibrated_scales`` return scales. ``cache_arguments``: all other arguments of
     ``KVCache``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the whole model,
     which takes seconds for a large one.
 
@@ -137,14 +139,15 @@ class Generator:
         lookup: int = 0,
         preemption: PreemptionPolicy | None = None,
         preemption_mode: Callable[[Costs], PreemptionMode] = cheapest,
-        kv_format: str = "raw",
+        kv_format: KVFormatNames = "raw",
+        kv_scales: Mapping[int, tuple[float, float]] | None = None,
         layout: LayoutNames | None = None,
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1 or lookup < 0:
             raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout)
+        self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout, kv_scales)
         self.cache = self._runner.cache
         self._model, self._chunk = model, prefill_chunk
         self._weights = WeightsWatch(model, self.cache)

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from kvpagoda.hf.model_cache import runner_over
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
+from kvpagoda.schema.kv_format import KVFormatNames, as_text
 from kvpagoda.units import format_bytes
 
 STEP = 256
@@ -28,7 +29,7 @@ class Cost:
     bits_per_byte: float
 
     @classmethod
-    def of(cls, model: Any, kv_format: str, text: bytes) -> Cost:
+    def of(cls, model: Any, kv_format: KVFormatNames, text: bytes) -> Cost:
         schema = Schema.from_hf_config(model.config, dtype=_dtype(model), kv_format=kv_format)
         _, bits = logits_and_bits(model, schema, text)
         return cls(schema.bytes_per_token, schema.state_layout.payload_nbytes, bits)
@@ -68,11 +69,11 @@ class FormatCost:
         )
 
 
-def format_cost(model: Any, kv_format: str, text: bytes, raw: Cost | None = None) -> FormatCost:
-    """Measure what ``kv_format`` costs ``model``, a byte model, on ``text`` of at least two
-    bytes. ``raw``: the cost of raw rows on the same text, if it is known. Raises SchemaError for an unknown format."""
+def format_cost(model: Any, kv_format: KVFormatNames, text: bytes, raw: Cost | None = None) -> FormatCost:
+    """Measure what ``kv_format`` costs ``model``, a byte model, on ``text`` of at least two bytes. ``raw``: the cost of
+    raw rows on the same text, if it is known. Raises SchemaError for an unknown format."""
     packed = Cost.of(model, kv_format, text)
-    return FormatCost(kv_format, _dtype(model), len(text), packed, raw or Cost.of(model, "raw", text))
+    return FormatCost(as_text(kv_format), _dtype(model), len(text), packed, raw or Cost.of(model, "raw", text))
 
 
 def _dtype(model: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
 
 
@@ -28,18 +30,21 @@ def runner_of(
     model: Any,
     chunk: int,
     lookup: int,
-    kv_format: str,
+    kv_format: KVFormatNames,
     cache_arguments: dict[str, Any],
     layout: LayoutNames | None = None,
+    kv_scales: Mapping[int, tuple[float, float]] | None = None,
 ) -> Runner:
     """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``. A step
-    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
-    ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
-    a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
+    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format``,
+    ``kv_scales`` and ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``,
+    ``identity.weights`` is by default a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
     check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
+    schema = Schema.from_hf_config(
+        model.config, dtype=dtype, kv_format=kv_format, kv_scales=kv_scales, layout=layout, verify_width=lookup
+    )
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
         raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")

@@ -3,5 +3,6 @@
 from kvpagoda.kernels.append_swa import append_swa
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 
-__all__ = ["append_rows", "append_swa", "copy_rows", "gather_rows"]
+__all__ = ["append_rows", "append_scaled", "append_swa", "copy_rows", "gather_rows", "gather_scaled"]

@@ -26,11 +26,11 @@ SIDE = 32
 """Elements that are cast by one instruction."""
 INFINITY_BITS, LEAST_BITS, LARGE_BITS = 0x7F800000, 0x00800000, 227 << 23
 """Bits of float32: of infinity, of the least normal number, and of 2^100."""
-LOW_PLACES = {"e4m3": (20, 121, 0x7E), "e2m1": (22, 127, 7)}
+LOW_PLACES = {"e4m3": (20, 121, 0x7E), "e5m2": (21, 113, 0x7B), "e2m1": (22, 127, 7)}
 """Small float -> (float32 mantissa bits that it drops, exponent byte of its least normal number, its top code)."""
-HALVES = {"e4m3": (7, 8), "e2m1": (9, 14)}
+HALVES = {"e4m3": (7, 8), "e5m2": (8, 0), "e2m1": (9, 14)}
 """Small float -> (shift that makes its bits those of a float16, exponent of 2 by which that float16 is too small)."""
-BYTES = "e4m3", "int8"
+BYTES = "e4m3", "e5m2", "int8"
 """Codes of 8 bits; of other codes a byte holds two."""
 
 

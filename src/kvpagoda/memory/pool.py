@@ -13,6 +13,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 from kvpagoda.layouts.demands import Kernel
 from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Rows
@@ -87,6 +88,11 @@ class Pool:
             flat = values.reshape(slots.numel(), math.prod(self.rows[name].shape)).to(torch.bfloat16)
             append_rows(flat, slots.flatten(), self.pages(name), **_packed(encoding, parts[0]))
             return
+        if encoding.is_scaled:
+            slots = self._slots(index, parts[0].shape[1])
+            slots = slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)])
+            append_scaled(values.reshape(slots.numel(), *self.rows[name].shape), slots.flatten(), parts[0], encoding)
+            return
         cells = self._cells(index, parts[0].shape[1])
         for field, part in zip(parts, encode(encoding, values)):
             field[cells] = part.to(field.dtype)
@@ -101,6 +107,11 @@ class Pool:
             out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
             gather_rows(self.pages(name), slots.flatten(), out, **_packed(rows.encoding, parts[0]))
             return out.to(dtype).view(*slots.shape, *rows.shape)
+        if rows.encoding.is_scaled:
+            slots = self._slots(index, parts[0].shape[1])
+            out = torch.empty(slots.numel(), *rows.shape, dtype=dtype, device=slots.device)
+            gather_scaled(parts[0], slots.flatten(), out, rows.encoding)
+            return out.view(*slots.shape, *rows.shape)
         cells = self._cells(index, parts[0].shape[1])
         return decode(rows.encoding, [field[cells] for field in parts], dtype)
 

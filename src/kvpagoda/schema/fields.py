@@ -129,6 +129,11 @@ class Growth:
             return f"window({self.window})"
         return "full" if self.chunk is None else f"chunk({self.chunk})"
 
+    @property
+    def word(self) -> str:
+        """``full``, ``window``, ``chunk`` or ``state``: the name without its number."""
+        return self.name.partition("(")[0]
+
     def first_needed(self, position: Any) -> Any:
         """Return the lowest position that the token at ``position`` reads; lower ones may be freed. Ints or arrays."""
         if self.window is not None:

@@ -1,6 +1,6 @@
 """The layer kinds: what attention, latent, compressed and recurrent layers keep. To add a kind, add a class here.
 
-Each kind is a frozen dataclass with six methods:
+Each kind is a frozen dataclass with seven methods:
 
     growth()      the growth law of its block rows (None: it has no block rows)
     block_rows()  the rows that it keeps for every token, or every few tokens
@@ -8,6 +8,7 @@ Each kind is a frozen dataclass with six methods:
     rewinds()     how many of the newest tokens ``rewind`` may remove (None: any number)
     split(ways)   the same kind on one of ``ways`` tensor-parallel ranks
     laid_out(..)  the same kind with its rows in other layouts
+    scaled(..)    the same kind with other scales in its encodings
 
 A layer is a tuple of kinds. Most layers have one; a layer that has attention and a state beside it has two.
 """
@@ -54,6 +55,10 @@ class LayerKind(Protocol):
 
     def laid_out(self, choices: Choices) -> LayerKind:
         """Return this kind with its rows in the layouts of ``choices`` (kind of rows -> layout)."""
+        return self
+
+    def scaled(self, scales: tuple[float, float]) -> LayerKind:
+        """Return this kind with ``scales`` of K and V, if its rows have one scale a tensor. Raises SchemaError."""
         return self
 
 
@@ -108,7 +113,8 @@ class Attention(LayerKind):
     window from the state. Raises SchemaError for sinks without a window.
 
     ``layout``: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is
-    packed, both share one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys, stored beside K and V.
+    packed, both share one row, ``kv`` ``[2, heads, dim]``. ``v_encoding``: of V, where it differs from that of K in its
+    scale alone (None: it does not differ). ``indexer``: its keys, stored beside K and V, unencoded.
 
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -126,10 +132,21 @@ class Attention(LayerKind):
     num_sinks: int = 0
     layout: str = ""
     indexer: IndexKeys | None = None
+    v_encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
             raise SchemaError(f"num_sinks is {self.num_sinks} with {self.law.name}; at least 0, and 0 without a window")
+        if self.v_encoding is not None and replace(self.v_encoding, scale=self.encoding.scale) != self.encoding:
+            raise SchemaError(
+                f"K is encoded as {self.encoding.name!r} and V as {self.v_encoding.name!r}; they may differ in their scale "
+                f"alone"
+            )
+        if self.layout and not (self.encoding.keeps_shape or self.encoding.is_packed):
+            raise SchemaError(
+                f"layout {self.layout!r} places raw rows and those with a scale a tensor; {self.encoding.name!r} has codes "
+                f"and scales in arrays of their own; choose another kv_format, or no layout"
+            )
 
     def growth(self) -> Growth:
         return self.law
@@ -144,10 +161,12 @@ class Attention(LayerKind):
         heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
         return tuple(
             Rows(
-                name, (self.num_kv_heads, dim), self.dtype, self.encoding,
+                name, (self.num_kv_heads, dim), self.dtype, encoding,
                 heads=heads, page=pages.get(name, ""), axes=("H", axis),
             )
-            for name, dim, axis in (("k", self.k_dim, "D"), ("v", self.v_dim, "Dv"))
+            for name, dim, encoding, axis in (
+                ("k", self.k_dim, self.encoding, "D"), ("v", self.v_dim, self.v_encoding or self.encoding, "Dv"),
+            )
         )  # fmt: skip
 
     def state_rows(self) -> tuple[Rows, ...]:
@@ -156,17 +175,26 @@ class Attention(LayerKind):
         return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
 
     def laid_out(self, choices: Choices) -> Attention:
-        """Return this kind in its layout of ``choices``. Raises SchemaError for a packed layout that cannot hold it."""
+        """Return this kind in its layout of ``choices``. A packed layout decides the encoding too; others keep raw rows
+        and those with a scale a tensor as they are encoded. Raises SchemaError for a layout that cannot hold it."""
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("attention")) is None:
             return laid
         is_packed = choice.format != "raw"
+        if not is_packed and not self.encoding.is_packed:
+            return replace(laid, layout=choice.name)
         if is_packed and (self.k_dim != self.v_dim or self.num_sinks):
             raise SchemaError(
                 f"layout {choice.name!r} packs K and V of one size, without sinks, in one row; this layer has "
                 f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks; choose another layout"
             )
-        return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim))
+        return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim), v_encoding=None)
+
+    def scaled(self, scales: tuple[float, float]) -> Attention:
+        if not self.encoding.is_scaled:
+            return self
+        k, v = (self.encoding.with_scale(scale) for scale in scales)
+        return replace(self, encoding=k, v_encoding=None if k == v else v)
 
     def split(self, ways: int) -> Attention:
         return replace(self, num_kv_heads=split_heads("KV heads", self.num_kv_heads, ways))

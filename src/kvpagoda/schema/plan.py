@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import ALIGN, RowLayout
+from kvpagoda.schema.row_formats import RowFormat, row_formats
 from kvpagoda.schema.sectors import SHARE, budget_for, sector_size
 from kvpagoda.text import table, wrapped
 from kvpagoda.units import ceil_div, format_bytes
@@ -145,6 +146,11 @@ class Plan:
     def rewinds(self) -> tuple[tuple[int, str, int], ...]:
         """(layer, label, tokens) of each layer with a bound on the tokens that ``rewind`` may remove."""
         return tuple((x.index, x.label, x.rewinds) for x in self.layers if x.rewinds is not None)
+
+    @cached_property
+    def formats(self) -> tuple[RowFormat, ...]:
+        """How the rows of each layer kind are stored, and why those stay raw that do."""
+        return row_formats(self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -289,6 +295,7 @@ class Plan:
             "unused_percent": round(100 * (1 - self.nbytes / self.budget), 4),
             "longest_context": self.longest_context,
             "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
+            "formats": [asdict(one) for one in self.formats],
             "layer_kinds": self._by_label(),
             "groups": [group.to_dict() for group in self.groups],
         }
@@ -344,6 +351,9 @@ class Plan:
         if padded := [group for group in self.groups if group.layout.multiple > ALIGN]:
             each = (f"{group.layout.multiple} bytes ({group.name})" for group in padded)
             lines["records"] = f"padded to multiples of {', '.join(each)}"
+        if any(one.format != "raw" for one in self.formats):
+            for number, one in enumerate(self.formats):
+                lines[f"rows{number + 1 if number else ''}"] = str(one)
         for number, note in enumerate(self.kernel_notes):
             lines[f"kernels{number + 1 if number else ''}"] = note
         lines["waste"] = f"{figures['padding_percent']:.2f} % padding, {figures['unused_percent']:.2f} % unused"

@@ -11,7 +11,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, SupportsIndex
 
-from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.layouts.named import names
 from kvpagoda.layouts.pages import KIND_OF_ROWS
 from kvpagoda.schema.config_source import config_named
@@ -20,10 +20,12 @@ from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
 from kvpagoda.schema.kernel_fit import fit as fitted
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
+from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, arena_order, by_kind, choices_of
 from kvpagoda.schema.plan import GroupPlan, Plan, equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
+from kvpagoda.schema.row_formats import RowFormat, row_formats
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16
@@ -58,7 +60,8 @@ class Schema:
         config: Any,
         *,
         dtype: str | None = None,
-        kv_format: str = "raw",
+        kv_format: KVFormatNames = "raw",
+        kv_scales: Mapping[int, tuple[float, float]] | None = None,
         layout: LayoutNames | None = None,
         verify_width: int = 0,
     ) -> Schema:
@@ -67,11 +70,17 @@ class Schema:
         ``config`` may also be the path of a ``config.json``, a folder that holds one, or the name of a preset
         (``kvpagoda.schema.presets.presets``) or of its model on the Hugging Face hub, as text or a ``Path``.
 
-        ``dtype``: of the cached rows; None: the dtype that the config names, else bfloat16. ``kv_format``: the encoding
-        of MLA latents and DeepSeek-V4 entries; a model with other kinds must have ``raw``. ``raw`` stores rows as the
-        model computes them. ``fp8`` uses the packed rows of FlashMLA and DeepGEMM; rows of other sizes or another dtype
-        have codes and scales in separate arrays. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32,
-        16, and 64 or 128 elements. ``layout``: see ``laid_out``; it decides the format and dialect of encoded rows.
+        ``dtype``: of the cached rows as they are written and read back; None: the dtype that the config names, else
+        bfloat16. ``kv_format``: how the rows of K/V heads, MLA latents and DeepSeek-V4 entries are encoded: one name for
+        all layers that have such a form, or names by layer kind, ``{"full": "fp8", "window": "raw"}``
+        (``kv_format.LAYER_KINDS``; kinds that are not named are raw). What has no such form stays as the model computes
+        it; ``formats`` tells. ``raw`` stores all rows so. ``fp8``: for heads ``fp8_e4m3``; for latents and entries the
+        packed rows of FlashMLA and DeepGEMM, or, for rows of other sizes or another dtype, codes and scales in separate
+        arrays. ``fp8_e4m3`` and ``fp8_e5m2`` store heads as one byte an element, with one scale for all K rows of a layer
+        and one for all V rows. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32, 16, and (latents and
+        entries) 64 or 128 elements or (heads) a head. ``fp8_per_token_head`` and ``int8_per_token_head`` are vLLM's packed
+        heads, with a scale for each. ``kv_scales``: see ``scaled``; None: 1.0. ``layout``: see ``laid_out``; it decides the
+        format and dialect of packed rows.
         ``verify_width``: how many of the newest tokens ``rewind`` may remove, see ``rewindable``.
 
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
@@ -80,6 +89,7 @@ class Schema:
         name, config = config_named(config) if isinstance(config, str | PathLike) else (None, config)
         schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
         schema = schema if name is None else replace(schema, name=name)
+        schema = schema if kv_scales is None else schema.scaled(kv_scales)
         return schema if layout is None else schema.laid_out(layout)
 
     def __post_init__(self) -> None:
@@ -168,6 +178,38 @@ class Schema:
             return replace(kind, dtype=name) if isinstance(kind, Attention | Latent | Compressed) else kind
 
         return self._with_kinds(cast)
+
+    def scaled(self, kv_scales: Mapping[int, tuple[float, float]]) -> Schema:
+        """Return this schema with ``kv_scales``, layer index -> (scale of K, scale of V), in all layers whose heads have
+        one scale a tensor. Scales of other layers are ignored: a checkpoint may have them for every layer.
+
+        Stored is x / scale. The scales are part of the rows' identity, so caches with other scales share no records.
+        Raises SchemaError if a layer lacks its scales, a scale is not finite or not above 0, or no layer takes any.
+        """
+        takers = [layer for layer in self.layers if any(rows.encoding.is_scaled for rows in layer.rows())]
+        if not takers:
+            raise SchemaError(
+                f"no layer of {self.name} has one scale a tensor; choose kv_format 'fp8_e4m3' or 'fp8_e5m2'"
+            )
+        if lacking := [layer.index for layer in takers if layer.index not in kv_scales]:
+            raise SchemaError.with_hint(
+                f"kv_scales has none for {len(lacking)} of {len(takers)} layers of {self.name}: {lacking[:8]}",
+                "give all, or leave kv_scales out for scales of 1.0", needed=len(takers), available=len(takers) - len(lacking),
+            )  # fmt: skip
+        of_layer = {layer.index: _pair(kv_scales[layer.index], layer) for layer in takers}
+        layers = []
+        for layer in self.layers:
+            try:
+                kinds = tuple(kind.scaled(of_layer.get(layer.index, (1.0, 1.0))) for kind in layer.kinds)
+            except SchemaError as error:
+                raise SchemaError(f"kv_scales of layer {layer.index} ({layer.label}): {error}") from None
+            layers.append(replace(layer, kinds=kinds))
+        return replace(self, layers=tuple(layers))
+
+    @cached_property
+    def formats(self) -> tuple[RowFormat, ...]:
+        """How the rows of each layer kind are stored, and why those stay raw that do: what ``kv_format`` came to."""
+        return row_formats(self.layers)
 
     def laid_out(self, layout: LayoutNames) -> Schema:
         """Return this schema with its rows stored and encoded as in the named layout (``kvpagoda.layouts.names``).
@@ -358,3 +400,10 @@ class Schema:
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
             largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))
         return tuple(largest)
+
+
+def _pair(scales: Any, layer: Layer) -> tuple[float, float]:
+    """Return the scales of K and V of ``layer``. Raises SchemaError unless they are two."""
+    if not isinstance(scales, tuple | list) or len(scales) != 2:
+        raise SchemaError(f"kv_scales of layer {layer.index} is {shown(scales)}; expected two: those of K and V")
+    return (scales[0], scales[1])
