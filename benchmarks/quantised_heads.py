@@ -1,7 +1,8 @@
 """What each ``kv_format`` saves and costs, for models with K/V heads and for the model of ``kvpagoda generate``.
 
 The models with heads (``trained``) are like Llama, and like Gemma-3 with windows of 64 tokens. Formats that a model's rows
-do not have are listed as absent, with the reason.
+do not have are listed as absent, with the reason. "calibrated": with scales a tensor of the largest K and V on 8 pieces of the
+training text; else such scales are 1.0.
 
     layers           which layers have the format; the others keep raw rows of float32
     bytes_per_token  of a token in all layers; ``saved_percent``: of those of raw rows
@@ -13,19 +14,21 @@ do not have are listed as absent, with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.timing import Options, Row, tell
-from benchmarks.trained import FAMILIES, trained_model
+from benchmarks.trained import FAMILIES, trained_model, training_text
 from kvpagoda.errors import SchemaError
+from kvpagoda.hf import calibrated_scales
 from kvpagoda.hf.held_out import logits_and_bits
 from kvpagoda.hf.model_cache import next_piece, runner_over
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Schema
-from kvpagoda.schema.kv_format import KV_FORMATS
+from kvpagoda.schema import Attention, Schema
+from kvpagoda.schema.kv_format import KV_FORMATS, KVFormatNames
 
 QUESTION = "What do quantised K/V heads save, and what do they cost on held-out text?"
 CALLED = {"llama": "Llama-like", "gemma3_text": "Gemma-3-like", "deepseek_v4": "DeepSeek-V4-like"}
@@ -57,31 +60,50 @@ def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> li
     raw = Schema.from_hf_config(model.config, dtype="float32")
     case = f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
     plain, bits = logits_and_bits(model, raw, text)
-    has_windows = len({layer.growth for layer in raw.layers}) > 1 and all(layer.growth for layer in raw.layers)
     rows = list[Row]()
-    for kv_format in KV_FORMATS:
-        kinds = ("full", "window") if has_windows and kv_format != "raw" else ()
-        for layers in ("all", *kinds):
-            asked: Any = kv_format if layers == "all" else dict.fromkeys(kinds, "raw") | {layers: kv_format}
-            try:
-                schema = Schema.from_hf_config(model.config, dtype="float32", kv_format=asked)
-            except SchemaError as error:
-                rows.append({"who": f"{name}, {kv_format} in {layers}", "absent": str(error)})
-                continue
-            logits, packed = logits_and_bits(model, schema, text)
-            rows.append({
-                "case": case,
-                "kv_format": kv_format,
-                "layers": layers,
-                "bytes_per_token": schema.bytes_per_token,
-                "saved_percent": 100 * (1 - schema.bytes_per_token / raw.bytes_per_token),
-                "bits_per_byte": packed,
-                "lost_millibits": 1000 * (packed - bits),
-                "rms_error": float((logits - plain).square().mean().sqrt()),
-                "spread": float(plain.std()),
-                "warm_is_cold": warm_is_cold(model, schema, text),
-            })  # fmt: skip
+    for label, layers, asked, is_calibrated in ways(raw):
+        try:
+            scales = calibrated_scales(model, calibration(is_quick), asked) if is_calibrated else None
+            schema = Schema.from_hf_config(model.config, dtype="float32", kv_format=asked, kv_scales=scales)
+        except SchemaError as error:
+            rows.append({"who": f"{name}, {label}", "absent": str(error)})
+            continue
+        logits, packed = logits_and_bits(model, schema, text)
+        rows.append({
+            "case": case,
+            "kv_format": label,
+            "layers": layers,
+            "bytes_per_token": schema.bytes_per_token,
+            "saved_percent": 100 * (1 - schema.bytes_per_token / raw.bytes_per_token),
+            "bits_per_byte": packed,
+            "lost_millibits": 1000 * (packed - bits),
+            "rms_error": float((logits - plain).square().mean().sqrt()),
+            "spread": float(plain.std()),
+            "warm_is_cold": warm_is_cold(model, schema, text),
+        })  # fmt: skip
     return rows
+
+
+def ways(raw: Schema) -> Iterator[tuple[str, str, KVFormatNames, bool]]:
+    """Yield (name of the format, which layers have it, argument ``kv_format``, whether scales are calibrated) of what is
+    measured for a model whose raw schema is ``raw``."""
+    kinds = ("full", "window") if len({layer.growth for layer in raw.layers}) > 1 else ()
+    is_heads = all(isinstance(kind, Attention) for layer in raw.layers for kind in layer.kinds)
+    for kv_format, form in KV_FORMATS.items():
+        yield kv_format, "all", kv_format, False
+        if kv_format == "raw" or not is_heads:
+            continue
+        if form.heads.is_scaled:
+            yield f"{kv_format}, calibrated", "all", kv_format, True
+        for kind in kinds:
+            yield kv_format, kind, {kind: kv_format}, False
+
+
+def calibration(is_quick: bool) -> list[np.ndarray[Any, Any]]:
+    """Return texts of the training text, from its whole length."""
+    ids = np.frombuffer(training_text(), np.uint8).astype(np.int32)
+    length, number = (64, 1) if is_quick else (1024, 8)
+    return [ids[begin : begin + length] for begin in range(0, len(ids) - length, len(ids) // number)][:number]
 
 
 def warm_is_cold(model: Any, schema: Schema, text: bytes) -> bool:

@@ -36,6 +36,11 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 """Model type -> (steps of training, the fields of its config beside ``SIZES``)."""
 
 
+def training_text() -> bytes:
+    """Return the text that the models are trained on."""
+    return "\n".join(line for line in python_paragraphs() if not is_held_out(line)).encode()
+
+
 def trained_model(model_type: str, *, is_quick: bool = False) -> Any:
     """Return the trained model of ``FAMILIES``: float32, in eval mode. It is trained if ``KEPT`` does not have it; the
     progress goes to stderr. ``is_quick``: two steps of training, and nothing is kept."""
@@ -44,7 +49,7 @@ def trained_model(model_type: str, *, is_quick: bool = False) -> Any:
     num_steps, fields = FAMILIES[model_type]
     num_steps = 2 if is_quick else num_steps
     config = CONFIG_MAPPING[model_type](**SIZES, **fields)
-    text = "\n".join(line for line in python_paragraphs() if not is_held_out(line)).encode()
+    text = training_text()
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config).float()
     depends = repr((config.to_json_string(), num_steps, SEED, PHASES, torch.__version__)).encode() + text
