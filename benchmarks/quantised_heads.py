@@ -1,14 +1,14 @@
 """What each ``kv_format`` saves and costs, for models with K/V heads and for the model of ``kvpagoda generate``.
 
 The models with heads (``trained``) are like Llama, and like Gemma-3 with windows of 64 tokens. Formats that a model's rows
-do not have are listed as absent, with the reason. "calibrated": with scales a tensor of the largest K and V on 8 pieces of the
-training text; else such scales are 1.0.
+do not have are listed as absent, with the reason; ``fp8_e4m3`` of heads is ``fp8``. "calibrated": with scales a tensor of
+the largest K and V on 8 pieces of the training text; else such scales are 1.0.
 
     layers           which layers have the format; the others keep raw rows of float32
     bytes_per_token  of a token in all layers; ``saved_percent``: of those of raw rows
     lost_millibits   thousandths of a bit per byte of held-out text that the model needs more than with raw rows
-    rms_error        root mean square of the difference of all logits of that text; ``spread``: standard deviation of the
-                     raw logits
+    rms_error        root mean square of the difference of all logits of that text; ``error_percent``: of the standard
+                     deviation of the raw logits
     warm_is_cold     whether the logits after a cached beginning are those of a cache that computed it, bit for bit
 """
 
@@ -27,13 +27,14 @@ from kvpagoda.hf import calibrated_scales
 from kvpagoda.hf.held_out import logits_and_bits
 from kvpagoda.hf.model_cache import next_piece, runner_over
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Attention, Schema
+from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.schema.kv_format import KV_FORMATS, KVFormatNames
 
 QUESTION = "What do quantised K/V heads save, and what do they cost on held-out text?"
 CALLED = {"llama": "Llama-like", "gemma3_text": "Gemma-3-like", "deepseek_v4": "DeepSeek-V4-like"}
-STEP, CACHED = 256, 512
-"""Bytes of text that one step computes; length of the beginning that is cached for ``warm_is_cold``."""
+STEP, CACHED = 128, 512
+"""For ``warm_is_cold``: how many bytes a step computes, so few that none is cut shorter to end at a checkpoint, since
+products of other shapes round their last bit otherwise; how many bytes are cached."""
 
 
 def measure(options: Options) -> list[Row]:
@@ -58,9 +59,9 @@ def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> li
     """Return a row for each format in all layers of ``model``, and in each kind of layers alone where it has windows
     too."""
     raw = Schema.from_hf_config(model.config, dtype="float32")
-    case = f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+    case = f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M"
     plain, bits = logits_and_bits(model, raw, text)
-    rows = list[Row]()
+    rows, measured = list[Row](), list[tuple[Layer, ...]]()
     for label, layers, asked, is_calibrated in ways(raw):
         try:
             scales = calibrated_scales(model, calibration(is_quick), asked) if is_calibrated else None
@@ -68,7 +69,11 @@ def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> li
         except SchemaError as error:
             rows.append({"who": f"{name}, {label}", "absent": str(error)})
             continue
+        if schema.layers in measured:
+            continue
+        measured.append(schema.layers)
         logits, packed = logits_and_bits(model, schema, text)
+        error = float((logits - plain).square().mean().sqrt())
         rows.append({
             "case": case,
             "kv_format": label,
@@ -77,8 +82,8 @@ def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> li
             "saved_percent": 100 * (1 - schema.bytes_per_token / raw.bytes_per_token),
             "bits_per_byte": packed,
             "lost_millibits": 1000 * (packed - bits),
-            "rms_error": float((logits - plain).square().mean().sqrt()),
-            "spread": float(plain.std()),
+            "rms_error": error,
+            "error_percent": 100 * error / float(plain.std()),
             "warm_is_cold": warm_is_cold(model, schema, text),
         })  # fmt: skip
     return rows
@@ -94,7 +99,7 @@ def ways(raw: Schema) -> Iterator[tuple[str, str, KVFormatNames, bool]]:
         if kv_format == "raw" or not is_heads:
             continue
         if form.heads.is_scaled:
-            yield f"{kv_format}, calibrated", "all", kv_format, True
+            yield f"calibrated {kv_format}", "all", kv_format, True
         for kind in kinds:
             yield kv_format, kind, {kind: kv_format}, False
 
@@ -124,7 +129,7 @@ def logits_after(model: Any, schema: Schema, tokens: Any, num_cached: int) -> tu
     for part in (tokens[:num_cached], tokens):
         if not len(part):
             continue
-        with cache.open(part) as sequence:
+        with cache.open(part, capacity=0) as sequence:
             found, logits = sequence.cached_tokens, []
             while sequence.length < len(part):
                 step = next_piece(runner, sequence, part, STEP)

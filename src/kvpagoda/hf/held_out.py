@@ -88,8 +88,9 @@ def logits_and_bits(model: Any, schema: Schema, text: bytes, length: int = 1024)
     runner, found, total, count = runner_over(model, cache), list[torch.Tensor](), 0.0, 0
     for start in range(0, len(text), length):
         piece = np.frombuffer(text[start : start + length], np.uint8).astype(np.int32)
-        with cache.open(piece, lookup=False) as sequence:
+        with cache.open(piece, lookup=False, capacity=0) as sequence:
             for step in np.split(piece, range(STEP, len(piece), STEP)):
+                sequence.extend(len(step))
                 logits = runner.step([(sequence, step)], [len(step)])
                 targets = torch.from_numpy(piece[sequence.length + 1 :][: len(step)]).to(logits.device, torch.int64)
                 total += cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
