@@ -23,7 +23,7 @@ from .schemas import SCHEMA_NAMES, schema_named
 
 MAX_CONTEXT = 72
 LAYOUTS = {
-    **dict.fromkeys(("full", "sliding", "gemma", "mixed"), ("trtllm", "vllm-blhnc", "vllm-lhbnc", "vllm-bhlnc")),
+    **dict.fromkeys(("full", "sliding", "gemma", "mixed", "fp8_heads"), ("trtllm", "vllm-blhnc", "vllm-lhbnc", "vllm-bhlnc")),
     "mla": ("kvpagoda-mla",), "qwen3_next": ("gdn-state-kv", "vllm-gdn-conv-sd", "transformers"),
 }  # fmt: skip
 """Schema -> layouts that its rows may have instead of its own."""

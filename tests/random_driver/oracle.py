@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvpagoda.schema import Growth, Layer, Schema
 
@@ -68,6 +69,12 @@ class Shown:
                 f"{self.expected[at]} in block or state row {self.first[at]}, row {self.second[at]}; it reads "
                 f"{found[at][:4].tolist()} ({int((~same.all(1)).sum())} of {len(same)} rows are wrong)"
             )
+
+
+def _array(field: Any) -> Array:
+    """The memory of a field; of 8-bit floats, which numpy lacks, their codes."""
+    found: Array = (field.view(torch.uint8) if str(field.dtype).startswith("torch.float8") else field).numpy()
+    return found
 
 
 class StepTexts:
@@ -141,7 +148,7 @@ class Oracle:
                     )
             if layer is owner:
                 for field in self._states[owner.index]:
-                    array = view[field.name].numpy()
+                    array = _array(view[field.name])
                     found += self._state(f"layer {layer.index} state {field.name}", array, of_row, field, step, new)
         return found
 
@@ -164,7 +171,7 @@ class Oracle:
             places = tuple(column[whole] for column in places)
         blocks, rows, positions, marks = places
         return Shown(
-            what, view[field.name].numpy(), blocks, positions % self._size // per, field.stamp(marks), rows, positions
+            what, _array(view[field.name]), blocks, positions % self._size // per, field.stamp(marks), rows, positions
         )
 
     def _state(self, what: str, array: Array, of_row: Array, field: Field, step: StepTexts, new: bool) -> list[Shown]:
@@ -194,7 +201,7 @@ class Oracle:
             if layer.growth is not None:
                 where = view.slot_mapping.numpy()
                 for field in self._blocks[layer.index]:
-                    array, per = view[field.name].numpy(), field.tokens_per_row
+                    array, per = _array(view[field.name]), field.tokens_per_row
                     at, own = where[: len(positions)], marks
                     if per > 1:
                         whole = (positions + 1) % per == 0
@@ -203,7 +210,7 @@ class Oracle:
                     if num_padded:
                         array[where[len(positions) :] // self._size] = 77
             for field in self._states[layer.index]:
-                array = view[field.name].numpy()
+                array = _array(view[field.name])
                 firsts = [max(before, end - field.count) for before, end in zip(step.before, step.ends)]
                 newest, at, state_marks = step.part(firsts, step.ends)
                 self._put(array, of_row[newest], at % field.count, field.stamp(state_marks))

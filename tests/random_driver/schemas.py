@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpagoda.schema import Attention, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+from kvpagoda.schema import (
+    Attention,
+    Encoding,
+    Growth,
+    IndexKeys,
+    Latent,
+    Layer,
+    LayerKind,
+    Recurrent,
+    Rows,
+    Schema,
+    Shared,
+)
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _BASE: dict[str, Any] = dict(
@@ -41,6 +53,8 @@ def _schema_of(*kinds: LayerKind | tuple[LayerKind, ...]) -> Schema:
 
 
 _ATTENTION, _WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=10))
+_TENSOR, _INLINE = Encoding("fp8_e4m3", scale=0.02), Encoding("int8")
+_PACKED = Encoding("gqa_int8_head", head_dim=4)
 _STATES = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
 _SCHEMAS = {
     "full": _schema_of(_ATTENTION),
@@ -53,6 +67,14 @@ _SCHEMAS = {
     "mixed": _schema_of(
         Attention(2, 4, 4, "float32"), _WINDOW, (Attention(2, 4, 4, "float32"), _STATES),
         Attention(1, 4, 4, "float32", Growth(chunk=12)), Shared(0), Shared(1),
+    ),
+    "fp8_heads": _schema_of(
+        Attention(2, 4, 4, "float32", encoding=_TENSOR, v_encoding=_TENSOR.with_scale(0.5)),
+        Attention(1, 4, 4, "float32", Growth(window=10), Encoding("fp8_e5m2")), Shared(0),
+    ),
+    "scaled_heads": _schema_of(
+        Attention(2, 4, 4, "float32", encoding=_INLINE), Attention(1, 4, 4, "bfloat16", Growth(window=10), _PACKED),
+        (Attention(2, 4, 4, "float32", encoding=_TENSOR), _STATES), _ATTENTION, Shared(1),
     ),
 }  # fmt: skip
 SCHEMA_NAMES = tuple(_SCHEMAS)

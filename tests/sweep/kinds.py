@@ -83,6 +83,10 @@ KINDS = {
         {"budget": "16KiB"},
         rewinds=False,
     ),
+    "fp8_heads": Kind(
+        lambda: of_config(GEMMA, kv_format={"full": "fp8_e5m2", "window": "fp8"}, verify_width=WIDTH),
+        {"budget": "4KiB"},
+    ),
 }
 SLOTS = 4
 

@@ -9,7 +9,6 @@ such rows into the tensors of ``kernel_tensors`` itself, so this path serves vie
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ MOST_SCALE = 2.0**100
 """The loops take scales from its inverse up to it."""
 LONGEST_RUN, LEAST_WIDTH = 64, 16
 """The most elements that a loop casts at once, and the least elements of a head for which there is a loop."""
+CACHE_LINE, FITS_CACHES = 64, 4 << 20
+"""Bytes of a cache line, and of so many rows that they are stored past the caches: they would evict what is in them."""
 CODES = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 """Encoding -> the name of its codes in ``lanes``."""
 TOO_SMALL = {"e4m3": 2.0**8, "e5m2": 1.0}
@@ -38,8 +39,8 @@ def append_scaled(rows: Tensor, slots: Tensor, field: Tensor, encoding: Encoding
     ``slots``  int32 or int64 ``[n]``: page * N + row; no slot twice; negative ones count from the end
     ``field``  ``[pages, N, heads, dim]`` of the float8 dtype of ``encoding``; may be strided, as any page layout has it
 
-    The bytes do not depend on the device or the loop. Raises IndexError for a slot out of range; on a CPU nothing is
-    written then. O(elements).
+    The bytes do not depend on the device or the loop. Raises IndexError for a slot out of range on a
+    CPU. O(elements).
 
     >>> field = torch.zeros(2, 4, 1, 2, dtype=torch.float8_e4m3fn)
     >>> append_scaled(torch.tensor([[[1.0, 900.0]]]), torch.tensor([6]), field, Encoding("fp8_e4m3", scale=2.0))
@@ -48,12 +49,9 @@ def append_scaled(rows: Tensor, slots: Tensor, field: Tensor, encoding: Encoding
     """
     if rows.dtype == torch.bfloat16 and (places := _places(rows, field, encoding)):
         assert encoding.scale is not None
-        is_exact = math.frexp(encoding.scale)[0] == 0.5  # a power of two, whose inverse is exact
-        constants = {"TOP": TENSOR[encoding.name][1], "PRODUCT": is_exact}
-        factor = 1 / encoding.scale if is_exact else encoding.scale
-        odd = _loop(constants, rows.view(torch.int16), slots, field, encoding, factor, places)
-        if odd is not None:
-            rows, slots = rows[odd], slots[odd]
+        top = TENSOR[encoding.name][1]
+        odd = _loop({"TOP": top}, rows.view(torch.int16), slots, field, encoding, encoding.scale, places)
+        rows, slots = rows[odd], slots[odd]
     if len(slots):
         field.view(torch.uint8)[_cells(slots, field)] = to_codes(encoding, rows).view(torch.uint8)
 
@@ -70,10 +68,9 @@ def gather_scaled(field: Tensor, slots: Tensor, out: Tensor, encoding: Encoding)
         assert encoding.scale is not None
         factor = encoding.scale * TOO_SMALL[CODES[encoding.name]]
         odd = _loop({"HALF": half}, out.view(torch.int16) if half else out, slots, field, encoding, factor, places)
-        if odd is not None:
-            if len(odd):
-                out[odd] = _gathered(field, slots[odd], encoding, out.dtype)
-            return
+        if len(odd):
+            out[odd] = _gathered(field, slots[odd], encoding, out.dtype)
+        return
     out.copy_(_gathered(field, slots, encoding, out.dtype))
 
 
@@ -110,30 +107,25 @@ def _places(numbers: Tensor, field: Tensor, encoding: Encoding) -> dict[str, int
 def _loop(
     constants: dict[str, Any], numbers: Tensor, slots: Tensor, field: Tensor, encoding: Encoding, factor: float,
     places: dict[str, int],
-) -> Tensor | None:  # fmt: skip
-    """Run the loop. Return the int64 indices of the rows that the reference must process; None if a slot is out of range,
-    and nothing was done."""
+) -> Tensor:  # fmt: skip
+    """Run the loop. Return the int64 indices of the rows that the reference must process. Raises IndexError if a slot is
+    out of range, and then nothing was done."""
     from kvpagoda.lanes import Places, run_loop
 
-    written = field if "TOP" in constants else numbers
-    steps = (written.data_ptr(), *(step * written.element_size() for step in written.stride()[:-1]))
-    is_large = len(slots) * field[0, 0].numel() * written.element_size() > 1 << 22
-    many = min(LONGEST_RUN, 1 << places["width"].bit_length() - 1)
-    loop = run_loop(
-        json.dumps(
-            {
-                "CODES": CODES[encoding.name],
-                "MANY": many,
-                "STREAMS": is_large and places["width"] % 64 == 0 and all(step % 64 == 0 for step in steps),
-                **constants,
-            }
-        )
-    )
+    written, width = field if "TOP" in constants else numbers, places["width"]
+    starts = (written.data_ptr(), *(step * written.element_size() for step in written.stride()[:-1]))
+    fills_lines = width % CACHE_LINE == 0 and all(start % CACHE_LINE == 0 for start in starts)
+    streams = fills_lines and len(slots) * field[0, 0].numel() * written.element_size() > FITS_CACHES
+    many = min(LONGEST_RUN, 1 << width.bit_length() - 1)
+    loop = run_loop(json.dumps({"CODES": CODES[encoding.name], "MANY": many, "STREAMS": streams, **constants}))
     flat = _flat(numbers).numpy()
     flat = flat.view(np.uint16) if numbers.dtype == torch.int16 else flat
     memory = _flat(field.view(torch.uint8)).numpy()
-    odd = torch.from_numpy(loop(flat, memory, slots.numpy(), np.float32(factor), Places(**places)))
-    return None if len(odd) == 1 and odd[0] < 0 else odd
+    found = loop(flat, memory, slots.to(torch.int64).numpy(), np.float32(factor), Places(**places))
+    if len(found) == 1 and found[0] < 0:
+        outside = slots[(slots < -places["slots"]) | (slots >= places["slots"])]
+        raise IndexError(f"slots {outside[:4].tolist()} are out of range for {places['slots']} rows")
+    return torch.from_numpy(found)
 
 
 def _flat(tensor: Tensor) -> Tensor:

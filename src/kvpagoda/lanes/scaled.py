@@ -1,7 +1,7 @@
 """Rows with one scale for a whole tensor, written and read on a CPU in loops that numba compiles.
 
-    bfloat16  ->  divided by the scale, or multiplied by its inverse  ->  saturated  ->  8-bit codes        write_run
-    codes     ->  float32  ->  multiplied by the scale  ->  bfloat16 or float32                             read_run
+    bfloat16  ->  divided by the scale  ->  saturated  ->  8-bit codes                    write_run
+    codes     ->  float32  ->  multiplied by the scale  ->  bfloat16 or float32           read_run
 
 A row is a number of heads, which may lie apart in a page; the elements of a head are contiguous. Nothing depends on the
 size of a row, so few loops are compiled. Rows with NaN are *odd*: the loops report them, and the reference processes them.
@@ -82,7 +82,7 @@ def write_run(b: Any, numbers: Any, codes: Any, factor: Lanes, c: Any) -> Any:
     given = load(numbers, b, 0, I16, c.MANY)
     size = given & 0x7FFF
     pairs = size.cut(llvm.I32, c.MANY // 2)
-    scaled = [x * factor if c.PRODUCT else x / factor for x in ((pairs << 16).floats, (pairs & -0x10000).floats)]
+    scaled = [x / factor for x in ((pairs << 16).floats, (pairs & -0x10000).floats)]
     octaves, steps = zip(*(_steps(x.bits.least(_bits(c.TOP)), c.CODES) for x in scaled))
     code = _words(steps) + (_words(octaves, high=True) >> drop - 16)
     store(codes, 0, _stored((code & 0x7F) | ((given >> 8) & 0x80), 8), c.STREAMS)
@@ -124,13 +124,13 @@ def _start(slot: Any, p: Any) -> Any:
 def run_loop(constants: str) -> Any:
     """Return the compiled loop that writes rows, or reads them if ``constants`` (JSON) has ``HALF``.
 
-    ``constants``: ``CODES``, ``MANY`` (elements of a run, a power of two, at most the width) and, to write, ``TOP`` and
-    ``PRODUCT`` (whether numbers are multiplied by the factor or divided by it). The loop takes (numbers: flat array,
-    uint16 or float32; memory: flat uint8; slots; float32 factor; ``Places``). It returns the indices of odd rows as
+    ``constants``: ``CODES``, ``MANY`` (elements of a run, a power of two, at most the width), ``STREAMS`` (whether to store
+    past the caches; each run then begins and ends cache lines) and, to write, ``TOP``. The loop takes (numbers: flat array,
+    uint16 or float32; memory: flat uint8; int64 slots; float32 factor; ``Places``). It returns the indices of odd rows as
     int64, or [-1], having done nothing, if a slot is out of range. Negative slots count from the end.
     """
     c = json.loads(constants)
-    reads, many, streams = "HALF" in c, c["MANY"], c["STREAMS"]
+    run, many, streams = read_run if "HALF" in c else write_run, c["MANY"], c["STREAMS"]
     # numba looks up its disk cache by the date of this file and the values that the loop encloses
     source = zlib.crc32((inspect.getsource(llvm) + inspect.getsource(vectors)).encode())
     constants = json.dumps({**c, "SOURCE": source})
@@ -152,10 +152,7 @@ def run_loop(constants: str) -> Any:
                 at, byte = i * p.rows + head * p.numbers, start + head * p.apart
                 for first in range(0, p.width, many):
                     first = min(first, p.width - many)  # the last run may begin within the one before
-                    if reads:
-                        is_odd |= read_run(numbers, at + first, memory, byte + first, factor, constants)
-                    else:
-                        is_odd |= write_run(numbers, at + first, memory, byte + first, factor, constants)
+                    is_odd |= run(numbers, at + first, memory, byte + first, factor, constants)
             if i >= 0:
                 odd[i] = is_odd
         if streams:

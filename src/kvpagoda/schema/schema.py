@@ -404,6 +404,8 @@ class Schema:
 
 def _pair(scales: Any, layer: Layer) -> tuple[float, float]:
     """Return the scales of K and V of ``layer``. Raises SchemaError unless they are two."""
-    if not isinstance(scales, tuple | list) or len(scales) != 2:
-        raise SchemaError(f"kv_scales of layer {layer.index} is {shown(scales)}; expected two: those of K and V")
+    if not isinstance(scales, tuple | list) or len(scales) != 2 or None in scales:
+        raise SchemaError(
+            f"kv_scales of layer {layer.index} is {shown(scales)}; expected two numbers: those of K and V"
+        )
     return (scales[0], scales[1])
