@@ -32,6 +32,7 @@ from kvpagoda.schema.kv_format import KV_FORMATS, KVFormatNames
 
 QUESTION = "What do quantised K/V heads save, and what do they cost on held-out text?"
 CALLED = {"llama": "Llama-like", "gemma3_text": "Gemma-3-like", "deepseek_v4": "DeepSeek-V4-like"}
+QUICK = ("raw", "fp8", "int8")
 STEP, CACHED = 128, 512
 """For ``warm_is_cold``: how many bytes a step computes, so few that none is cut shorter to end at a checkpoint, since
 products of other shapes round their last bit otherwise; how many bytes are cached."""
@@ -62,7 +63,8 @@ def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> li
     case = f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M"
     plain, bits = logits_and_bits(model, raw, text)
     rows, measured = list[Row](), list[tuple[Layer, ...]]()
-    for label, layers, asked, is_calibrated in ways(raw):
+    formats = [name for name in KV_FORMATS if not is_quick or name in QUICK]
+    for label, layers, asked, is_calibrated in ways(raw, formats):
         try:
             scales = calibrated_scales(model, calibration(is_quick), asked) if is_calibrated else None
             schema = Schema.from_hf_config(model.config, dtype="float32", kv_format=asked, kv_scales=scales)
@@ -89,16 +91,16 @@ def rows_of(model: Any, name: str, text: bytes, *, is_quick: bool = False) -> li
     return rows
 
 
-def ways(raw: Schema) -> Iterator[tuple[str, str, KVFormatNames, bool]]:
+def ways(raw: Schema, formats: list[str]) -> Iterator[tuple[str, str, KVFormatNames, bool]]:
     """Yield (name of the format, which layers have it, argument ``kv_format``, whether scales are calibrated) of what is
-    measured for a model whose raw schema is ``raw``."""
+    measured of ``formats`` for a model whose raw schema is ``raw``."""
     kinds = ("full", "window") if len({layer.growth for layer in raw.layers}) > 1 else ()
     is_heads = all(isinstance(kind, Attention) for layer in raw.layers for kind in layer.kinds)
-    for kv_format, form in KV_FORMATS.items():
+    for kv_format in formats:
         yield kv_format, "all", kv_format, False
         if kv_format == "raw" or not is_heads:
             continue
-        if form.heads.is_scaled:
+        if KV_FORMATS[kv_format].heads.is_scaled:
             yield f"calibrated {kv_format}", "all", kv_format, True
         for kind in kinds:
             yield kv_format, kind, {kind: kv_format}, False

@@ -73,6 +73,7 @@ def test_every_benchmark_runs_in_a_tiny_size(
     for row in found["rows"]:
         figures = [row[key] for key in measured if key in row]
         assert figures and all(figure > 0 for figure in figures[:1]), row
+        assert row.get("warm_is_cold", True), row
     # benchmarks that compare with peers: "ours" is installed, "nanovllm" is not
     if name not in ("policies", "one_budget", "adapters") and found["versions"]:
         assert set(found["versions"]) == {"ours"} and "nanovllm" in found["absent"]["nanovllm"]

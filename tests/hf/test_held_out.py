@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 from json_schema import schema_of, violations
 from kvpagoda.errors import SchemaError
 from kvpagoda.formats.encoding import RAW
+from kvpagoda.hf import calibrated_scales
 from kvpagoda.hf.embedded import (
     FOLDER,
     NUM_PROMPTS,
@@ -78,20 +80,28 @@ def test_it_predicts_text_that_it_was_not_trained_on() -> None:
     assert whole < 3.0, "8 bits without a model"
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
-def test_it_measures_models_with_heads_too(family: str) -> None:
-    """Across steps and pieces: the second piece is read without the first."""
-    net, text = tiny_model(family, vocab_size=256), TEXT[:400]
-    logits, bits = logits_and_bits(net, Schema.from_hf_config(net.config, dtype="float32"), text, length=300)
-    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
+def test_it_measures_models_with_heads_too() -> None:
+    """Across steps and pieces: the second piece is read without the first. A window has no room for a whole piece."""
+    net, text = tiny_model("gemma3_text", vocab_size=256), held_out_text()[:1300]
+    logits, bits = logits_and_bits(net, Schema.from_hf_config(net.config, dtype="float32"), text)
+    pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None].split(1024, dim=1)
     with torch.no_grad():
-        pieces = [net(input_ids=piece).logits[0] for piece in ids.split(300, dim=1)]
-    torch.testing.assert_close(logits, torch.cat(pieces), rtol=0, atol=1e-3)
-    losses = [
-        torch.nn.functional.cross_entropy(piece[:-1], piece_ids[0, 1:], reduction="sum").item()
-        for piece, piece_ids in zip(pieces, ids.split(300, dim=1))
-    ]
-    assert bits == pytest.approx(sum(losses) / 398 / math.log(2), abs=1e-3)
+        whole = [net(input_ids=piece).logits[0] for piece in pieces]
+    torch.testing.assert_close(logits, torch.cat(whole), rtol=0, atol=1e-3)
+    loss = sum(
+        torch.nn.functional.cross_entropy(found[:-1], piece[0, 1:], reduction="sum").item()
+        for found, piece in zip(whole, pieces)
+    )
+    assert bits == pytest.approx(loss / 1298 / math.log(2), abs=1e-3)
+
+
+def test_scales_are_calibrated_on_texts_longer_than_a_window_has_room_for() -> None:
+    net = tiny_model("gemma3_text", vocab_size=256)
+    ids = np.frombuffer(held_out_text()[:1024], np.uint8)
+    scales = calibrated_scales(net, [ids], step=128)
+    assert sorted(scales) == list(range(net.config.num_hidden_layers)) and all(
+        k > 0 and v > 0 for k, v in scales.values()
+    )
 
 
 @pytest.mark.parametrize("kv_format", MOST)
