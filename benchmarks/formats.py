@@ -21,9 +21,7 @@ def measure(options: Options) -> list[Row]:
     torch.set_num_threads(1)
     model, text = embedded_model(), held_out_text()[: 200 if options.quick else None]
     raw, rows = Cost.of(model, "raw", text), list[Row]()
-    for kv_format, form in KV_FORMATS.items():
-        if kv_format != "raw" and form.entries == RAW:
-            continue  # a format of K/V heads: ``quantised_heads`` measures these
+    for kv_format in (name for name, each in KV_FORMATS.items() if name == "raw" or each.entries != RAW):
         cost = format_cost(model, kv_format, text, raw)
         rows.append({
             "kv_format": kv_format,

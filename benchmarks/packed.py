@@ -17,16 +17,18 @@ import torch
 
 from benchmarks.timing import Options, Row, tell
 from kvpagoda.formats.dialects import DIALECTS, dialect_of
+from kvpagoda.formats.encoding import TENSOR, Encoding
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.kernels.dispatch import backend
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.host_copy import copy_to_host
 from kvpagoda.memory.pages import pages
-from kvpagoda.schema import Field, RowLayout
+from kvpagoda.schema import Attention, Field, Group, Layer, RowLayout
 
 QUESTION = "How much of the speed of copying memory do packed rows and blocks leave?"
-PAGE, HEADS = 64, 8
+PAGE, HEADS, DIM = 64, 8, 128
 Case = tuple[str, int, Callable[[], object]]
 """(name, bytes that are read and written, the call)"""
 
@@ -36,6 +38,8 @@ def measure(options: Options) -> list[Row]:
     elements = 1 << (17 if options.quick else 25)
     formats = [(format, dialect) for format, dialects in DIALECTS.items() for dialect in dialects]
     cases = [case for names in formats[: 1 if options.quick else None] for case in rows_of(*names, elements)]
+    scaled = [(name, layout, scale) for name in TENSOR for layout in ("", "trtllm") for scale in (1.0, 0.02)]
+    cases += [case for each in scaled[: 1 if options.quick else None] for case in scaled_of(*each, elements)]
     cases += blocks_of(elements // 2)
     cases += [case for nbytes in (elements // 2, 2 * elements) for case in records_of(nbytes)]
     return [_row(options, *case) for case in cases if options.only in case[0]]
@@ -61,6 +65,25 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
         to = "" if out.dtype == torch.bfloat16 else " float32"
         gather = lambda out=out: gather_rows(memory, slots, out, format, **how)  # noqa: E731
         yield f"gather{to} {name}", out.nbytes + packed, gather
+
+
+def scaled_of(name: str, layout: str, scale: float, elements: int) -> Iterator[Case]:
+    """Yield an append, and gathers to bfloat16 and to float32, of K heads with one scale a tensor in the pages of a
+    ``layout``: "" has the heads of a token together, "trtllm" the tokens of a head."""
+    encoding, count = Encoding(name, scale=scale), max(1, elements // (HEADS * DIM * PAGE))
+    kind = Attention(HEADS, DIM, DIM, "bfloat16", encoding=encoding, layout=layout)
+    arena = Arena(Group(kind.law, (Layer(0, "full", (kind,)),)).block_layout(PAGE), count, device="cpu")
+    arena.buffer.fill_(1)
+    field = arena.layer(0)["k"]
+    rows = torch.randn(count * PAGE, HEADS, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    slots = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    case = f"{name} {'heads in tokens' if not layout else 'tokens in heads'}, scale {scale}"
+    yield f"append {case}", rows.nbytes + rows.numel(), lambda: append_scaled(rows, slots, field, encoding)
+    append_scaled(rows, slots, field, encoding)
+    for out in (torch.zeros_like(rows), torch.zeros(rows.shape)):
+        to = "" if out.dtype == torch.bfloat16 else " float32"
+        gather = lambda out=out: gather_scaled(field, slots, out, encoding)  # noqa: E731
+        yield f"gather{to} {case}", out.nbytes + rows.numel(), gather
 
 
 def blocks_of(elements: int) -> Iterator[Case]:

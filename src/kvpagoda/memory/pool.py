@@ -88,7 +88,7 @@ class Pool:
             flat = values.reshape(slots.numel(), math.prod(self.rows[name].shape)).to(torch.bfloat16)
             append_rows(flat, slots.flatten(), self.pages(name), **_packed(encoding, parts[0]))
             return
-        if encoding.is_scaled:
+        if encoding.scale is not None:
             slots = self._slots(index, parts[0].shape[1])
             slots = slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)])
             append_scaled(values.reshape(slots.numel(), *self.rows[name].shape), slots.flatten(), parts[0], encoding)
@@ -107,7 +107,7 @@ class Pool:
             out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
             gather_rows(self.pages(name), slots.flatten(), out, **_packed(rows.encoding, parts[0]))
             return out.to(dtype).view(*slots.shape, *rows.shape)
-        if rows.encoding.is_scaled:
+        if rows.encoding.scale is not None:
             slots = self._slots(index, parts[0].shape[1])
             out = torch.empty(slots.numel(), *rows.shape, dtype=dtype, device=slots.device)
             gather_scaled(parts[0], slots.flatten(), out, rows.encoding)
