@@ -54,7 +54,12 @@ def runner_of(
         identity = replace(identity, weights=weights_digest(model))
     limits = replace(limits, step_tokens=max(chunk, lookup + 1))
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
-    compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
+    return runner_over(model, cache)
+
+
+def runner_over(model: Any, cache: KVCache) -> Runner:
+    """Return a runner of ``model`` over ``cache``, which has the model's schema. Raises SchemaError."""
+    compressed = any(isinstance(kind, Compressed) for layer in cache.schema.layers for kind in layer.kinds)
     return (CompressedRunner if compressed else ModelRunner)(model, cache)
 
 

@@ -95,9 +95,11 @@ def calibrated_scales(model: Any, texts: Iterable[Any], kv_format: KVFormatNames
     for text in pieces:
         # new memory for each text is zeros wherever no row was written, so that the largest element is that of a row
         runner = runner_of(model, step, 0, "raw", {"num_blocks": blocks, "max_requests": 1})
-        with runner.cache.open(text, lookup=False) as sequence:
+        with runner.cache.open(text, lookup=False, capacity=0) as sequence:
             while sequence.length < len(text):
-                size = min(step, runner.most_tokens(sequence) or step, runner.cache.step_limit(sequence))
+                left = len(text) - sequence.length
+                size = min(left, step, runner.most_tokens(sequence) or step, runner.cache.step_limit(sequence))
+                sequence.extend(size)  # chunk by chunk: a window has no room for a long text at once
                 runner.step([(sequence, text[sequence.length : sequence.length + size])])
                 for layer, name in tops:
                     found = runner.cache.layer(layer)[name].abs().amax().item()
