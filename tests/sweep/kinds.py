@@ -73,9 +73,9 @@ KINDS = {
     "mla": Kind(
         lambda: schema_of(*[Latent(8, 4, "float32", indexer=IndexKeys(4))] * 2), {"num_blocks": 24}, partial=True
     ),
-    "qwen3_next": Kind(lambda: of_config(QWEN3_NEXT, verify_width=WIDTH), {"budget": "24KiB"}),
+    "qwen3_next": Kind(lambda: of_config(QWEN3_NEXT), {"budget": "24KiB"}, rewinds=False),
     "deepseek_v4": Kind(lambda: of_config(DEEPSEEK_V4, verify_width=WIDTH), {"budget": "420KiB"}, block_size=8),
-    "mamba": Kind(lambda: of_config(MAMBA), {"budget": "16KiB"}, rewinds=False, shares=False, evicts=False),
+    "mamba": Kind(lambda: of_config(MAMBA, verify_width=WIDTH), {"budget": "40KiB"}, shares=False, evicts=False),
     "mixed": Kind(
         lambda: schema_of(
             HEAD, WINDOW, (HEAD, STATE), Attention(1, 4, 4, "float32", Growth(chunk=12)), Shared(0)

@@ -59,8 +59,8 @@ class Request:
 
     __slots__ = (
         "block_hashes", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids", "namespace",
-        "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "settle_at",
-        "slot", "state", "stays", "tail", "tally", "tokens", "written",
+        "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows",
+        "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(

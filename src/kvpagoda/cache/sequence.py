@@ -157,8 +157,9 @@ class Sequence:
         Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far; the
         message names the layers. How far is counted from the last token that any batch wrote, committed or not. Such a
         layer cannot go back behind what the request started from either: a checkpoint, or the sequence it was forked
-        from; and states of which a request has several places (``Schema.rewindable``) not behind a suspend. Raises OutOfBlocks if a shared block must be copied and no block is free, RetryLater while fenced, and
-        StaleHandle. Nothing changed then."""
+        from; and states that have several places (``Schema.rewindable``) not behind a suspend. Raises OutOfBlocks if a
+        shared block must be copied and no block is free, RetryLater while fenced, and StaleHandle. Nothing changed
+        then."""
         self._lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
 
     @while_running
@@ -166,10 +167,10 @@ class Sequence:
         """Copy what this request holds to host memory, and free its blocks, its slot and its reservation.
 
         Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. ``whole``: copy all
-        rows that the request needs, so that it can continue unchanged; of states, the newest. Otherwise copy only those that are not shared:
-        what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
-        if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput; nothing
-        changed then."""
+        rows that the request needs, so that it can continue unchanged; of states, the newest. Otherwise copy only rows
+        that are not shared: what it published stays in the cache, where it may be evicted. Waits until the copy is
+        done. Raises OutOfBlocks if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced,
+        StaleHandle, BadInput; nothing changed then."""
         self._lifecycle.suspend(self._request, truth(whole, "whole"))
 
     @exclusive
