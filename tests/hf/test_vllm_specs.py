@@ -1,4 +1,4 @@
-"""Bytes of our schemas beside the specs of an installed vLLM: what was recorded still holds, and every difference has a reason."""
+"""Bytes of our schemas beside the specs of an installed vLLM: what was recorded holds, and a difference has a reason."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ EXPLAINED: dict[str, str] = {
     "cohere2": "a window of one token more than transformers masks",
     "cohere2_moe": "a window of one token more than transformers masks",
     "deepseek_v32": FP8_KEYS,
-    "deepseek_v4": "keys of the indexer in fp8 (132 bytes), here MXFP4 (68); rings and tails are blocks of windows, here states",
+    "deepseek_v4": "keys of the indexer in fp8 (132 bytes), here MXFP4 (68); rings and tails are blocks of windows",
     "glm_moe_dsa": FP8_KEYS,
     "hy_v4": FP8_KEYS,
     "inkling2_text": FULL_HERE,
@@ -94,8 +94,8 @@ EXPLAINED: dict[str, str] = {
     "moshi": "windows on all layers; transformers' model masks none",
     "qwen2_moe": KEPT_FULL,
     "zaya": FULL_HERE,
-    "deepseek-v4.1-flash": "entries, keys and rings in fp8 (584 and 132 bytes a row), here raw; rings are blocks of windows, and "
-    "the tail of a compressor has 8 rows where 1 is read",
+    "deepseek-v4.1-flash": "entries, keys and rings in fp8 (584 and 132 bytes a row), here raw; rings are blocks of "
+    "windows, and the tail of a compressor has 8 rows where 1 is read",
     "glm-5.3-flash": FP8_KEYS,
     "qwen3.8-flash-next": "the last two tokens of an n-gram are read from the request, here they are a state of 16 bytes",
 }
