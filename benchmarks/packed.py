@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Options, Row, tell
-from kvpagoda.formats.dialects import DIALECTS, dialect_of
+from kvpagoda.formats.dialects import DIALECTS, dialect_for_heads, dialect_of
 from kvpagoda.formats.encoding import MXFP4, NVFP4, TENSOR, Encoding
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.kernels.dispatch import backend

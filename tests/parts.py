@@ -43,6 +43,9 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "hf/test_lookup.py::test_tokens_stay_those_of_plain_decoding": ("llama", *KINDS[1:]),
     "hf/test_one_budget.py::test_tokens_stay_the_same_while_memory_changes_kind": KINDS[1:],
     "hf/test_one_budget.py::test_tokens_taken_back_leave_no_trace": KINDS,
+    "hf/test_preempted_types.py::test_tokens_stay_the_same_while_requests_are_preempted_in_every_way": (
+        "mistral", "mamba", "deepseek_v4",
+    ),
     "hf/test_random_configs.py::test_tokens_of_a_random_config": 10,
     "hf/test_reuse.py::test_shared_beginnings_give_the_same_tokens_and_a_second_run_computes_little": KINDS[:2],
     "hf/test_reuse.py::test_tokens_stay_the_same_while_everything_is_evicted_all_the_time": KINDS[1:],

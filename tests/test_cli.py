@@ -88,7 +88,8 @@ def test_presets_are_configs_of_known_models() -> None:
     for name, entry in presets().items():
         config = entry["config"]
         schema = Schema.from_hf_config(config)
-        assert len(schema.layers) == config["num_hidden_layers"] and schema.max_positions and schema.vocab_size
+        assert len(schema.layers) == config["num_hidden_layers"] and schema.vocab_size
+        assert schema.max_positions or not schema.groups  # states take texts of any length
         assert find_preset(entry["hub"]) == (name, config) == find_preset(name.upper())
         per_token[name] = schema.bytes_per_token
     assert len(per_token) >= 20
@@ -97,6 +98,11 @@ def test_presets_are_configs_of_known_models() -> None:
         "gpt-oss-120b": 36 * 8 * 64 * 4, "qwen3-next-80b-a3b": 12 * 2 * 256 * 4,
     }  # fmt: skip
     assert {name: per_token[name] for name in published} == published
+
+
+def test_plan_says_which_presets_are_unverified(here: Command) -> None:
+    assert "unverified: neither vLLM" in here("plan", "rwkv7-world-2.9b").stderr
+    assert "unverified" not in here("plan", "kimi-k3").stderr
 
 
 def test_plan_takes_a_preset_by_its_name_on_the_hub(here: Command) -> None:

@@ -121,6 +121,8 @@ def plan(
             text, fits, _ = str(error).partition("it fits with layout=")
             raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
+        if (why := presets().get(schema.name, {}).get("unverified")) is not None:
+            typer.echo(f"{schema.name} is unverified: {why}", err=True)
 
 
 def _words(text: str) -> list[str]:

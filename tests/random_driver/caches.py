@@ -81,7 +81,7 @@ def settings_of(schema: str, seed: int) -> Settings:
         pin_share=one(0.5, 1.0),
         swap=one(None, None, "4KiB"),
         settled=one(True, True, True, False),
-        kernel_page=None if schema == "deepseek_v4" else one(None, None, 2, 4),
+        kernel_page=None if schema in ("deepseek_v4", "pooled") else one(None, None, 2, 4),
         layout=one(None, *LAYOUTS.get(schema, ())),
         coarse=one(1024, 4, 16),
         slack=one(512, 4, 16),

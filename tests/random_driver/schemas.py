@@ -61,6 +61,10 @@ _SCHEMAS = {
     "sliding": _schema_of(_WINDOW, _WINDOW),
     "gemma": Schema.from_hf_config(_GEMMA, dtype="float32"),
     "mla": _schema_of(Latent(8, 4, "float32", indexer=IndexKeys(4)), Latent(8, 4, "float32", indexer=IndexKeys(4))),
+    "pooled": _schema_of(
+        Latent(8, 0, "float32", indexer=IndexKeys(4, pool=4, parts=2)),
+        Attention(1, 4, 4, "float32", indexer=IndexKeys(4, pool=2)), _STATES,
+    ),
     "qwen3_next": Schema.from_hf_config(_QWEN3_NEXT, dtype="float32"),
     "deepseek_v4": Schema.from_hf_config(_DEEPSEEK_V4, dtype="float32"),
     "mamba": Schema.from_hf_config(_MAMBA, dtype="float32"),

@@ -15,7 +15,7 @@ from typing import Any
 from kvpagoda.errors import SchemaError, did_you_mean, shown
 from kvpagoda.formats.encoding import RAW
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, model_types, refused
+from kvpagoda.schema.families import Family, known_types, refused
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
@@ -39,7 +39,7 @@ def read_config(
     """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
     formats = formats_by_kind(kv_format)
     name, c, dtype = open_config(config, dtype)
-    family: Family = model_types()[name]["family"]
+    family: Family = known_types()[name]["family"]
     try:
         types = layer_types_of(c, family, name)
         check_requirements(c, family)
@@ -65,7 +65,7 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
 
     ``dtype``: the caller's choice; None: the dtype that the config names, else bfloat16. Raises SchemaError.
     """
-    raw, known = fields_of(config), model_types()
+    raw, known = fields_of(config), known_types()
     nested, name = raw.get("text_config"), raw.get("model_type")
     if isinstance(name, str) and str(name) in refused():
         raise SchemaError(unknown_type(name))
@@ -104,7 +104,7 @@ def unknown_type(name: Any) -> str:
         return f"model_type must name the model family, got {shown(name)}"
     if str(name) in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
-    hint = did_you_mean(name, model_types(), cutoff=0.8)
+    hint = did_you_mean(name, known_types(), cutoff=0.8)
     why = "its cache was not verified" + (f"; {hint}" if hint else "")
     return f"model type {name!r} is not supported: {why} (docs/models.md lists those that are)"
 
@@ -123,6 +123,8 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
         by_rule = [family.layer_type(c, index) for index in range(count)]
     if listed is None:
         listed = by_rule
+    if isinstance(listed, list | tuple) and len(listed) == count + (c.get("num_nextn_predict_layers") or 0):
+        listed = listed[:count]  # those of draft layers follow
     if not isinstance(listed, list | tuple) or len(listed) != count:
         found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {shown(listed)}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
@@ -180,7 +182,7 @@ def query_heads(c: Config, family: Family, layer_type: str) -> int | None:
 def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, formats: Formats) -> LayerKind:
     """Return the attention kind of one layer: K/V heads, an MLA latent, or compressed entries. Raises SchemaError."""
     if family.attention == "compressed":
-        return as_kernels_read(compressed(c, layer_type, dtype, formats["compressed"]), formats["compressed"])
+        return as_kernels_read(compressed(c, layer_type, index, dtype, formats["compressed"]), formats["compressed"])
     law = FULL
     if layer_type in (t.SLIDING, t.HYBRID_SLIDING):
         law = Growth(window=c.replaced(sliding_window=family.window(c)).size("sliding_window"))
@@ -190,7 +192,10 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
     if law.span is not None and longest is not None and law.span >= longest:
         law = FULL  # no request is long enough for tokens to leave the window
     has_indexer = layer_type in (t.INDEXED, t.BLOCK_INDEXED) and family.has_indexer(c, index)
-    indexer = IndexKeys(c.size("index_head_dim"), dtype=family.index_dtype) if has_indexer else None
+    indexer = None
+    if has_indexer:
+        pool, parts = (1, 1) if family.index_pool is None else (c.size(family.index_pool), family.index_parts)
+        indexer = IndexKeys(c.size("index_head_dim"), dtype=family.index_dtype, pool=pool, parts=parts)
     heads = family.heads(c, layer_type)
     if family.attention == "latent":
         packed = formats["latent"]
@@ -200,8 +205,18 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
     return replace(kind, encoding=formats[law.word].heads_of(heads.k_dim, heads.v_dim))
 
 
-def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat) -> Compressed:
-    """Return a DeepSeek-V4 layer. If its entries are encoded, its tails are float32, as the model computes them."""
+def compressed(c: Config, layer_type: str, index: int, dtype: str, packed: KVFormat) -> Compressed:
+    """Return a DeepSeek-V4 layer. If its entries are encoded, its tails are float32, as the model computes them.
+
+    If the config has ``kv_source_layer_ids`` (DeepSeek-V4.1), only these layers have entries, which later layers read;
+    their indexer keys are projected from the entries.
+    """
+    if c.get("kv_source_layer_ids") is not None:
+        if packed.entries != RAW:
+            raise SchemaError("kv_format is not 'raw'; packed rows of DeepSeek-V4.1 were not verified")
+        ratio = 0 if layer_type == t.SLIDING else c.size_of("compress_ratios", index)
+        keys = IndexKeys(c.size("index_head_dim"), projected=True) if ratio else None
+        return Compressed(c.size("head_dim"), c.size("sliding_window"), dtype, ratio, keys)
     rates = {t.CSA: c.get("compress_rate_csa", 4), t.HCA: c.get("compress_rate_hca", 128), **c.table("compress_rates")}
     ratio = 0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2)
     indexer = IndexKeys(c.size("index_head_dim"), packed.index_keys) if layer_type == t.CSA else None

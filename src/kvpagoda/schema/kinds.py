@@ -89,17 +89,41 @@ class IndexKeys:
     There is one key of ``dim`` elements for each K/V row, latent row or compressed entry. ``dtype``: of the keys; ""
     means the dtype of the layer.
 
+    ``pool``: one key is made of so many tokens. The keys of tokens whose pool is still open are rows ``index_tail`` of
+    the request's state, at their position modulo the number of rows; ``parts``: how many rows of ``dim`` elements a token
+    has there, for example its key and a gate. ``verify_width``: the newest tokens that ``rewind`` may remove, for which
+    there are more of these rows. ``projected``: keys of compressed entries are made of the entries themselves, without
+    a compressor of their own.
+
     >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
     (128,)
+    >>> pooled = Latent(512, 0, "bfloat16", indexer=IndexKeys(128, pool=4, parts=2))
+    >>> pooled.block_rows()[-1].tokens_per_row, pooled.state_rows()[0].count, pooled.state_rows()[0].shape
+    (4, 4, (2, 128))
     """
 
     dim: int
     encoding: Encoding = RAW
     dtype: str = ""
+    pool: int = 1
+    parts: int = 1
+    verify_width: int = 0
+    projected: bool = False
 
     def row(self, dtype: str) -> Rows:
-        """Return the rows that hold the key of each token in a layer of ``dtype``."""
-        return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding)
+        """Return the rows that hold the key of each token, or of each pool, in a layer of ``dtype``."""
+        return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding, tokens_per_row=self.pool)
+
+    def tail(self, dtype: str) -> tuple[Rows, ...]:
+        """Return the rows of the state that hold the keys of the open pool in a layer of ``dtype``."""
+        if self.pool == 1:
+            return ()
+        shape = (self.parts, self.dim)
+        return (Rows("index_tail", shape, self.dtype or dtype, count=self.pool + self.verify_width),)
+
+    def rewinds(self) -> int | None:
+        """Return how many of the newest tokens ``rewind`` may remove; None: any number."""
+        return None if self.pool == 1 else self.verify_width
 
     def laid_out(self, choices: Choices) -> IndexKeys:
         """Return these keys in the layout of ``choices`` for "indexer" rows, if there is one."""
@@ -183,9 +207,14 @@ class Attention(LayerKind):
         )  # fmt: skip
 
     def state_rows(self) -> tuple[Rows, ...]:
+        tail = self.indexer.tail(self.dtype) if self.indexer is not None else ()
         if not self.num_sinks:
-            return ()
-        return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
+            return tail
+        sinks = (replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
+        return *sinks, *tail
+
+    def rewinds(self) -> int | None:
+        return None if self.indexer is None else self.indexer.rewinds()
 
     def laid_out(self, choices: Choices) -> Attention:
         """Return this kind in its layout of ``choices``. A packed layout decides the encoding too; others keep raw rows
@@ -221,6 +250,8 @@ class Attention(LayerKind):
 class Latent(LayerKind):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): one latent row and one RoPE key for every token.
 
+    A model without position embeddings has no RoPE key: ``rope_dim`` is 0.
+
     ``indexer``: the keys of an indexer, in models that select tokens. All heads share the latent, so every
     tensor-parallel rank keeps all of it.
 
@@ -252,10 +283,17 @@ class Latent(LayerKind):
             rows = tuple(
                 Rows(name, (1, dim), self.dtype, encoding, page=pages.get(name, ""), axes=("", f"{name}.0"))
                 for name, dim, encoding in (("latent", self.latent_dim, self.encoding), ("k_rope", self.rope_dim, RAW))
+                if dim
             )
         if self.indexer is None:
             return rows
         return (*rows, self.indexer.row(self.dtype))
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        return () if self.indexer is None else self.indexer.tail(self.dtype)
+
+    def rewinds(self) -> int | None:
+        return None if self.indexer is None else self.indexer.rewinds()
 
     def laid_out(self, choices: Choices) -> Latent:
         """Return this kind in its layout of ``choices``. Raises LayoutError for packed rows of other sizes."""
@@ -368,8 +406,8 @@ class Compressed(LayerKind):
 
     @property
     def overlap(self) -> bool:
-        """Whether an entry also covers the entry window before its own: true in layers with an indexer."""
-        return self.indexer is not None
+        """Whether an entry also covers the entry window before its own: if the indexer has a compressor of its own."""
+        return self.indexer is not None and not self.indexer.projected
 
     @property
     def index_dim(self) -> int | None:
@@ -398,9 +436,9 @@ class Compressed(LayerKind):
             Rows("swa_pos", (), "int32", count=self.window + self.verify_width, fill=-1),
             Rows("swa_head", (), "int32"),
         ]
-        if self.ratio:
+        if self.ratio > 1:
             rows += self._tail("", self.dim)
-        if self.indexer is not None:
+        if self.indexer is not None and self.overlap:
             rows += self._tail("idx_", self.indexer.dim)
         return tuple(rows)
 

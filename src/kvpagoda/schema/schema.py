@@ -268,8 +268,10 @@ class Schema:
         def deepen(kind: LayerKind) -> LayerKind:
             if isinstance(kind, Compressed | Recurrent):
                 return replace(kind, verify_width=width)
-            if isinstance(kind, Attention | Latent) and kind.law.is_bounded:
-                return replace(kind, law=replace(kind.law, slack=width))
+            if isinstance(kind, Attention | Latent):
+                law = replace(kind.law, slack=width) if kind.law.is_bounded else kind.law
+                indexer = kind.indexer and replace(kind.indexer, verify_width=width if kind.indexer.pool > 1 else 0)
+                return replace(kind, law=law, indexer=indexer)
             return kind
 
         return self._with_kinds(deepen)
