@@ -15,7 +15,7 @@ from kvpagoda.errors import LayoutError, SchemaError, did_you_mean, shown
 from kvpagoda.formats.encoding import RAW, Encoding
 from kvpagoda.loading import read_json
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, model_types, refused
+from kvpagoda.schema.families import Family, model_types, mtp_layers, mtp_letters, refused
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
@@ -92,18 +92,70 @@ def read_config(
     for index, layer_type in enumerate(types):
         try:
             owner = owner_of(c, types, index)
-            kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=KV_FORMATS[kv_format])
-            queries = query_heads(c.at(index), family, layer_type)
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
-        if kv_format != "raw" and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
-            raise SchemaError(
-                f"{name} config, layer {index} ({layer_type}): kv_format is {kv_format!r}; only MLA latents and DeepSeek-V4 "
-                f"entries have that form, use 'raw'"
-            )
-        kinds = tuple(as_kernels_read(kind, KV_FORMATS[kv_format]) for kind in kinds)
-        layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),), queries))
+        layer = read_layer(c, name, layer_type, index, dtype, kv_format)
+        layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
     return tuple(layers), name, max_positions, vocab_size
+
+
+def read_mtp(config: Any, *, dtype: str | None, kv_format: str) -> tuple[Layer, ...]:
+    """Return the multi-token prediction layers of ``config``, with indices after its own layers.
+
+    They keep what layers of their type of the model itself keep. ``families/mtp.json`` has the model types for which they
+    are known. Raises SchemaError for others, and for a config that has no such layers.
+    """
+    name, c, dtype = open_config(config, dtype)
+    rows = mtp_layers()
+    if name not in rows:
+        raise SchemaError(
+            f"the MTP layers of model type {name!r} are not known; they are for {', '.join(rows)}. Give the config of a "
+            f"draft model instead"
+        )
+    row, family = rows[name], model_types()[name]["family"]
+    counted = next((field for field in row["number"] if c.get(field) is not None), row["number"][0])
+    try:
+        if c.get(counted) is None and "default" not in row:
+            raise SchemaError(f"{counted} is missing, so its config names no MTP layers")
+        number = row["default"] if c.get(counted) is None else c.size(counted, 0)
+        if not 0 < number <= MOST_LAYERS:
+            raise SchemaError(f"{counted} is {number}; expected 1 to {MOST_LAYERS:,} MTP layers for a draft")
+        types = next((c.get(field) for field in row.get("types_in", ()) if c.get(field)), row["types"])
+        if isinstance(types, str):
+            types = [letters.get(letter, letter) for letters in (mtp_letters(),) for letter in types]
+        first = family.num_layers(c)
+    except SchemaError as error:
+        raise SchemaError(f"{name} config: {error}") from None
+    listed = [t.LEGACY.get(each, each) for _ in range(number) for each in types]
+    return tuple(
+        read_layer(c, name, layer_type, first + at, dtype, kv_format) for at, layer_type in enumerate(listed)
+    )
+
+
+def draft_config(config: Any) -> Mapping[str, Any]:
+    """Return the fields of the decoder in a draft's config: of an EAGLE head, whose config holds it as ``model`` or
+    ``transformer_layer_config``, or ``config``'s own. Raises SchemaError."""
+    fields = fields_of(config)
+    for name in ("model", "transformer_layer_config"):
+        if (inner := fields.get(name)) is not None:
+            return fields_of(inner)
+    return fields
+
+
+def read_layer(c: Config, name: str, layer_type: str, index: int, dtype: str, kv_format: str) -> Layer:
+    """Return layer ``index`` of type ``layer_type`` of a model of type ``name``. Raises SchemaError."""
+    family, packed = model_types()[name]["family"], KV_FORMATS[kv_format]
+    try:
+        kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=packed)
+        queries = query_heads(c.at(index), family, layer_type)
+    except SchemaError as error:
+        raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
+    if kv_format != "raw" and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
+        raise SchemaError(
+            f"{name} config, layer {index} ({layer_type}): kv_format is {kv_format!r}; only MLA latents and DeepSeek-V4 "
+            f"entries have that form, use 'raw'"
+        )
+    return Layer(index, layer_type, tuple(as_kernels_read(kind, packed) for kind in kinds), queries)
 
 
 def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
