@@ -50,11 +50,16 @@ class Cached:
 
     def __init__(self, core: Core, match: Match, found: PrefixMatch) -> None:
         self._core, self._match = core, match
-        self.found = found
         self.shared = self._columns(found.resumable // core.block_size)
+        self.found = found
+        if core.prefix.index.optional:
+            self.found = found._replace(lacking_from=core.prefix.lacking_from(self.shared, found.resumable))
 
     def _columns(self, num_blocks: int) -> list[range]:
         """Return for each group the columns that are shared to go on after ``num_blocks`` blocks."""
+        index = self._core.prefix.index
+        if index.optional:
+            return index.columns(self._match, min(num_blocks, self._match.num_blocks))
         return [part.span(num_blocks) for part in self._core.prefix.cached]
 
     def hold(self) -> tuple[Holding, list[BlockNames]]:
@@ -95,7 +100,7 @@ class Loaded(Cached):
 
     def _columns(self, num_blocks: int) -> list[range]:
         core, whole = self._core, min(num_blocks, self._match.num_blocks)
-        columns = super()._columns(num_blocks)
+        columns = [part.span(num_blocks) for part in core.prefix.cached]
         return [range(whole) if group is core.full else span[:0] for group, span in zip(core.groups, columns)]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:

@@ -90,8 +90,8 @@ class WindowBlocks:
     @property
     def num_spare(self) -> int:
         """How many evictable blocks reservations can count on. Each reader counts as a block in use, because its
-        reservation expects a free block when its window slides on."""
-        return self.num_cached - self.num_reads
+        reservation expects a free block when its window slides on; without a window nothing slides."""
+        return self.num_cached - (self.num_read if self.growth.span is None else self.num_reads)
 
     def span(self, num_blocks: int) -> range:
         """Return which blocks of a text are read to go on after its first ``num_blocks``."""

@@ -122,7 +122,7 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: str) -> tuple[Layer, 
             raise SchemaError(f"{counted} is {number}; expected 1 to {MOST_LAYERS:,} MTP layers for a draft")
         types = next((c.get(field) for field in row.get("types_in", ()) if c.get(field)), row["types"])
         if isinstance(types, str):
-            types = [letters.get(letter, letter) for letters in (mtp_letters(),) for letter in types]
+            types = [mtp_letters().get(letter, letter) for letter in types]
         first = family.num_layers(c)
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
