@@ -262,8 +262,9 @@ class KVCache:
 
         ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one
         token, slot -1, length 0, and writes to block 0. ``firsts``: the position of each sequence's first token in the
-        step, at most its length (None: its length). Such a step computes rows of committed tokens, of layers whose group
-        lacks them (``seq.match.lacking_from``); rows of other layers are shared and must not be written. The arrays (see ``help(Batch)``) lie in static buffers: they
+        step (None: its length), for steps of a draft: before that it computes rows of committed tokens that its own group
+        lacks (``seq.match.lacking_from``; rows of other groups are shared and must not be written), behind it those of
+        the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static buffers: they
         are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to, firsts)

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
-from kvpagoda.schema.families import families, refused  # noqa: E402
+from kvpagoda.schema.families import families, mtp_layers, refused  # noqa: E402
 from models import FAMILIES, tiny_config  # noqa: E402
 from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
 
@@ -37,6 +37,9 @@ The column *together* says which decoding requests share a forward pass in `kvpa
 - `equal`: requests of equal length, because the model computes attention or positions with code of its own, or
   ranks tokens,
 - `none`: no requests, because the model's code mixes the rows of a batch.
+
+The last column says what the multi-token prediction (MTP) layers of a model keep, where they are known: with
+`Schema.from_hf_config(config, draft="mtp")` they are [draft layers](drafts.md) of its schema.
 
 Generated tokens equal those of the model's own forward pass without a cache. There are four exceptions and limits:
 
@@ -69,6 +72,14 @@ def kept(kind: LayerKind) -> str:
         return "compressed entries" if kind.ratio else "ring"
     assert isinstance(kind, Recurrent | Shared)
     return "state" if isinstance(kind, Recurrent) else "K/V of another layer"
+
+
+def mtp(text: str) -> str:
+    """What the MTP layers of type ``text`` keep, in a few words."""
+    config = tiny_config(text, **MORE.get(text, {})).to_dict()
+    row = mtp_layers()[text]
+    drafts = Schema.from_hf_config({**config, row["number"][0]: 1}, draft="mtp").draft_layers
+    return ", ".join(dict.fromkeys(kept(kind) for layer in drafts for kind in layer.kinds))
 
 
 def growth(kind: Attention | Latent) -> str:
@@ -110,6 +121,7 @@ def table() -> str:
         keeps = list(dict.fromkeys(kept(kind) for layer in schema.layers for kind in layer.kinds))
         notes = [NOTES[text]] if text in NOTES else []
         notes += [f"its text part, {text}"] if text != name else []
+        notes += [f"MTP layers: {mtp(text)}"] if text in mtp_layers() else []
         covered.append(f"| {name} | {', '.join(keeps)} | {is_together(name, text, schema)} | {'; '.join(notes)} |")
     return "\n".join(
         [

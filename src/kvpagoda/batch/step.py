@@ -17,7 +17,7 @@ class StepRows:
     ``slots`` int64 ``[B]``: -1 for padded rows, which come last. ``counts`` int64 ``[B]``: new tokens of each row. The
     arrays must not be changed: an array that is the same object as in the step before is not copied to its buffer
     again. ``num_sequences``: rows that are not padded. ``is_fixed``: whether index arrays always have their greatest
-    width. ``goes_back``: whether some tokens of the step are committed already.
+    width. ``goes_back``: whether some tokens of the step may be committed already.
     """
 
     def __init__(self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False, goes_back: bool = False) -> None:

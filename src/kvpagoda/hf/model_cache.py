@@ -10,6 +10,7 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
+from kvpagoda.hf.drafter import Drafter, check_draft
 from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
@@ -31,15 +32,27 @@ def runner_of(
     kv_format: str,
     cache_arguments: dict[str, Any],
     layout: LayoutNames | None = None,
-) -> Runner:
-    """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``. A step
-    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
+    draft: Any = None,
+) -> tuple[Runner, Drafter | None]:
+    """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``, and one of the
+    model ``draft``, if given, whose layers are draft layers of that cache. A step computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
     ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
     a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
     check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format)
+    drafts: Schema | None = None
+    if draft is not None:
+        check_model(draft)
+        draft.eval()
+        if draft.device != model.device:
+            raise BadInput(f"the model is on {model.device} and its draft on {draft.device}; move one to the other")
+        drafts = Schema.from_hf_config(draft.config, dtype=str(draft.dtype).removeprefix("torch."))
+        check_draft(schema.rewindable(lookup), drafts)
+        schema = schema.drafted_by(drafts)
+    schema = schema.rewindable(lookup)
+    schema = schema if layout is None else schema.laid_out(layout)
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
         raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")
@@ -49,7 +62,8 @@ def runner_of(
     limits = replace(limits, step_tokens=max(chunk, lookup + 1))
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
     compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
-    return (CompressedRunner if compressed else ModelRunner)(model, cache)
+    runner: Runner = (CompressedRunner if compressed else ModelRunner)(model, cache)
+    return runner, None if drafts is None else Drafter(draft, cache, drafts, chunk)
 
 
 def next_piece(runner: Runner, sequence: Sequence, text: Tokens, chunk: int) -> Tokens:

@@ -153,6 +153,16 @@ class Schema:
         return tuple(layer for layer in self.layers if layer.is_draft)
 
     @cached_property
+    def without_drafts(self) -> Schema:
+        """The schema of its own layers, without those of its draft."""
+        return replace(self, layers=tuple(layer for layer in self.layers if not layer.is_draft))
+
+    def draft_alone(self, name: str) -> Schema:
+        """Return the schema of its draft's layers, numbered from 0, for the draft model of type ``name``."""
+        first = self.draft_layers[0].index
+        return replace(self, layers=tuple(_renumbered(layer, -first) for layer in self.draft_layers), name=name)
+
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
         """One group for each growth law of the layers: ``full`` first, then in the order of the layers."""
         by_law: dict[Growth, list[Layer]] = {}
