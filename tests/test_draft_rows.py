@@ -15,7 +15,7 @@ from kvpagoda import KVCache, Limits
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 pytest.importorskip("torch")
-import torch  # noqa: E402
+import torch
 
 SIZE = 4
 FULL, WINDOW = Attention(1, 1, 1, "float32"), Attention(1, 1, 1, "float32", Growth(window=8))
@@ -129,7 +129,10 @@ def test_a_draft_in_the_same_blocks_takes_its_bytes_and_no_more(name: str) -> No
     assert drafted == plain and any(group.evicted for group in cache.stats().groups)
 
 
-@pytest.mark.parametrize(("name", "drafts"), [("full", [WINDOW]), ("windows", [FULL]), ("mixed", [Attention(1, 1, 1, "float32", Growth(window=5))])])
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [("full", [WINDOW]), ("windows", [FULL]), ("mixed", [Attention(1, 1, 1, "float32", Growth(window=5))])],
+)
 def test_a_draft_with_a_group_of_its_own_leaves_the_blocks_of_the_model(name: str, drafts: list[LayerKind]) -> None:
     """Under pressure, in one budget: the hits of the model are at least those that it has alone, in a budget without the
     blocks that the draft of four running requests takes."""

@@ -98,7 +98,9 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
     kv_format: Annotated[str, typer.Option(help="raw, fp8 (packed rows of engines), mxfp4, nvfp4 or int8")] = "raw",
     layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
-    draft: Annotated[str | None, typer.Option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
+    ] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
     kernel_page: Annotated[int | None, typer.Option(help="tokens per kernel page (default: a block)")] = None,
     lengths: Annotated[str, typer.Option(help="request lengths in tokens")] = "1024,8192,32768,131072",

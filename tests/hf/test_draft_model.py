@@ -1,4 +1,4 @@
-"""A draft model proposes tokens over the cache of the model itself, and the tokens that come out are those of plain decoding."""
+"""A draft model proposes tokens over the cache of the model itself, and what comes out are the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -79,14 +79,16 @@ def test_what_an_optional_group_lacks_is_computed_again(name: str) -> None:
     draft = tiny_model("mistral", seed=0, sliding_window=None if name == "mistral" else 8)
     generator = Generator(model_of(name), num_blocks=60, draft=draft, lookup=3)
     (number, window) = next(
-        (i, part) for i, part in enumerate(generator.cache._core.prefix.cached) if part in generator.cache._core.prefix.index.optional
+        (i, part)
+        for i, part in enumerate(generator.cache._core.prefix.cached)
+        if part in generator.cache._core.prefix.index.optional
     )
     text, proposals = prompts()[5] * 2, []
     for round_number in range(3):
         if round_number == 2:
             core = generator.cache._core
             assert window.num_cold
-            core.capacity.forget(lambda: core.prefix.evict(core.groups[number], window.num_cold))
+            core.capacity.forget(core.prefix.evict, core.groups[number], window.num_cold)
             assert not window.num_cached
         hits, before = generator.stats().cached_tokens, generator.num_accepted
         (answer,) = generator.generate([text], NEW)
@@ -114,7 +116,7 @@ PRESSED: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "draft", "size"), PRESSED, ids=["draft-window", "draft-full", "same-blocks"])
 def test_under_pressure(name: str, draft: str, size: dict[str, Any]) -> None:
-    texts = [prompts()[3][:13] + [i] for i in range(4)]
+    texts = [[*prompts()[3][:13], i] for i in range(4)]
     plain = Generator(model_of(name), num_blocks=60).generate(texts, 40)
     generator = Generator(
         model_of(name), max_requests=4, prefill_chunk=16, draft=draft_of(draft), preemption=LeastComputed(), **size

@@ -20,7 +20,9 @@ class StepRows:
     width. ``goes_back``: whether some tokens of the step may be committed already.
     """
 
-    def __init__(self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False, goes_back: bool = False) -> None:
+    def __init__(
+        self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False, goes_back: bool = False
+    ) -> None:
         self.slots, self.counts, self.num_sequences, self.is_fixed = slots, counts, num_sequences, is_fixed
         self.goes_back = goes_back
         self.indptr = np.concatenate(([0], np.cumsum(counts)))

@@ -62,7 +62,7 @@ class Settler:
 
     def plan(self, request: Request) -> None:
         """Decide at which length ``request``, which was just settled or just started, is settled next."""
-        core, size, length, end = self._core, self._core.block_size, request.own_length, request.prompt_length
+        size, length, end = self._core.block_size, request.own_length, request.prompt_length
         if length < end and (self._is_bounded or self._is_followed):
             at = end
             if self._points.ends_steps and request.due:

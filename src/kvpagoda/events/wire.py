@@ -50,8 +50,8 @@ def kind_of(growth: Growth, fields: Iterable[str]) -> str:
 
 class CacheInfo(msgspec.Struct, frozen=True):
     """What a follower must know of a cache. ``groups``: for each its name, how it grows ("full", "window", "chunk",
-    "state", or "optional": no event names its blocks), and the tokens of its window or chunk, else None. ``full``: the index of the group that keeps all tokens; -1 if
-    there is none."""
+    "state", or "optional": no event names its blocks), and the tokens of its window or chunk, else None. ``full``: the
+    index of the group that keeps all tokens; -1 if there is none."""
 
     block_size: int
     hit_grid: int

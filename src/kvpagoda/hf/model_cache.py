@@ -35,9 +35,10 @@ def runner_of(
     draft: Any = None,
 ) -> tuple[Runner, Drafter | None]:
     """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``, and one of the
-    model ``draft``, if given, whose layers are draft layers of that cache. A step computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
-    ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
-    a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
+    model ``draft``, if given, whose layers are draft layers of that cache. A step computes at most ``chunk`` prompt
+    tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and ``layout``: see
+    ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the
+    whole model. Raises BadInput, SchemaError, NeverFits."""
     check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")

@@ -127,9 +127,7 @@ class ModelRunner:
         blocks compute several tokens from a zero state and ignore the past."""
         return None if self._resumes or sequence.length == 0 else 1
 
-    def _step(
-        self, work: Many[Work], kept: Many[int], sides: Many[int], starts: Many[int], are_given: bool
-    ) -> Tensor:
+    def _step(self, work: Many[Work], kept: Many[int], sides: Many[int], starts: Many[int], are_given: bool) -> Tensor:
         passes: dict[tuple[int, int, int], list[int]] = {}
         for i, (_, tokens) in enumerate(work):
             together = self._is_batched and starts[i] > 0 and len(tokens) == kept[i]
@@ -150,9 +148,7 @@ class ModelRunner:
         positions = batch.positions.long().view(ids.shape)
         if self._padding is not None:
             positions = self._positions_after_padding(work).to(self.cache.device)
-        context = StepContext(
-            batch, self._schema, self._columns, self._is_aligned, self._holders, self._first_layer
-        )
+        context = StepContext(batch, self._schema, self._columns, self._is_aligned, self._holders, self._first_layer)
         with in_step(context, self._cache_class) as past:
             given: dict[str, Any] = {self._cache_name: past, "position_ids": positions}
             if self._trims_logits:

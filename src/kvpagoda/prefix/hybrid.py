@@ -9,8 +9,10 @@
 
 A text can be resumed after each block before which the last window of every group is cached; if states are copied, only
 where a checkpoint has a copy. Blocks of an optional group (``Growth.is_optional``) are kept as those of windows are, but
-a text can be resumed without them, and no checkpoint keeps them: they are cold as soon as no request reads them. Blocks are given by name. Nothing is copied, freed or stored here: methods return what
-follows from them, and the caller applies it. Both ``KVCache`` and the adapter for vLLM's scheduler have one such index.
+a text can be resumed without them, and no checkpoint keeps them: they are cold as soon as no request reads them.
+
+Blocks are given by name. Nothing is copied, freed or stored here: methods return what follows from them, and the caller
+applies it. Both ``KVCache`` and the adapter for vLLM's scheduler have one such index.
 """
 
 from __future__ import annotations

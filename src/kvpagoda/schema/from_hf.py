@@ -127,9 +127,7 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: str) -> tuple[Layer, 
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
     listed = [t.LEGACY.get(each, each) for _ in range(number) for each in types]
-    return tuple(
-        read_layer(c, name, layer_type, first + at, dtype, kv_format) for at, layer_type in enumerate(listed)
-    )
+    return tuple(read_layer(c, name, layer_type, first + at, dtype, kv_format) for at, layer_type in enumerate(listed))
 
 
 def draft_config(config: Any) -> Mapping[str, Any]:

@@ -222,7 +222,9 @@ class Schema:
     def fingerprint(self) -> str:
         """16 bytes of BLAKE2b over the rows of every layer, in hex. Caches may exchange records only if it is equal."""
         rows = repr([(layer.index, layer.growth, layer.block_rows(), layer.state_rows()) for layer in self.layers])
-        rows += repr([(x.index, x.growth and x.growth.is_optional) for x in self.draft_layers]) * bool(self.draft_layers)
+        rows += repr([(x.index, x.growth and x.growth.is_optional) for x in self.draft_layers]) * bool(
+            self.draft_layers
+        )
         return hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()
 
     def cast(self, dtype: str) -> Schema:
