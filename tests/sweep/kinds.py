@@ -83,6 +83,11 @@ KINDS = {
         {"budget": "16KiB"},
         rewinds=False,
     ),
+    "drafted": Kind(  # its draft has a group of its own
+        lambda: schema_of(HEAD, HEAD).drafted_by(schema_of(HEAD, WINDOW)).rewindable(WIDTH),
+        {"budget": "16KiB"},
+        partial=True,
+    ),
 }
 SLOTS = 4
 

@@ -240,7 +240,7 @@ class PrefixCache:
             )
             raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - pinned)
         _, found = self.found(match)
-        spans = self.index.columns(match, found.resumable // self.block_size)
+        spans = self.index.columns(match, found.resumable)
         windows = self.index.names_in(match.ids, spans)
         pin = Pin(self.index.hold(match, match.num_blocks, windows, found.checkpoint), match.namespace)
         self._pins[pin] = None
