@@ -26,6 +26,10 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 16,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
     "hf/test_compressed.py::test_rejected_tokens_leave_no_trace_at_any_position": ("raw-wrong0", "fp8-wrong4"),
+    "hf/test_draft_model.py::test_tokens_stay_those_of_plain_decoding_cold_and_warm": (
+        "llama-llama", "llama-mistral", "mistral-llama",
+    ),
+    "hf/test_draft_model.py::test_under_pressure": ("draft-full",),
     "hf/test_every_family.py::test_tokens_equal_full_recomputation": 24,
     "hf/test_generator.py::test_any_chunk_size_gives_the_same_tokens": ("-1", "-5", "-8"),
     "hf/test_generator.py::test_tokens_equal_full_recomputation": ("llama", "deepseek_v3", *KINDS),
@@ -88,6 +92,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size": (
         "match", "host_step", "evict]", "hits", "hybrid_peers", "one_budget", "victims", "policies",
     ),
+    "test_draft_rows.py::test_without_pressure_hits_are_those_without_a_draft": ("mixed",),
+    "test_draft_rows.py::test_a_draft_with_a_group_of_its_own_leaves_the_blocks_of_the_model": ("windows",),
     "test_manager.py::test_rows_read_back_are_the_rows_written": ("0-8-window", "8-8-mixed", "8-8-state"),
     "test_cli_json.py::test_json_is_as_described": (
         "version", "plan", "layout", "replay", "doctor", "generate", "top", "tier",

@@ -100,6 +100,9 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
     kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
     layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
+    ] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
     kernel_page: Annotated[int | None, typer.Option(help="tokens per kernel page (default: a block)")] = None,
     lengths: Annotated[str, typer.Option(help="request lengths in tokens")] = "1024,8192,32768,131072",
@@ -112,7 +115,7 @@ def plan(
     with one_line_errors():
         from kvpagoda import console
 
-        schema = _schema(config, dtype, parsed(kv_format))
+        schema = _schema(config, dtype, parsed(kv_format), draft)
         schema = (schema if layout is None else schema.laid_out(_words(layout))).split(tp=tp, pp=pp, rank=stage)
         sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
         try:
@@ -138,16 +141,19 @@ def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
         raise BadInput(f"{option} takes whole numbers of {unit} with commas between, got {text!r}") from None
 
 
-def _schema(config: str, dtype: str | None, kv_format: KVFormatNames) -> Schema:
-    """Return the schema of ``config``: a config file, a folder that holds one, or a preset. Raises BadInput."""
+def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str | None = None) -> Schema:
+    """Return the schema of ``config``: a config file, a folder that holds one, or a preset; with the layers of ``draft``.
+    Raises BadInput."""
     if config.lower() not in PRESETS or Path(config).exists():
         name, data = config_named(config, PRESETS)
-        schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
+        schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format, draft=draft)
         return schema if name is None else replace(schema, name=name)
     if dtype is not None and kv_format != "raw":
         raise BadInput(
             f"--dtype {dtype} is for raw rows: those of --kv-format {as_text(kv_format)} have dtypes of their own"
         )
+    if draft is not None:
+        raise BadInput(f"--draft needs a config of the model, which the preset {config} has not; give its config.json")
     schema = PRESETS[config.lower()](kv_format)
     return schema if dtype is None else schema.cast(dtype)
 

@@ -251,15 +251,23 @@ class KVCache:
 
     @exclusive
     def batch(
-        self, sequences: Many[Sequence], new_tokens: Many[SupportsIndex], pad_to: SupportsIndex | None = None
+        self,
+        sequences: Many[Sequence],
+        new_tokens: Many[SupportsIndex],
+        pad_to: SupportsIndex | None = None,
+        *,
+        firsts: Many[SupportsIndex] | None = None,
     ) -> Batch:
         """Return the index arrays of a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``.
 
         ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one
-        token, slot -1, length 0, and writes to block 0. The arrays (see ``help(Batch)``) lie in static buffers: they
+        token, slot -1, length 0, and writes to block 0. ``firsts``: the position of each sequence's first token in the
+        step (None: its length), for steps of a draft: before that it computes rows of committed tokens that its own group
+        lacks (``seq.match.lacking_from``; rows of other groups are shared and must not be written), behind it those of
+        the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static buffers: they
         are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
-        return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
+        return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to, firsts)
 
     @exclusive
     def persistent_batch(

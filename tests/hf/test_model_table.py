@@ -21,7 +21,7 @@ from vllm_specs import EXPLAINED, RESULT, ours  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
-from kvpagoda.schema.families import families, refused, served_types  # noqa: E402
+from kvpagoda.schema.families import families, mtp_layers, refused, served_types  # noqa: E402
 from kvpagoda.schema.presets import presets  # noqa: E402
 from models import FAMILIES, tiny_config  # noqa: E402
 from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
@@ -40,6 +40,9 @@ The column *together* says which decoding requests share a forward pass in `kvpa
 - `equal`: requests of equal length, because the model computes attention or positions with code of its own, or
   ranks tokens,
 - `none`: no requests, because the model's code mixes the rows of a batch.
+
+The last column says what the multi-token prediction (MTP) layers of a model keep, where they are known: with
+`Schema.from_hf_config(config, draft="mtp")` they are [draft layers](drafts.md) of its schema.
 
 Generated tokens equal those of the model's own forward pass without a cache. There are four exceptions and limits:
 
@@ -94,6 +97,14 @@ def kept(kind: LayerKind) -> str:
     return "state" if isinstance(kind, Recurrent) else "K/V of another layer"
 
 
+def mtp(text: str) -> str:
+    """What the MTP layers of type ``text`` keep, in a few words."""
+    config = tiny_config(text, **MORE.get(text, {})).to_dict()
+    row = mtp_layers()[text]
+    drafts = Schema.from_hf_config({**config, row["number"][0]: 1}, draft="mtp").draft_layers
+    return ", ".join(dict.fromkeys(kept(kind) for layer in drafts for kind in layer.kinds))
+
+
 def growth(kind: Attention | Latent) -> str:
     return "window" if kind.law.window else "chunk" if kind.law.chunk else "full"
 
@@ -133,6 +144,7 @@ def table() -> str:
         keeps = list(dict.fromkeys(kept(kind) for layer in schema.layers for kind in layer.kinds))
         notes = [NOTES[text]] if text in NOTES else []
         notes += [f"its text part, {text}"] if text != name else []
+        notes += [f"MTP layers: {mtp(text)}"] if text in mtp_layers() else []
         covered.append(f"| {name} | {', '.join(keeps)} | {is_together(name, text, schema)} | {'; '.join(notes)} |")
     return "\n".join(
         [

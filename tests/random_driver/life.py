@@ -52,6 +52,7 @@ def started(
     driver.require(
         request.length == handle.cached_tokens < len(tokens), f"{request} starts with {handle.cached_tokens}"
     )
+    compute_lacking(driver, request)
     if handle.capacity > request.length:
         look(driver, request)
     return request
@@ -63,6 +64,18 @@ def look(driver: Driver, request: Request) -> None:
     request.reached(request.length + 1)
     for shown in driver.oracle.shown(batch, StepTexts([request], [1], [()]), driver.one(*DIALECTS)):
         shown.verify([request])
+
+
+def compute_lacking(driver: Driver, request: Request) -> None:
+    """Compute the rows that optional groups lack of what ``request`` starts from."""
+    first = request.handle.match.lacking_from
+    if first is None or first >= request.length:
+        return
+    count = request.length - first
+    batch = driver.cache.batch([request.handle], [count], firsts=[first])
+    driver.counts["tokens computed for optional groups"] += count
+    request.reached(request.length)
+    driver.oracle.write_optional(batch, request, first)
 
 
 def namespace_of(driver: Driver) -> Any:
@@ -258,6 +271,8 @@ def resume(driver: Driver, request: Request) -> None:
     if "reserve" in settings:
         request.reserve = max(before, settings["reserve"])
     driver.right_length(request.handle, request)
+    if lost:
+        compute_lacking(driver, request)
     if request.handle.capacity > request.length:
         look(driver, request)
 

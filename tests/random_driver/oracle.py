@@ -275,6 +275,17 @@ class Oracle:
                 if num_padded:
                     array[of_row[len(step.before) :]] = 77
 
+    def write_optional(self, batch: Any, request: Request, first: int) -> None:
+        """Write the rows of tokens ``first ..`` of ``request`` that its optional groups lack: ``batch`` is of these."""
+        positions, marks = _UP[first : request.length], request.marks(request.length)[first:]
+        for layer in self._layers:
+            if layer.owner == layer.index and layer.growth is not None and layer.growth.is_optional:
+                view = batch.layer(layer.index)
+                where = view.slot_mapping.numpy()
+                for field in self._blocks[layer.index]:
+                    assert field.tokens_per_row == 1 and len(where) == len(positions)
+                    self._put(view[field.name].numpy(), where // self._size, where % self._size, field.stamp(marks))
+
     @staticmethod
     def _put(array: Array, first: Array, second: Array, values: Array) -> None:
         array[first, second] = values.reshape(len(values), *(1,) * (array.ndim - 2))

@@ -89,6 +89,10 @@ _SCHEMAS = {
         Attention(2, 4, 4, "float32", encoding=_INLINE), Attention(1, 4, 4, "bfloat16", Growth(window=10), _PACKED),
         (Attention(2, 4, 4, "float32", encoding=_TENSOR), _STATES), _ATTENTION, Shared(1),
     ),
+    "drafted": _schema_of(_WINDOW, _WINDOW).drafted_by(  # both groups of the draft are optional
+        _schema_of(_ATTENTION, Attention(1, 4, 4, "float32", Growth(window=7)))
+    ),
+    "drafted_full": _schema_of(_ATTENTION, _ATTENTION).drafted_by(_schema_of(Attention(2, 4, 4, "float32"), _WINDOW)),
 }  # fmt: skip
 SCHEMA_NAMES = tuple(_SCHEMAS)
 

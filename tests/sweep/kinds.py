@@ -93,6 +93,11 @@ KINDS = {
         lambda: of_config(GEMMA, kv_format={"full": "fp8_e5m2", "window": "fp8"}, verify_width=WIDTH),
         {"budget": "4KiB"},
     ),
+    "drafted": Kind(  # its draft has a group of its own
+        lambda: schema_of(HEAD, HEAD).drafted_by(schema_of(HEAD, WINDOW)).rewindable(WIDTH),
+        {"budget": "16KiB"},
+        partial=True,
+    ),
 }
 SLOTS = 4
 

@@ -86,6 +86,21 @@ class RowOracle:
         for text, end in zip(texts, prints):
             text.state = end[-1]
 
+    def write_optional(self, batch: kvpagoda.Batch, text: Text, first: int, end: int) -> None:
+        """Write the rows of tokens ``first .. end - 1`` of ``text``, which ``batch`` is of, in all optional groups."""
+        prints, salt, size, rows = text.fingerprints(end), 0, self._cache.block_size, np.arange(first, end)
+        for layer in self._cache.schema.layers:
+            if layer.owner != layer.index:
+                continue
+            for field in layer.block_rows():
+                salt += 1
+                if layer.growth is not None and layer.growth.is_optional:
+                    view = batch.layer(layer.index)
+                    memory, nbytes = self._view(view, layer.index, field.name)
+                    blocks = view.block_table[0].numpy()[rows // size]
+                    memory[blocks, rows % size] = _pattern(prints[rows], salt, nbytes).reshape(-1, *memory.shape[2:])
+            salt += len(layer.state_rows())
+
     def _view(self, view: Any, index: int, name: str) -> tuple[np.ndarray[Any, Any], int]:
         known = self._views.get((index, name))
         if known is None:

@@ -121,6 +121,8 @@ class GroupArrays:
         first = batch.rows.zeros
         if group.growth.is_bounded:
             first = np.minimum(group.growth.first_needed(batch.before) // batch.block_size, batch.columns)
+            if batch.rows.goes_back:  # to tokens whose windows began before what the row has
+                first = np.maximum(first, [group.first[slot] if slot >= 0 else 0 for slot in batch.rows.slots])
         return batch.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
 
     def _put(self, what: str, values: Array, dtype: type = np.int32) -> Any:
@@ -429,6 +431,7 @@ def batch_of(
     requests: Many[Request],
     new_tokens: Many[SupportsIndex],
     pad_to: SupportsIndex | None,
+    firsts: Many[SupportsIndex] | None = None,
 ) -> Batch:
     """Return the batch of a step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
     given = islice(items_of(new_tokens), len(requests) + 1)
@@ -441,17 +444,26 @@ def batch_of(
     if len({*requests}) != len(requests):
         raise BadInput("a sequence appears twice in the batch")
     ends: list[int] = []
-    for request, new in zip(requests, counts):
+    starts = [request.length for request in requests] if firsts is None else _starts(requests, firsts)
+    for request, start, new in zip(requests, starts, counts):
         request.check_running()
-        ends.append(request.length + new)
+        ends.append(start + new)
         if ends[-1] > (capacity := request.capacity):
-            text = f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
+            text = f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first"
             raise BadInput(text)
     padding = rows - len(requests)
     slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
-    step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests))
+    step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests), goes_back=firsts is not None)
     before = np.array(ends + [1] * padding, np.int64) - step.counts
     for request, end in zip(requests, ends):
         if end > request.written:
             request.written = end
     return Batch(lifecycle.core, buffers, schema, requests, step, before)
+
+
+def _starts(requests: Many[Request], firsts: Many[SupportsIndex]) -> list[int]:
+    """Return ``firsts`` as the positions where the tokens of a step begin. Raises BadInput."""
+    given = [*islice(items_of(firsts), len(requests) + 1)]
+    if len(given) != len(requests):
+        raise BadInput(f"{len(requests)} sequences need as many firsts, got {len(given)}")
+    return [whole_number(first, "firsts of a sequence", 0) for first in given]

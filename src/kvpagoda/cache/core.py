@@ -189,13 +189,17 @@ class Core:
         """
         begin = request.lease.num_blocks
         try:
-            duplicates = self.prefix.publish(request.slot, request.lease, *last, request.priority, is_late=True)
+            duplicates = self.prefix.publish(
+                request.slot, request.lease, *last, request.priority, is_late=True, has_optional=False
+            )
         except MemoryError:
             return owned
         if request.namespace not in self.stale:
             self.events.published(request, begin)
         count = request.lease.num_blocks - begin
-        return duplicates + [(group, BlockPlaces(places[count:])) for group, places in owned]
+        return duplicates + [
+            (group, places if group.growth.is_optional else BlockPlaces(places[count:])) for group, places in owned
+        ]
 
     def clear(self) -> None:
         """Forget every request and everything cached, also after an interrupt in the middle of a change."""

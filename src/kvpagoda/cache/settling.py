@@ -42,18 +42,18 @@ class Settler:
         self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
         """How many tokens steps may have written after a text whose states are still there."""
-        self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
+        self._windows = [(group, window) for group, window in core.prefix.windows if group.growth.span is not None]
+        self._spans = [group.growth.span or 0 for group, _ in self._windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
-        self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in core.prefix.windows]
-        in_step = [
-            (group.plan.most_blocks or 0) - most for (group, _), most in zip(core.prefix.windows, self._most_decoding)
-        ]
+        self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in self._windows]
+        in_step = [(group.plan.most_blocks or 0) - most for (group, _), most in zip(self._windows, self._most_decoding)]
+        self._is_bounded = bool(core.bounded or self._windows)
         self._step = size * min(in_step, default=0)
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
         steps are so short that not even a block was reserved for one."""
         self._is_followed = bool(core.tiers.levels) or core.events.is_followed  # a tier or a router waits for blocks
         self.patience = (
-            1 if self._points.ends_steps or self._is_followed else _MOST_HELD if core.bounded else _MOST_WAITING
+            1 if self._points.ends_steps or self._is_followed else _MOST_HELD if self._is_bounded else _MOST_WAITING
         )
         """Blocks that an answer completes between two settlings. One: its states are copied, or somebody waits, after each
         block."""
@@ -62,12 +62,12 @@ class Settler:
 
     def plan(self, request: Request) -> None:
         """Decide at which length ``request``, which was just settled or just started, is settled next."""
-        core, size, length, end = self._core, self._core.block_size, request.own_length, request.prompt_length
-        if length < end and (core.bounded or self._is_followed):
+        size, length, end = self._core.block_size, request.own_length, request.prompt_length
+        if length < end and (self._is_bounded or self._is_followed):
             at = end
             if self._points.ends_steps and request.due:
                 at = min(at, request.due[0] * size)
-            if core.prefix.windows:
+            if self._windows:
                 at = min(at, length + max(1, self._step))
             if self._is_followed:
                 at = min(at, (length // size + 1) * size)
@@ -83,7 +83,7 @@ class Settler:
     def _next_slide(self, length: int) -> int:
         """Return the length above ``length`` at which a block slides out of a window next, at most a block further."""
         lengths = np.arange(length, length + self._core.block_size + 1)
-        first = [group.growth.first_kept(lengths) // group.block_size for group, _ in self._core.prefix.windows]
+        first = [group.growth.first_kept(lengths) // group.block_size for group, _ in self._windows]
         slides = np.any([one > one[0] for one in first], axis=0)
         return length + (int(slides.argmax()) or len(lengths) - 1)
 
@@ -104,8 +104,8 @@ class Settler:
         try:
             if publishes:
                 self._publish_blocks(request, request.own_length, None)
-            if core.bounded:
-                if publishes:
+            if self._is_bounded:
+                if publishes and core.bounded:
                     self._keep_due(request)
                 self._slide(request, publishes)
         except (MemoryError, RuntimeError) as error:
@@ -198,7 +198,9 @@ class Settler:
         keys, guard = request.keys(begin * size, end * size), core.guard
         guard.is_torn = True
         try:
-            duplicates = core.prefix.publish(request.slot, request.lease, keys, request.text, request.priority)
+            duplicates = core.prefix.publish(
+                request.slot, request.lease, keys, request.text, request.priority, has_optional=source is None
+            )  # tiers have no blocks of optional groups
         except Exception:
             guard.is_torn = False
             raise
@@ -232,7 +234,7 @@ class Settler:
         all that slides out, and reservations stay as they are."""
         core, slot, length = self._core, request.slot, request.own_length
         in_answer = length >= request.prompt_length
-        for number, (group, window) in enumerate(core.prefix.windows):
+        for number, (group, window) in enumerate(self._windows):
             first = group.growth.first_kept(length) // group.block_size
             num_blocks = self._most_decoding[number]
             if in_answer and num_blocks <= (group.plan.most_blocks or 0):

@@ -51,11 +51,16 @@ class Cached:
     def __init__(self, core: Core, match: Match, found: PrefixMatch) -> None:
         self._core, self._match = core, match
         self.found = found
-        self.shared = self._columns(found.resumable // core.block_size)
+        self.shared = self._columns(found.resumable)
+        if core.prefix.index.optional:
+            self.found = found._replace(lacking_from=core.prefix.lacking_from(self.shared, found.resumable))
 
-    def _columns(self, num_blocks: int) -> list[range]:
-        """Return for each group the columns that are shared to go on after ``num_blocks`` blocks."""
-        return [part.span(num_blocks) for part in self._core.prefix.cached]
+    def _columns(self, num_tokens: int) -> list[range]:
+        """Return for each group the columns that are shared to go on after ``num_tokens`` tokens."""
+        core = self._core
+        if core.prefix.index.optional:
+            return core.prefix.index.columns(self._match, num_tokens)
+        return [part.span(num_tokens // core.block_size) for part in core.prefix.cached]
 
     def hold(self) -> tuple[Holding, list[BlockNames]]:
         core, match, index = self._core, self._match, self._core.prefix.index
@@ -93,9 +98,10 @@ class Loaded(Cached):
         super().__init__(core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable))
         self._hit = hit
 
-    def _columns(self, num_blocks: int) -> list[range]:
-        core, whole = self._core, min(num_blocks, self._match.num_blocks)
-        columns = super()._columns(num_blocks)
+    def _columns(self, num_tokens: int) -> list[range]:
+        core, num_blocks = self._core, num_tokens // self._core.block_size
+        whole = min(num_blocks, self._match.num_blocks)
+        columns = [part.span(num_blocks) for part in core.prefix.cached]
         return [range(whole) if group is core.full else span[:0] for group, span in zip(core.groups, columns)]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
@@ -118,9 +124,11 @@ class Swapped(Cached):
         found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
         super().__init__(core, match, found)
 
-    def _columns(self, num_blocks: int) -> list[range]:
+    def _columns(self, num_tokens: int) -> list[range]:
         core, left = self._core, self._suspended.left_behind
-        return [range(num_blocks) if group is core.full else left[group.index] for group in core.groups]
+        return [
+            range(num_tokens // core.block_size) if group is core.full else left[group.index] for group in core.groups
+        ]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, suspended = self._core, self._suspended

@@ -155,10 +155,12 @@ class Swap:
             raise CheckFailed(f"swap: requests and free list disagree about rows {np.flatnonzero(named)[:16].tolist()}")
 
     def _columns(self, slot: int, length: int, whole: bool) -> list[tuple[int, int]]:
-        """Return for each group the columns (begin, end) to copy out."""
+        """Return for each group the columns (begin, end) to copy out: all of an optional group, whose blocks are the first
+        to be evicted."""
+        are_whole = [whole or group.growth.is_optional for group in self._groups]
         return [
-            (max(group.first[slot], 0 if whole else group.shared[slot]), ceil_div(length, group.block_size))
-            for group in self._groups
+            (max(group.first[slot], 0 if all_of_it else group.shared[slot]), ceil_div(length, group.block_size))
+            for group, all_of_it in zip(self._groups, are_whole)
         ]
 
     def _copy(self, parts: Iterable[Part], ids: Iterable[Ids], *, is_out: bool) -> None:

@@ -11,6 +11,7 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
+from kvpagoda.hf.drafter import Drafter, check_draft
 from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.weights import weights_digest
@@ -35,17 +36,29 @@ def runner_of(
     cache_arguments: dict[str, Any],
     layout: LayoutNames | None = None,
     kv_scales: Mapping[int, tuple[float, float]] | None = None,
-) -> Runner:
-    """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``. A step
-    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more; none are proposed for a
-    model with states if it is not known which of its modules update them. ``kv_format``, ``kv_scales`` and ``layout``: see
+    draft: Any = None,
+) -> tuple[Runner, Drafter | None]:
+    """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``, and one of the
+    model ``draft``, if given, whose layers are draft layers of that cache. A step computes at most ``chunk`` prompt
+    tokens of a text, or ``lookup`` proposed tokens and one more; none are proposed for a model with states if it is not
+    known which of its modules update them. ``kv_format``, ``kv_scales`` and ``layout``: see
     ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the
     whole model. Raises BadInput, SchemaError, NeverFits."""
     check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, kv_scales=kv_scales, layout=layout)
-    schema = schema.rewindable(lookup if StateModules(model, schema).are_known else 0)
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, kv_scales=kv_scales)
+    width, drafts = lookup if StateModules(model, schema).are_known else 0, None
+    if draft is not None:
+        check_model(draft)
+        draft.eval()
+        if draft.device != model.device:
+            raise BadInput(f"the model is on {model.device} and its draft on {draft.device}; move one to the other")
+        drafts = Schema.from_hf_config(draft.config, dtype=str(draft.dtype).removeprefix("torch."))
+        check_draft(schema.rewindable(width), drafts)
+        schema = schema.drafted_by(drafts)
+    schema = schema.rewindable(width)
+    schema = schema if layout is None else schema.laid_out(layout)
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
         raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")
@@ -54,7 +67,7 @@ def runner_of(
         identity = replace(identity, weights=weights_digest(model))
     limits = replace(limits, step_tokens=max(chunk, lookup + 1))
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
-    return runner_over(model, cache)
+    return runner_over(model, cache), None if drafts is None else Drafter(draft, cache, drafts, chunk)
 
 
 def runner_over(model: Any, cache: KVCache) -> Runner:

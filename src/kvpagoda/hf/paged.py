@@ -51,6 +51,7 @@ class GroupGather:
 class StepContext:
     """One forward pass: its batch, and each group's gather, computed once.
 
+    ``schema``: of the model's layers alone; they are layers ``first_layer ..`` of the batch.
     ``is_aligned``: all rows begin at the same position. Then the model sees the same cache length as with transformers'
     own cache, and its own masks and positions are right. Otherwise the model is told that there is no past.
     """
@@ -62,8 +63,9 @@ class StepContext:
         columns: dict[tuple[int, int], int],
         is_aligned: bool = False,
         holders: Mapping[int, Any] | None = None,
+        first_layer: int = 0,
     ) -> None:
-        self.batch, self.schema = batch, schema
+        self.batch, self.schema, self._first_layer = batch, schema, first_layer
         first = int(batch.positions[0])
         self.is_aligned, self.past = is_aligned, first if is_aligned else 0
         """``past``: the number of tokens before this step that the model is told."""
@@ -83,9 +85,13 @@ class StepContext:
         """The layer that stored rows last: an attention module that several layers share does not know its layer."""
         self._gathers: dict[Growth, GroupGather] = {}
 
+    def view(self, layer: int) -> LayerView:
+        """Return the view of the model's ``layer``."""
+        return self.batch.layer(self._first_layer + layer)
+
     def gather(self, layer: int) -> GroupGather:
         """Return the gather of the group that ``layer`` (or its owner) belongs to."""
-        view = self.batch.layer(layer)
+        view = self.view(layer)
         growth = view.layer.growth
         assert growth is not None
         if growth not in self._gathers:
@@ -136,7 +142,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _store(self, **rows: Tensor) -> list[Tensor]:
         """Store the step's rows; return, for each name in this order, all rows of the step's requests."""
-        gather, view = self._context.gather(self._index), self._context.batch.layer(self._index)
+        gather, view = self._context.gather(self._index), self._context.view(self._index)
         self._context.last_stored = self._index
         view.write(**rows)
         assert view.blocks is not None
@@ -170,7 +176,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         names = [rows.name for rows in context.schema.by_index[index].state_rows()]
         LinearAttentionLayer.__init__(self, number_of_states=max(1, sum(name.startswith("conv") for name in names)))
         self._columns, self._layer = context.columns, index
-        pool = context.batch.layer(index).state
+        pool = context.view(index).state
         assert pool is not None
         slots, self._written = context.batch.state_indices.long(), context.batch.state_writes.long()
         self._pool = pool
@@ -256,7 +262,7 @@ class StepCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (number of rows that a query may read, position of the first of these rows)."""
         self._context.masked_layer = layer_idx
-        if not self._context.is_aligned or self._context.batch.layer(layer_idx).layer.growth is None:
+        if not self._context.is_aligned or self._context.view(layer_idx).layer.growth is None:
             return self._past + query_length, 0
         gather = self._context.gather(layer_idx)
         return gather.length, gather.first
@@ -326,7 +332,7 @@ class OwnStates:
         self._cells = [
             [(pool, name, (slots,)) for name in pool.rows]
             for layer in context.schema.layers
-            if (pool := context.batch.layer(layer.index).state) is not None
+            if (pool := context.view(layer.index).state) is not None
         ]
         self.by_layer = [[pool.read(name, cells)[:, 0] for pool, name, cells in layer] for layer in self._cells]
         if context.is_first:

@@ -105,7 +105,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         check_model(model)
         _route(model)
-        self._runner = runner_of(model, prefill_chunk, 0, kv_format, sizes, kv_scales=kv_scales)
+        self._runner, _ = runner_of(model, prefill_chunk, 0, kv_format, sizes, kv_scales=kv_scales)
         self.model, self.cache = model, self._runner.cache
         self._weights = WeightsWatch(model, self.cache)
         self._chunk, self._rows = prefill_chunk, list[Row]()

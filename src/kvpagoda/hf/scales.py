@@ -94,7 +94,7 @@ def calibrated_scales(model: Any, texts: Iterable[Any], kv_format: KVFormatNames
     blocks = -(-max(map(len, pieces)) // schema.block_size()) + step // schema.block_size() + 2
     for text in pieces:
         # new memory for each text is zeros wherever no row was written, so that the largest element is that of a row
-        runner = runner_of(model, step, 0, "raw", {"num_blocks": blocks, "max_requests": 1})
+        runner, _ = runner_of(model, step, 0, "raw", {"num_blocks": blocks, "max_requests": 1})
         with runner.cache.open(text, lookup=False, capacity=0) as sequence:
             while sequence.length < len(text):
                 left = len(text) - sequence.length

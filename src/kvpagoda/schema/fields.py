@@ -7,7 +7,7 @@ describes how one row is stored in memory. ``Rows.fields()`` lists the arrays th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvpagoda.errors import SchemaError, unknown_name
@@ -113,6 +113,9 @@ class Growth:
     ``slack + 1`` such blocks, its *places*: the state after ``n`` tokens is in place ``n % places``, so that the states
     after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place.
 
+    ``is_optional``: a request can go on without these rows, because whoever reads them can compute them again. So a hit
+    never ends earlier for lack of them, no checkpoint keeps them, and what no request reads is evicted before all else.
+
     >>> window = Growth(window=4)
     >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
     ('window(4)', 7, 34)
@@ -125,10 +128,13 @@ class Growth:
     chunk: int | None = None
     is_state: bool = False
     slack: int = 0
+    is_optional: bool = field(default=False, repr=False)
 
     @property
     def name(self) -> str:
-        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
+        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``; with ``optional`` before it if it is."""
+        if self.is_optional:
+            return f"optional {replace(self, is_optional=False).name}"
         if self.is_state:
             return "state"
         if self.window is not None:
@@ -168,7 +174,7 @@ class Growth:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the number of blocks of one request is bounded, however long the request is."""
+        """Whether a text may be cached without all of these blocks: they slide out, are copied or are optional."""
         return self != FULL
 
     @property

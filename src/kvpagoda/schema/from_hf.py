@@ -15,7 +15,7 @@ from typing import Any
 from kvpagoda.errors import SchemaError, did_you_mean, shown
 from kvpagoda.formats.encoding import RAW
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, known_types, refused
+from kvpagoda.schema.families import Family, known_types, mtp_layers, mtp_letters, refused
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
@@ -51,13 +51,64 @@ def read_config(
     for index, layer_type in enumerate(types):
         try:
             owner = owner_of(c, types, index)
-            kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, formats)
-            queries = query_heads(c.at(index), family, layer_type)
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
-        layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),), queries))
+        layer = read_layer(c, name, layer_type, index, dtype, formats)
+        layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
     check_used(kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name)
     return tuple(layers), name, max_positions, vocab_size
+
+
+def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tuple[Layer, ...]:
+    """Return the multi-token prediction layers of ``config``, with indices after its own layers.
+
+    They keep what layers of their type of the model itself keep. ``families/mtp.json`` has the model types for which they
+    are known. Raises SchemaError for others, and for a config that has no such layers.
+    """
+    name, c, dtype = open_config(config, dtype)
+    rows = mtp_layers()
+    if name not in rows:
+        raise SchemaError(
+            f"the MTP layers of model type {name!r} are not known; they are for {', '.join(rows)}. Give the config of a "
+            f"draft model instead"
+        )
+    row, family, formats = rows[name], known_types()[name]["family"], formats_by_kind(kv_format)
+    counted = next((field for field in row["number"] if c.get(field) is not None), row["number"][0])
+    try:
+        if c.get(counted) is None and "default" not in row:
+            raise SchemaError(f"{counted} is missing, so its config names no MTP layers")
+        number = row["default"] if c.get(counted) is None else c.size(counted, 0)
+        if not 0 < number <= MOST_LAYERS:
+            raise SchemaError(f"{counted} is {number}; expected 1 to {MOST_LAYERS:,} MTP layers for a draft")
+        types = next((c.get(field) for field in row.get("types_in", ()) if c.get(field)), row["types"])
+        if isinstance(types, str):
+            types = [mtp_letters().get(letter, letter) for letter in types]
+        first = family.num_layers(c)
+    except SchemaError as error:
+        raise SchemaError(f"{name} config: {error}") from None
+    listed = [t.LEGACY.get(each, each) for _ in range(number) for each in types]
+    return tuple(read_layer(c, name, layer_type, first + at, dtype, formats) for at, layer_type in enumerate(listed))
+
+
+def draft_config(config: Any) -> Mapping[str, Any]:
+    """Return the fields of the decoder in a draft's config: of an EAGLE head, whose config holds it as ``model`` or
+    ``transformer_layer_config``, or ``config``'s own. Raises SchemaError."""
+    fields = fields_of(config)
+    for name in ("model", "transformer_layer_config"):
+        if (inner := fields.get(name)) is not None:
+            return fields_of(inner)
+    return fields
+
+
+def read_layer(c: Config, name: str, layer_type: str, index: int, dtype: str, formats: Formats) -> Layer:
+    """Return layer ``index`` of type ``layer_type`` of a model of type ``name``. Raises SchemaError."""
+    family: Family = known_types()[name]["family"]
+    try:
+        kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, formats)
+        queries = query_heads(c.at(index), family, layer_type)
+    except SchemaError as error:
+        raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
+    return Layer(index, layer_type, kinds, queries)
 
 
 def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:

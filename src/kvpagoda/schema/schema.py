@@ -16,10 +16,10 @@ from kvpagoda.layouts.named import names
 from kvpagoda.layouts.pages import KIND_OF_ROWS
 from kvpagoda.schema.config_source import config_named
 from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, dtype_name
-from kvpagoda.schema.from_hf import read_config
+from kvpagoda.schema.from_hf import draft_config, read_config, read_mtp
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
 from kvpagoda.schema.kernel_fit import fit as fitted
-from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Recurrent
+from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import RowLayout
@@ -64,6 +64,7 @@ class Schema:
         kv_scales: Mapping[int, tuple[float, float]] | None = None,
         layout: LayoutNames | None = None,
         verify_width: int = 0,
+        draft: Any = None,
     ) -> Schema:
         """Return the schema of a transformers config, or of a dict read from ``config.json``. Needs no torch.
 
@@ -84,11 +85,21 @@ class Schema:
         ``verify_width``: how many of the newest tokens ``rewind`` may remove, and how many tokens of a step may stay
         uncommitted; see ``rewindable``.
 
+        ``draft``: also the layers of a draft, see ``drafted_by``: its config (of an EAGLE head or of an ordinary model),
+        given as ``config`` is; or "mtp" (or True) for the multi-token prediction layers that ``config`` names. ``dtype``
+        and, for MTP layers, ``kv_format`` hold for them too; other drafts have raw rows.
+
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
         verify_width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
         name, config = config_named(config) if isinstance(config, str | PathLike) else (None, config)
-        schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
+        schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format))
+        if draft is True or (isinstance(draft, str) and draft.lower() == "mtp"):
+            schema = schema._with_drafts(read_mtp(config, dtype=dtype, kv_format=kv_format))
+        elif draft is not None and draft is not False:
+            head = draft_config(config_named(draft)[1] if isinstance(draft, str | PathLike) else draft)
+            schema = schema.drafted_by(cls(*read_config(head, dtype=dtype, kv_format="raw")))
+        schema = schema.rewindable(verify_width)
         schema = schema if name is None else replace(schema, name=name)
         schema = schema if kv_scales is None else schema.scaled(kv_scales)
         return schema if layout is None else schema.laid_out(layout)
@@ -106,6 +117,61 @@ class Schema:
         if not self.layers:
             raise SchemaError("a schema needs at least one layer")
         _ = self.groups, self.state_growth  # raise for layers that mix growth laws, or ways to go back
+
+    def drafted_by(self, draft: Schema) -> Schema:
+        """Return this schema with the layers of ``draft``, a smaller model or an EAGLE head that proposes tokens of the
+        same text; their indices follow those of this model's own layers. They are its ``draft_layers``.
+
+        Layers whose growth law a layer of this model has lie in the same blocks, so they are found and evicted together.
+        Others have a group of their own, which is optional (``Growth.is_optional``): a hit never ends earlier for lack of
+        its blocks. Raises SchemaError if ``draft`` has another vocabulary, or keeps states and this model does not: its
+        hits would end at checkpoints, which the model itself does not need; or if this schema has drafts already.
+
+        >>> from kvpagoda.schema import Attention
+        >>> model = Schema((Layer(0, "attention", (Attention(8, 128, 128, "bfloat16"),)),))
+        >>> head = Schema((Layer(0, "attention", (Attention(2, 64, 64, "bfloat16"),)),))
+        >>> both = model.drafted_by(head)
+        >>> [(layer.index, layer.is_draft) for layer in both.layers], len(both.groups)
+        ([(0, False), (1, True)], 1)
+        """
+        if None not in (self.vocab_size, draft.vocab_size) and self.vocab_size != draft.vocab_size:
+            raise SchemaError(
+                f"the draft {draft.name} has a vocabulary of {draft.vocab_size:,} tokens and {self.name} one of "
+                f"{self.vocab_size:,}, so they cannot share a text; choose a draft with the same tokenizer"
+            )
+        if draft.state_layout.nbytes and not self.state_layout.nbytes:
+            raise SchemaError(
+                f"the draft {draft.name} keeps states and {self.name} keeps none, so hits would end where checkpoints of "
+                f"the draft are; choose a draft with attention only"
+            )
+        first = 1 + max(layer.index for layer in self.layers)
+        return self._with_drafts(tuple(_renumbered(layer, first) for layer in draft.layers))
+
+    def _with_drafts(self, layers: tuple[Layer, ...]) -> Schema:
+        """Return this schema with the draft ``layers``, whose indices follow its own; see ``drafted_by``."""
+        if self.draft_layers:
+            raise SchemaError(f"{self.name} has {len(self.draft_layers)} draft layers already")
+        laws = {layer.growth for layer in self.layers}
+        drafts = []
+        for layer in layers:
+            kinds = layer.kinds if layer.growth in (None, *laws) else tuple(_optional(kind) for kind in layer.kinds)
+            drafts.append(replace(layer, label=f"draft {layer.label}", kinds=kinds, is_draft=True))
+        return replace(self, layers=(*self.layers, *drafts))
+
+    @cached_property
+    def draft_layers(self) -> tuple[Layer, ...]:
+        """The layers of its draft; none for most schemas."""
+        return tuple(layer for layer in self.layers if layer.is_draft)
+
+    @cached_property
+    def without_drafts(self) -> Schema:
+        """The schema of its own layers, without those of its draft."""
+        return replace(self, layers=tuple(layer for layer in self.layers if not layer.is_draft))
+
+    def draft_alone(self, name: str) -> Schema:
+        """Return the schema of its draft's layers, numbered from 0, for the draft model of type ``name``."""
+        first = self.draft_layers[0].index
+        return replace(self, layers=tuple(_renumbered(layer, -first) for layer in self.draft_layers), name=name)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -186,6 +252,9 @@ class Schema:
     def fingerprint(self) -> str:
         """16 bytes of BLAKE2b over the rows of every layer, in hex. Caches may exchange records only if it is equal."""
         rows = repr([(layer.index, layer.growth, layer.block_rows(), layer.state_rows()) for layer in self.layers])
+        rows += repr([(x.index, x.growth and x.growth.is_optional) for x in self.draft_layers]) * bool(
+            self.draft_layers
+        )
         return hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()
 
     def cast(self, dtype: str) -> Schema:
@@ -285,16 +354,17 @@ class Schema:
         """Return the schema of one rank of ``tp`` tensor-parallel ranks in pipeline stage ``rank`` of ``pp`` stages.
 
         Heads and channels are divided over the tensor-parallel ranks, layers over the stages. Stages get equal runs of
-        layers; if these do not divide evenly, the first stages get one more. Raises BadInput for numbers out of range,
-        SchemaError for heads that do not divide.
+        layers; if these do not divide evenly, the first stages get one more. The draft is in the last stage. Raises
+        BadInput for numbers out of range, SchemaError for heads that do not divide.
         """
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         rank = whole_number(rank, "rank", at_least=0)
-        if pp > len(self.layers) or rank >= pp:
-            raise BadInput(f"cannot split {len(self.layers)} layers into tp={tp}, pp={pp}, stage {rank}")
-        short, longer = divmod(len(self.layers), pp)
+        own = [layer for layer in self.layers if not layer.is_draft]
+        if pp > len(own) or rank >= pp:
+            raise BadInput(f"cannot split {len(own)} layers into tp={tp}, pp={pp}, stage {rank}")
+        short, longer = divmod(len(own), pp)
         first = rank * short + min(rank, longer)
-        stage = self.layers[first : first + short + (rank < longer)]
+        stage = (*own[first : first + short + (rank < longer)], *(self.draft_layers if rank == pp - 1 else ()))
         return replace(self, layers=tuple(layer.split(tp) for layer in stage))
 
     def plan(
@@ -433,3 +503,18 @@ def _pair(scales: Any, layer: Layer) -> tuple[float, float]:
             f"kv_scales of layer {layer.index} is {shown(scales)}; expected two numbers: those of K and V"
         )
     return (scales[0], scales[1])
+
+
+def _renumbered(layer: Layer, first: int) -> Layer:
+    """Return ``layer`` with ``first`` added to its index, and to that of the layer whose rows it shares."""
+    kinds = (replace(kind, owner=kind.owner + first) if isinstance(kind, Shared) else kind for kind in layer.kinds)
+    return replace(layer, index=layer.index + first, kinds=tuple(kinds))
+
+
+def _optional(kind: LayerKind) -> LayerKind:
+    """Return ``kind`` with optional rows. Raises SchemaError if its kind has rows of another law beside them."""
+    if (law := kind.growth()) is None:
+        return kind
+    if not isinstance(kind, Attention | Latent):
+        raise SchemaError(f"a draft with {type(kind).__name__} layers needs a model that keeps {law.name} blocks too")
+    return replace(kind, law=replace(kind.law, is_optional=True))

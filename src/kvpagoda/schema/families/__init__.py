@@ -144,6 +144,24 @@ def refused() -> Mapping[str, str]:
     return reasons
 
 
+@lru_cache(maxsize=1)
+def mtp_layers() -> Mapping[str, Any]:
+    """Return the rows of ``mtp.json``: model type -> the types and the number of its MTP layers. Read at the first call.
+
+    >>> mtp_layers()["qwen3_next"]["types"]
+    ['full_attention']
+    """
+    rows: Mapping[str, Any] = read_json(__name__, "mtp.json")["model_types"]
+    return rows
+
+
+@lru_cache(maxsize=1)
+def mtp_letters() -> Mapping[str, str]:
+    """Return letter -> layer type, for configs that write the types of MTP layers as text. Read at the first call."""
+    letters: Mapping[str, str] = read_json(__name__, "mtp.json")["letters"]
+    return letters
+
+
 def families() -> dict[str, Family]:
     """Return model type -> its family."""
     return {name: row["family"] for name, row in model_types().items()}
