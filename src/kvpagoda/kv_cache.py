@@ -14,6 +14,7 @@ from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.below import NoTiers
+from kvpagoda.cache.breakpoints import breakpoints_of
 from kvpagoda.cache.core import Core, Settings
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, exclusive
@@ -167,6 +168,7 @@ class KVCache:
         layerwise: bool = False,
         lookup: bool = True,
         publish: bool = True,
+        checkpoints: Any = None,
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
@@ -178,7 +180,10 @@ class KVCache:
         others. ``media``: offset -> digest (at least 16 bytes) of each image that begins there. ``prefetch``: what
         ``KVCache.prefetch`` returned for the same prompt; it is used up. ``layerwise``: blocks from tiers may arrive
         layer by layer, when ``batch.layer`` asks for them, as far as staging memory suffices. ``lookup``: if False,
-        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing.
+        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing. ``checkpoints``:
+        positions of the prompt, in tokens, at which others should be able to resume: the ends of a system prompt, of a
+        tool's result. They are rounded down to whole blocks; ``Sequence.checkpoints`` says what became of each. With
+        full attention alone nothing must be kept for them.
 
         What only a tier has is loaded if that is expected to be faster than computing it. Raises BadInput, NeverFits
         (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
@@ -202,6 +207,8 @@ class KVCache:
         key, media_ids = core.namespaces.key(namespace), {} if media is None else core.media.ids(media, length)
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=publish)
+        if checkpoints is not None:
+            request.breakpoints = breakpoints_of(checkpoints, core.max_context)
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
         self._admission.open(request, first, most, prefetch, layerwise=layerwise, lookup=lookup)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from weakref import ref
 
+from kvpagoda.cache.breakpoints import Breakpoint
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -94,6 +95,14 @@ class Sequence:
     def cached_tokens(self) -> int:
         """Leading tokens of the prompt that need not be computed: at most ``len(prompt) - 1``."""
         return self._request.match.resumable
+
+    @property
+    def checkpoints(self) -> tuple[Breakpoint, ...]:
+        """What became of each position that ``open(checkpoints=..)`` asked for, in that order; () without any."""
+        request = self._request
+        if request.breakpoints is None:
+            return ()
+        return request.breakpoints.told(request.due, self._lifecycle.core.block_size)
 
     @property
     def epochs(self) -> list[tuple[int, int]]:

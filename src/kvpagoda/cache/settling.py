@@ -19,6 +19,7 @@ import numpy as np
 
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.below import Hit
+from kvpagoda.cache.breakpoints import Breakpoints
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
@@ -126,17 +127,20 @@ class Settler:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
         it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
-        if not request.publishes:
-            self.plan(request)
-            return
         begin = found.resumable // core.block_size
-        if core.bounded:
+        if core.bounded and request.publishes:
             request.due = self._points.due(begin, found.num_tokens // core.block_size, request.prompt_length)
+        if request.breakpoints is not None:
+            self._ask(request, request.breakpoints, begin)
         self.plan(request)
+        if not request.publishes:
+            return
         try:
             if found.loaded:
                 self._publish_blocks(request, found.resumable, hit)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
+            if request.breakpoints is not None:
+                self._keep_before(request, request.breakpoints, begin)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
@@ -187,6 +191,39 @@ class Settler:
         self._store(request.tail)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, asked: Breakpoints, begin: int) -> None:
+        """Decide what becomes of the positions ``asked`` of ``request``, which starts after ``begin`` blocks; those that
+        it computes become due."""
+        core, size = self._core, self._core.block_size
+        is_bounded = bool(core.bounded)
+        asked.granted.clear()
+        asked.states.clear()
+        for position in asked.asked:
+            if position > request.prompt_length:
+                continue
+            at = asked.granted[position] = self._points.rounded(position, is_bounded=is_bounded)
+            if not is_bounded or not at:
+                asked.states[at] = "always" if request.publishes or not at else "private"
+            elif not request.publishes:
+                asked.states[at] = "private"
+            else:
+                asked.states[at] = "due" if at // size > begin else "skipped"
+        request.due = sorted({*request.due, *(at // size for at, state in asked.states.items() if state == "due")})
+
+    def _keep_before(self, request: Request, asked: Breakpoints, begin: int) -> None:
+        """Keep or use checkpoints at the positions ``asked`` that lie in the ``begin`` blocks from which ``request``
+        starts, where what they need is cached. Raises as ``_save`` does."""
+        core, size = self._core, self._core.block_size
+        for at, state in asked.states.items():
+            if state == "skipped":
+                is_there = core.prefix.index.checkpoint_at(request.lease, at // size) is not None
+                if not is_there and self._points.ends_steps:
+                    continue  # its states are not computed
+                saved = self._save(request, at // size, 0)
+                asked.states[at] = "memory" if saved is None else "kept" if saved[1] else "cached"
+                if saved is not None:
+                    request.kept.append(saved[0])
 
     def _publish_blocks(self, request: Request, length: int, source: Hit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.
@@ -261,9 +298,12 @@ class Settler:
             if self._points.ends_steps and not (depth == published and is_whole):
                 core.counters.passed += 1  # a step went past it: its states are overwritten
                 del request.due[0]
+                self._became(request, depth, "passed")
                 continue
             saved = self._save(request, depth, self._points.slack if is_last else 0)
             del request.due[0]  # not before: if that fails, the next commit does it
+            if request.breakpoints is not None:
+                self._became(request, depth, "memory" if saved is None else "kept")
             if saved is not None:
                 request.kept.append(saved[0])
                 if saved[1]:
@@ -275,6 +315,12 @@ class Settler:
             end = request.due[-1]
             if published + self._points.slack + max(self._spans, default=0) // size > end:
                 self._move_tail(request, published, self._points.slack - (end - published))
+
+    def _became(self, request: Request, depth: int, state: str) -> None:
+        """Note for the caller of ``request``, if it asked for that position, what became of it after ``depth`` blocks."""
+        at, asked = depth * self._core.block_size, request.breakpoints
+        if asked is not None and at in asked.states:
+            asked.states[at] = state
 
     def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
