@@ -227,6 +227,12 @@ def num_moves(cache: KVCache) -> int:
     return cache.core.capacity.num_moves
 
 
+def state_places(handle: Any) -> Any:
+    """Return the places of a running sequence's states in turn: int32 ``[places]``, ``[0]`` if there are none."""
+    group = handle._lifecycle.core.states.group
+    return np.empty(0, np.int32) if group is None else group.held_places(handle.slot)
+
+
 def prompt_length(handle: Any) -> int:
     """Return the length of a sequence's prompt, in tokens. Commits must name these tokens as the prompt has them."""
     length: int = handle.prompt_length

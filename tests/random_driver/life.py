@@ -193,6 +193,8 @@ def rewind_one(driver: Driver) -> None:
     request.cut(to)
     request.reserve = None  # blocks that it shared may need copies, which nothing reserved
     driver.right_length(request.handle, request)
+    if request.handle.capacity > to:
+        look(driver, request)
 
 
 def extend_one(driver: Driver) -> None:

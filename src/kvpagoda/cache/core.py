@@ -73,7 +73,7 @@ class Core:
             BlockGroup(
                 group,
                 plan.max_requests,
-                1 if group.growth.is_state else columns,
+                group.places if group.growth.is_state else columns,
                 index=index,
                 places=places_for(group.num_rows, may_move=bool(plan.num_sectors)),
             )

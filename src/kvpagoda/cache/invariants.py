@@ -82,6 +82,8 @@ def _check_request(core: Core, request: Request) -> None:
             or end * group.block_size < request.length
         ):
             raise CheckFailed(f"{where}: {group.name} has only blocks {first}..{end - 1} of its text")
+        if end % group.places:
+            raise CheckFailed(f"{where}: {group.name} has {end} blocks for states, which take {group.places}")
     if request.capacity != min(
         [core.max_context, *(group.end[request.slot] * group.block_size for group in core.groups)]
     ):

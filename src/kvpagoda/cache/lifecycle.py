@@ -127,17 +127,24 @@ class Lifecycle:
         self.ending.tidy()
 
     def _check_rewindable(self, request: Request, length: int) -> None:
-        """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens."""
+        """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens: a later token wrote
+        over it, or the request started from more tokens."""
         core, slot = self.core, request.slot
         written, cached = max(request.written, request.own_length), request.match.resumable
         short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(cached, written - n)]
         if short:
             layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
-            raise BadInput(
-                f"{request.own_length} tokens can be rewound to {max(cached, written - min(n for _, _, n in short))}, "
-                f"not to {length}: of {written} tokens written after {cached} cached ones, these layers take back at "
-                f"most: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
-            )
+            least = min(n for _, _, n in short)
+            furthest, hint = max(cached, written - least), f"plan with a verify_width of {written - length}"
+            if furthest == cached:
+                hint = "it began with what was cached, so open the shorter text instead"
+            elif not least:
+                hint += ", or fork before tokens that may be taken back"
+            raise BadInput.with_hint(
+                f"{request.own_length} tokens can be rewound to {furthest}, not to {length}: of {written} tokens written "
+                f"after {cached} cached ones, these layers take back at most: {layers}",
+                hint, needed=request.own_length - length, available=max(0, request.own_length - furthest),
+            )  # fmt: skip
         for group in core.groups:
             first = group.growth.first_needed(length) // group.block_size
             if first < group.first[slot]:
@@ -239,9 +246,9 @@ def _lacking(
     lacking: list[tuple[BlockGroup, int, int]] = []
     needs, more = [0] * len(groups), [0] * len(groups)
     for index, group in enumerate(groups):
-        size, held, begins, reserved = group.block_size, group.end, group.first, group.reserved
+        size, places, held, begins, reserved = group.block_size, group.places, group.end, group.first, group.reserved
         for slot, end in ends.items():
-            n = -(-end // size) - held[slot]
+            n = -(-end // size) * places - held[slot]
             if n > 0:
                 lacking.append((group, slot, n))
                 needs[index] += n

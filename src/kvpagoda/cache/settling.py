@@ -42,7 +42,7 @@ class Settler:
         self._core, size = core, core.block_size
         self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
-        """How many tokens the states may be ahead of a text and can still be used for it."""
+        """How many tokens steps may have written after a text whose states are still there."""
         self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
         self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in core.prefix.windows]
@@ -158,8 +158,8 @@ class Settler:
         if not self._points.is_worth_keeping(depth, found.resumable // size):
             return False
         for peer in core.running.values():
-            fits = peer.lease.node is match.node and peer.lease.num_blocks == depth and peer.own_length == depth * size
-            if fits and peer.written <= peer.own_length and not peer.num_fences and peer.rows is None:
+            fits = peer.lease.node is match.node and peer.lease.num_blocks == depth
+            if fits and self._has_states(peer, depth * size) and not peer.num_fences and peer.rows is None:
                 try:
                     self._save(peer, depth, 0)
                 except (MemoryError, RuntimeError) as error:
@@ -291,12 +291,12 @@ class Settler:
         """Keep the checkpoints of the prompt that are due. With states, also keep the newest one of an answer in
         progress; without, the newest one near the end of the prompt, so that window blocks there stay cached until the
         end is reached."""
-        core, size = self._core, self._core.block_size
-        published, is_whole = request.lease.num_blocks, request.own_length % size == 0
+        core, size, published = self._core, self._core.block_size, request.lease.num_blocks
+        first = request.own_length - self._most_ahead  # the states of fewer tokens are overwritten
         while request.due and request.due[0] <= published:
             depth, is_last = request.due[0], len(request.due) == 1
-            if self._points.ends_steps and not (depth == published and is_whole):
-                core.counters.passed += 1  # a step went past it: its states are overwritten
+            if self._points.ends_steps and depth * size < first:
+                core.counters.passed += 1  # a step went past it
                 del request.due[0]
                 self._became(request, depth, "passed")
                 continue
@@ -309,7 +309,7 @@ class Settler:
                 if saved[1]:
                     self._store(saved[0])
         if self._points.ends_steps:
-            if is_whole and request.own_length >= request.prompt_length:
+            if published * size >= first and request.own_length >= request.prompt_length:
                 self._move_tail(request, published, 0)
         elif request.due:
             end = request.due[-1]
@@ -340,8 +340,8 @@ class Settler:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
         it needs. Return (its name, True), or (name, False) if there is one already.
 
-        Returns None if there is no room for it, if a window block is gone, or if a step computed more tokens than were
-        committed, so that the states are those of another text. For room the least recently used
+        Returns None if there is no room for it, if a window block is gone, or if the states after these blocks are
+        overwritten, perhaps by a step that computed more tokens than were committed. For room the least recently used
         checkpoint is evicted, but nothing that requests have reserved is used."""
         core, prefix, states = self._core, self._core.prefix, self._core.states
         index = prefix.index
@@ -351,14 +351,14 @@ class Settler:
             return name, False
         if prefix.is_full:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        if states.group is not None and request.most_written - request.own_length > self._most_ahead:
-            return None  # a step computed more tokens than were committed: the states are not those of the text
+        if states.group is not None and not self._has_states(request, num_blocks * core.block_size):
+            return None
         if prefix.is_full or not states.make_room(core.capacity):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:
             return None
-        copy = states.copied(request.slot)
+        copy = states.copied(request.slot, num_blocks * core.block_size)
         core.guard.is_torn = True
         states.take()
         name = index.keep(request.lease, num_blocks, Kept(*tails, copy))
@@ -367,6 +367,13 @@ class Settler:
         core.guard.is_torn = False
         core.tiers.checkpoint_saved(name, request, num_blocks)
         return name, True
+
+    def _has_states(self, request: Request, length: int) -> bool:
+        """Return whether the states of the first ``length`` tokens of ``request``, which are committed, are there: it
+        started with them or wrote them later, and no step wrote those of so many more tokens that they are
+        overwritten."""
+        written = max(request.own_length, request.most_written)
+        return request.match.resumable <= length and written - length <= self._most_ahead
 
     def _store(self, name: int) -> None:
         """Store checkpoint ``name`` in tiers, if it is still kept."""

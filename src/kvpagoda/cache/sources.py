@@ -78,7 +78,7 @@ class Cached:
         if checkpoint is None:
             core.states.reset(own)
         else:
-            core.states.restore(core.prefix.kept[checkpoint].states, own)
+            core.states.restore(core.prefix.kept[checkpoint].states, self.found.resumable, own)
         return self.found
 
 
@@ -101,7 +101,7 @@ class Loaded(Cached):
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, found, hit = self._core, self.found, self._hit
         whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
-        end = whole + core.tiers.load(hit, own, whole)
+        end = whole + core.tiers.load(hit, core.states.begin_at(found.resumable, own), whole)
         if core.full is None:
             return found
         lost = (hit.end - end // grid * grid) * core.block_size
@@ -147,8 +147,10 @@ class Forked:
         return core.guard.change(index.hold, parent.lease, parent.lease.num_blocks, windows), names
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        states, slot = self._core.states, self._parent.slot
         for group, span, places in zip(self._core.groups, self.shared, own):
-            if len(places):
-                last = group.places_between(self._parent.slot, span.stop, span.stop + len(places))
+            if len(places) and group is not states.group:
+                last = group.places_between(slot, span.stop, span.stop + len(places))
                 self._core.memory.copy(group.index, last, places)
+        states.fork(slot, self.found.resumable, own)
         return self.found

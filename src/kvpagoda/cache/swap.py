@@ -151,7 +151,10 @@ class Swap:
     def _columns(self, slot: int, length: int, whole: bool) -> list[tuple[int, int]]:
         """Return for each group the columns (begin, end) to copy out."""
         return [
-            (max(group.first[slot], 0 if whole else group.shared[slot]), ceil_div(length, group.block_size))
+            (
+                max(group.first[slot], 0 if whole else group.shared[slot]),
+                ceil_div(length, group.block_size) * group.places,
+            )
             for group in self._groups
         ]
 

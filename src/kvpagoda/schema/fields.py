@@ -106,13 +106,19 @@ WHOLE_TEXT = 2**40
 class Growth:
     """Which cached tokens the next token of a request reads: all, the last ``window``, or those of its ``chunk``.
 
-    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. ``slack``: how many
-    of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the window, so that the
-    window is still complete after such a rewind.
+    ``slack``: how many of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the
+    window, so that the window is still complete after such a rewind.
+
+    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. With ``slack`` it is
+    ``slack + 1`` such blocks, its *places*: the state after ``n`` tokens is in place ``n % places``, so that the states
+    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place.
 
     >>> window = Growth(window=4)
     >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
     ('window(4)', 7, 34)
+    >>> state = Growth(is_state=True, slack=3)
+    >>> state.places, state.most_blocks(WHOLE_TEXT, step=512), state.checkpoint_blocks(WHOLE_TEXT)
+    (4, 4, 1)
     """
 
     window: int | None = None
@@ -160,11 +166,20 @@ class Growth:
         """Whether the number of blocks of one request is bounded, however long the request is."""
         return self != FULL
 
+    @property
+    def places(self) -> int:
+        """How many blocks the states of one request have in turn; 1 for what is no state."""
+        return 1 + self.slack if self.is_state else 1
+
     def most_blocks(self, block_size: int, step: int) -> int | None:
         """Return the most blocks that a request holds while it writes up to ``step`` tokens at once; None: no bound."""
         if self.is_state:
-            return 1
+            return self.places
         return None if self.span is None else ceil_div(self.span - 1 + self.slack + step, block_size) + 1
+
+    def checkpoint_blocks(self, block_size: int) -> int | None:
+        """Return the most blocks that a checkpoint keeps: one state, or a whole window; None: no bound."""
+        return 1 if self.is_state else self.most_blocks(block_size, 1)
 
 
 FULL = Growth()

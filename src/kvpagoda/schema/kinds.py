@@ -1,13 +1,14 @@
 """The layer kinds: what attention, latent, compressed and recurrent layers keep. To add a kind, add a class here.
 
-Each kind is a frozen dataclass with six methods:
+Each kind is a frozen dataclass with seven methods:
 
-    growth()      the growth law of its block rows (None: it has no block rows)
-    block_rows()  the rows that it keeps for every token, or every few tokens
-    state_rows()  the rows that it keeps once per request
-    rewinds()     how many of the newest tokens ``rewind`` may remove (None: any number)
-    split(ways)   the same kind on one of ``ways`` tensor-parallel ranks
-    laid_out(..)  the same kind with its rows in other layouts
+    growth()        the growth law of its block rows (None: it has no block rows)
+    block_rows()    the rows that it keeps for every token, or every few tokens
+    state_rows()    the rows that it keeps once per request
+    state_places()  how many places a request has for these rows, in turn
+    rewinds()       how many of the newest tokens ``rewind`` may remove (None: any number)
+    split(ways)     the same kind on one of ``ways`` tensor-parallel ranks
+    laid_out(..)    the same kind with its rows in other layouts
 
 A layer is a tuple of kinds. Most layers have one; a layer that has attention and a state beside it has two.
 """
@@ -43,6 +44,11 @@ class LayerKind(Protocol):
     def state_rows(self) -> tuple[Rows, ...]:
         """Return the rows that it keeps once per request."""
         return ()
+
+    def state_places(self) -> int:
+        """Return how many places a request has for ``state_rows``: 1, which every step overwrites; or ``rewinds() + 1``
+        in turn, if a token replaces these rows by new ones and the old ones are needed for a rewind."""
+        return 1
 
     def rewinds(self) -> int | None:
         """Return how many of the newest tokens ``rewind`` may remove; None: any number."""
@@ -230,20 +236,25 @@ class Latent(LayerKind):
 class Recurrent(LayerKind):
     """Recurrent layers: state tensors of fixed size, for example convolution tails and recurrent matrices.
 
-    A state covers the whole request, so ``rewind`` can remove no token from it.
+    A state covers the whole request, so no token can be removed from it. ``rewind`` goes back to an older state instead:
+    with ``verify_width`` v a request has v + 1 places for its states, and each new token writes the next one.
 
-    >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),))
-    >>> layer.split(4).state_rows()[0].shape, layer.rewinds()
-    ((8, 128, 128), 0)
+    >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),), verify_width=3)
+    >>> layer.split(4).state_rows()[0].shape, layer.rewinds(), layer.state_places()
+    ((8, 128, 128), 3, 4)
     """
 
     states: tuple[Rows, ...]
+    verify_width: int = 0
 
     def state_rows(self) -> tuple[Rows, ...]:
         return self.states
 
+    def state_places(self) -> int:
+        return 1 + self.verify_width
+
     def rewinds(self) -> int:
-        return 0
+        return self.verify_width
 
     def laid_out(self, choices: Choices) -> Recurrent:
         """Return this kind in its layouts of ``choices``.
@@ -256,7 +267,7 @@ class Recurrent(LayerKind):
             letters = {*re.findall(r"\b[A-Z]\w*", page)}
             return replace(rows, page=page) if letters and letters == {*rows.axes} else rows
 
-        return Recurrent(tuple(map(laid, self.states)))
+        return replace(self, states=tuple(map(laid, self.states)))
 
     def split(self, ways: int) -> Recurrent:
         def part(rows: Rows) -> Rows:
@@ -266,7 +277,7 @@ class Recurrent(LayerKind):
             heads = tuple((split_heads(what, number, ways), width) for number, width in rows.heads)
             return replace(rows, shape=(sum(n * width for n, width in heads), *rows.shape[1:]), heads=heads)
 
-        return Recurrent(tuple(part(rows) for rows in self.states))
+        return replace(self, states=tuple(part(rows) for rows in self.states))
 
 
 @dataclass(frozen=True)

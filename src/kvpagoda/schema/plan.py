@@ -71,9 +71,14 @@ class GroupPlan:
         """Bytes of all its records."""
         return self.num_rows * self.row_nbytes
 
+    @cached_property
+    def places(self) -> int:
+        """How many blocks the states of one request have in turn; 1 for what is no state."""
+        return self.growth.places
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks that one request of ``num_tokens`` tokens holds at any time."""
-        blocks = -(-num_tokens // self.block_size)
+        blocks = -(-num_tokens // self.block_size) * self.places
         return blocks if self.most_blocks is None else min(blocks, self.most_blocks)
 
     @property
@@ -245,7 +250,7 @@ class Plan:
         for group in self.groups:
             for place in group.layout.places:
                 counts = of_states if group.growth.is_state else of_blocks
-                counts[labels[place.layer]] += place.nbytes * group.layout.kernel_pages
+                counts[labels[place.layer]] += place.nbytes * group.layout.kernel_pages * group.places
         return [
             {
                 "label": label,
@@ -266,7 +271,8 @@ class Plan:
         """
         filled = [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups]
         if self.num_sectors:
-            floor = (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
+            floor = 1 + self._sectors([self.max_requests * group.blocks_for(1) for group in self.groups])
+            floor *= self.sector_nbytes
         else:
             filled, floor = [(sum(data for data, _ in filled), self.nbytes)], self.nbytes
         return {
@@ -284,7 +290,9 @@ class Plan:
             "max_requests": self.max_requests,
             "checkpoints": self.num_checkpoints,
             "bytes_per_token": round(self.bytes_per_token, 3),
-            "state_bytes_per_request": sum(group.layout.nbytes for group in self.groups if group.growth.is_state),
+            "state_bytes_per_request": sum(
+                one.places * one.layout.nbytes for one in self.groups if one.growth.is_state
+            ),
             "padding_percent": round(max(100 * (1 - data / nbytes) if nbytes else 0.0 for data, nbytes in filled), 4),
             "unused_percent": round(100 * (1 - self.nbytes / self.budget), 4),
             "longest_context": self.longest_context,
@@ -336,6 +344,10 @@ class Plan:
             lines[f"at {int(length):,} tokens"] = (
                 "0 (the model's limit is lower)" if too_long else f"{number:,} requests"
             )
+        for group in self.groups:
+            if more := group.places - 1:
+                cost = f"{more} more places for states, {format_bytes(more * group.layout.nbytes)} a request"
+                lines["verify width"] = f"{more} tokens: {cost}"
         lines["hit granularity"] = f"{self.block_size} tokens"
         if self.num_sectors:
             lines["one budget"] = f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"
@@ -367,13 +379,14 @@ def largest_below(end: int, fits: Callable[[int], bool]) -> int:
 def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
     """Let ``groups`` share ``budget`` bytes, cut into sectors. Return (groups, number of sectors, bytes of a sector).
 
-    The first sector is for padding. Raises NeverFits unless one sector of each group fits beside it.
+    The first sector is for padding. Raises NeverFits unless the sectors for one block of each group, or for the states of
+    one request, fit beside it.
     """
     rows, multiples = tuple(group.row_nbytes for group in groups), tuple(group.multiple for group in groups)
     sector = sector_size(rows, budget // SHARE, multiples)
-    count = budget // sector.nbytes
-    if count < 1 + len(groups):
-        raise _too_small(groups, budget, budget_for(rows, [1] * len(groups), multiples), "raise the budget")
+    count, least = budget // sector.nbytes, [group.blocks_for(1) for group in groups]
+    if count < 1 + sum(map(ceil_div, least, sector.records)):
+        raise _too_small(groups, budget, budget_for(rows, least, multiples), "raise the budget")
 
     def share(group: GroupPlan, per: int) -> GroupPlan:
         nbytes, blocks = sector.nbytes // per, (count - 1) * per
@@ -389,7 +402,7 @@ def lone_group(group: GroupPlan, budget: int, max_requests: int) -> Groups:
     Raises NeverFits unless it gets at least one block or, if it is the group of states, one for each of
     ``max_requests``.
     """
-    num_blocks, least = budget // group.row_nbytes - 1, max_requests if group.growth.is_state else 1
+    num_blocks, least = budget // group.row_nbytes - 1, max_requests * group.places if group.growth.is_state else 1
     if num_blocks < least:
         more = f"{least} states are among them; raise the budget, or lower max_requests"
         hint = more if least > 1 else "raise the budget"

@@ -19,7 +19,7 @@ from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, dtype_name
 from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
 from kvpagoda.schema.kernel_fit import fit as fitted
-from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
+from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Recurrent
 from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, arena_order, by_kind, choices_of
@@ -94,7 +94,7 @@ class Schema:
                 )
         if not self.layers:
             raise SchemaError("a schema needs at least one layer")
-        _ = self.groups  # raises for a layer that mixes growth laws
+        _ = self.groups, self.state_growth  # raise for layers that mix growth laws, or ways to go back
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -124,9 +124,28 @@ class Schema:
         return Group(STATE, self.layers).block_layout()
 
     @cached_property
+    def state_growth(self) -> Growth:
+        """The growth law of the states: with ``slack`` if they have several places in turn. Raises SchemaError if only
+        some layers' states have."""
+        layers = {
+            kind.state_places(): f"layer {layer.index} ({layer.label})"
+            for layer in self.layers[::-1]
+            for kind in layer.kinds
+            if kind.state_rows()
+        }
+        if len(layers) > 1:
+            places = ", ".join(f"{layer} {number}" for number, layer in sorted(layers.items()))
+            text = f"the states of a request lie together, but these layers have different numbers of places: {places}"
+            hint = (
+                "give verify_width=0, since a state that is written in place (a ring, sinks) cannot move beside others"
+            )
+            raise SchemaError.with_hint(text, hint, available=0, needed=max(layers) - 1)
+        return replace(STATE, slack=next(iter(layers), 1) - 1)
+
+    @cached_property
     def all_groups(self) -> tuple[Group, ...]:
         """``groups``, and the group of states if any layer has a state."""
-        return (*self.groups, Group(STATE, self.layers)) if self.state_layout.nbytes else self.groups
+        return (*self.groups, Group(self.state_growth, self.layers)) if self.state_layout.nbytes else self.groups
 
     @cached_property
     def tokens_per_row(self) -> int:
@@ -194,15 +213,17 @@ class Schema:
         return laid
 
     def rewindable(self, verify_width: int) -> Schema:
-        """Return this schema with rings and windows that let ``rewind`` remove the ``verify_width`` newest tokens.
+        """Return this schema with rings, windows and states that let ``rewind`` remove the ``verify_width`` newest tokens.
 
-        These are the draft tokens of one step of speculative decoding. Rings and windows keep that many tokens more;
-        other kinds stay as they are. Raises SchemaError unless ``verify_width`` is a whole number of at least 0.
+        These are the draft tokens of one step of speculative decoding. Rings and windows keep that many tokens more, and
+        a request has that many more places for recurrent and convolution states; other kinds stay as they are. Raises
+        SchemaError unless ``verify_width`` is a whole number of at least 0, and for a model that keeps such states beside
+        states that are written in place (rings, sinks), unless it is 0.
         """
         width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
 
         def deepen(kind: LayerKind) -> LayerKind:
-            if isinstance(kind, Compressed):
+            if isinstance(kind, Compressed | Recurrent):
                 return replace(kind, verify_width=width)
             if isinstance(kind, Attention | Latent) and kind.law.is_bounded:
                 return replace(kind, law=replace(kind.law, slack=width))
@@ -347,14 +368,14 @@ class Schema:
     ) -> tuple[GroupPlan, ...]:
         """Return the plan of every group, states included, with all blocks that requests and checkpoints can hold.
 
-        A group whose requests have no bound gets ``WHOLE_TEXT`` blocks. A state is one block, however long the request
-        is.
+        A group whose requests have no bound gets ``WHOLE_TEXT`` blocks. A state has as many blocks as places, however
+        long the request is.
         """
         largest = []
         for group in self.all_groups:
             law, layout = group.growth, fit.block_layout(group, order)
             size = WHOLE_TEXT if law.is_state else fit.block_size
-            most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
+            most, kept = law.most_blocks(size, step_tokens), law.checkpoint_blocks(size)
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
             largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))
         return tuple(largest)
