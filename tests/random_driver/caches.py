@@ -58,6 +58,7 @@ class Settings:
     layout: str | None
     coarse: int
     slack: int
+    step_checkpoints: int
 
 
 def settings_of(schema: str, seed: int) -> Settings:
@@ -85,6 +86,7 @@ def settings_of(schema: str, seed: int) -> Settings:
         layout=one(None, *LAYOUTS.get(schema, ())),
         coarse=one(1024, 4, 16),
         slack=one(512, 4, 16),
+        step_checkpoints=one(0, 1, 3),
     )  # fmt: skip
     return replace(settings, order=None) if settings.layout in ("vllm-lhbnc", "vllm-bhlnc") else settings
 
@@ -116,7 +118,9 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[K
             max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
             policy=settings.policy,
             tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
-            limits=Limits(MAX_CONTEXT, settings.step_tokens, settings.swap),
+            limits=Limits(
+                MAX_CONTEXT, settings.step_tokens, settings.swap, step_checkpoints=settings.step_checkpoints
+            ),
             retention=Retention(settings.checkpoints, settings.checkpoint_every, settings.pin_share),
         )  # fmt: skip
     return cache, drivers

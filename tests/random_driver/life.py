@@ -93,7 +93,8 @@ def open_one(driver: Driver) -> None:
     if driver.settings.tiers != "none" and driver.chance(0.4):
         settings["layerwise"] = True
     if driver.chance(0.4):
-        settings["checkpoints"] = [driver.between(0, len(tokens) + 1) for _ in range(driver.between(0, 4))]
+        most = min(len(tokens) + 1, driver.longest)
+        settings["checkpoints"] = [driver.between(0, most) for _ in range(driver.between(0, 4))]
     begin(driver, tokens, media, namespace_of(driver), **settings)
 
 

@@ -72,6 +72,16 @@ class Shown:
             )
 
 
+def left_states(batch: Any) -> list[tuple[int, int, int]]:
+    """Return (row of the batch, position, state row) of each state that the step leaves at a position inside of it."""
+    named, positions = batch.checkpoints, batch.positions.numpy()
+    rows, tokens, places = (part.numpy() for part in named)
+    starts = batch.qo_indptr.numpy()
+    if not ((starts[rows] <= tokens) & (tokens < starts[rows + 1] - 1)).all():
+        raise WrongBytes(f"states are left after tokens {tokens} of rows {rows}, whose tokens begin at {starts}")
+    return [*zip(rows.tolist(), (positions[tokens] + 1).tolist(), places.tolist())]
+
+
 class StepTexts:
     """The texts of a step's rows: ``counts[i]`` tokens after the committed ones of ``requests[i]``. If ``news[i]`` is
     not empty, these tokens count as written from now on."""
@@ -256,6 +266,12 @@ class Oracle:
                         array[where[len(positions) :] // self._size] = 77
             for field in self._states[layer.index]:
                 array = view[field.name].numpy()
+                for row, position, place in left_states(batch):
+                    newest = _UP[max(0, position - field.count) : position]
+                    array[place] = field.fill
+                    self._put(
+                        array, np.full(len(newest), place), newest % field.count, field.stamp(step.marks[row][newest])
+                    )
                 if field.places > 1:
                     rows, _, state_marks, at = self._left(field, step)
                     self._put(array, written[rows, at], at * 0, field.stamp(state_marks))

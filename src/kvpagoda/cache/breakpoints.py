@@ -16,12 +16,12 @@ class Breakpoint(NamedTuple):
     position: int
     """Where a text can be resumed for it: ``asked``, rounded down to a whole block and to the hit grid."""
     state: str
-    """``due``: it will be kept, some time after the tokens before it are committed. ``kept``: a checkpoint was kept there. ``cached``: it was there
-    before. Either may be evicted later, as all checkpoints. ``always``: nothing must be kept for it, since the model has
-    full attention alone, or it is the beginning of the text. ``beyond``: it lies behind the end of the prompt. ``skipped``:
-    the request started behind it, so that what must be kept there is not computed. ``passed``: a step went past it, see
-    ``KVCache.step_limit``. ``memory``: there was no room, or a window block was evicted. ``private``: the request publishes
-    nothing."""
+    """``due``: it will be kept, some time after the tokens before it are committed. ``kept``: a checkpoint was kept there.
+    ``cached``: it was there before. Either may be evicted later, as all checkpoints. ``always``: nothing must be kept for
+    it, since the model has full attention alone, or it is the beginning of the text. ``beyond``: it lies behind the end of the
+    prompt. ``skipped``: the request started behind it, so that what must be kept there is not computed. ``passed``: a step
+    went past it, see ``KVCache.step_limit``. ``memory``: there was no room, or a window block was evicted. ``private``: the
+    request publishes nothing."""
 
 
 class Breakpoints:
@@ -47,13 +47,19 @@ class Breakpoints:
 
 def breakpoints_of(positions: Any, max_context: int) -> Breakpoints:
     """Return ``positions``, whole numbers from 0 to ``max_context``, as ``open`` was given them. Raises BadInput."""
-    try:
-        asked = as_tokens(positions)
-    except BadInput:
-        text = f"checkpoints are positions in tokens, whole numbers of at least 0, got {shown(positions)}"
-        raise BadInput(text) from None
-    most = int(asked.max(initial=0))
+    asked = positions_of(positions)
+    most = max(asked, default=0)
     if most > max_context:
         text = f"a checkpoint after {most} tokens lies behind the longest context of {max_context}"
         raise BadInput(text, needed=most, available=max_context)
-    return Breakpoints(tuple(asked.tolist()))
+    return Breakpoints(asked)
+
+
+def positions_of(checkpoints: Any) -> tuple[int, ...]:
+    """Return ``checkpoints``, positions in tokens as a caller gives them, as whole numbers. Raises BadInput."""
+    try:
+        asked: tuple[int, ...] = tuple(as_tokens(checkpoints).tolist())
+    except BadInput:
+        text = f"checkpoints are positions in tokens, whole numbers of at least 0, got {shown(checkpoints)}"
+        raise BadInput(text) from None
+    return asked

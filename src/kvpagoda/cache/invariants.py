@@ -29,6 +29,11 @@ def _check_slots(core: Core) -> None:
     for request in core.suspended:
         if request.slot != -1 or request.state is not State.SUSPENDED or request.rows is not None:
             raise CheckFailed(f"a suspended request is {request.state.value} in slot {request.slot}")
+    for request, blocks in core.step_states.named.items():
+        if request.state not in (State.RUNNING, State.CLOSING) or not core.step_states.wrote.get(request, set()) <= {
+            *blocks
+        }:
+            raise CheckFailed(f"a request that is {request.state.value} has blocks {[*blocks]} for states of a step")
     for group in core.groups:
         idle = [slot for slot in np.flatnonzero(np.array(group.end)).tolist() if slot not in core.running]
         idle += [slot for slot in np.flatnonzero(np.array(group.reserved)).tolist() if slot not in core.running]

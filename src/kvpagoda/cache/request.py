@@ -58,9 +58,9 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "breakpoints", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids", "namespace",
-        "num_fences", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "settle_at",
-        "slot", "state", "stays", "tail", "tally", "tokens", "written",
+        "block_hashes", "breakpoints", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids",
+        "namespace", "num_fences", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows",
+        "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(

@@ -14,6 +14,8 @@ A checkpoint is kept where a text is likely to be resumed (``ResumePoints``), an
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Many
+from itertools import islice
 
 import numpy as np
 
@@ -43,6 +45,8 @@ class Settler:
         self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
         """How many tokens steps may have written after a text whose states are still there."""
+        self._most_named = core.settings.limits.step_checkpoints
+        """Positions inside a step of one request at which it leaves states."""
         self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
         self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in core.prefix.windows]
@@ -109,6 +113,9 @@ class Settler:
                 if publishes:
                     self._keep_due(request)
                 self._slide(request, publishes)
+            if core.step_states.named:
+                useless = core.step_states.useless(request, request.own_length // core.block_size)
+                core.guard.change(core.give_back, request, useless)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
@@ -172,8 +179,37 @@ class Settler:
         request.check_running()
         length, size = request.length, self._core.block_size
         due = request.due if self._points.ends_steps else ()
-        end = next((depth * size for depth in due if depth * size > length), self._core.max_context)
+        ends = (depth * size for depth in due if depth * size > length)
+        end = next(islice(ends, self._most_named, None), self._core.max_context)
         return end - length
+
+    def name_states(self, requests: Many[Request], ends: Many[int]) -> list[tuple[int, int, BlockNames]]:
+        """Name blocks for the states that a step of ``requests``, up to token ``ends[i]`` of each, leaves at positions
+        inside of it where checkpoints are due. Return (index of the request, position in tokens, block) of each.
+
+        They are allocated while there is room, after evictions if necessary. What earlier steps of these requests named and
+        nobody committed is freed, unless a fence is around the request."""
+        core, steps, size = self._core, self._core.step_states, self._core.block_size
+        found: list[tuple[int, int, BlockNames]] = []
+        for row, (request, end) in enumerate(zip(requests, ends)):
+            named = steps.named.get(request, {})
+            if named and not request.num_fences:
+                core.guard.change(core.give_back, request, [at for at in named if not steps.is_written(request, at)])
+            inside = [at for at in request.due if request.length < at * size < end and at not in named]
+            for depth in inside[: self._most_named]:
+                try:
+                    if not core.states.make_room(core.capacity):
+                        return found
+                except (MemoryError, RuntimeError) as error:
+                    self._report(error)
+                    return found
+                block = core.states.next_block()
+                core.guard.is_torn = True
+                core.states.take()
+                steps.name(request, depth, block)
+                core.guard.is_torn = False
+                found.append((row, depth * size, block))
+        return found
 
     def ending(self, request: Request) -> None:
         """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
@@ -295,12 +331,13 @@ class Settler:
         first = request.own_length - self._most_ahead  # the states of fewer tokens are overwritten
         while request.due and request.due[0] <= published:
             depth, is_last = request.due[0], len(request.due) == 1
-            if self._points.ends_steps and depth * size < first:
+            is_left = bool(core.step_states.wrote) and core.step_states.is_written(request, depth)
+            if self._points.ends_steps and depth * size < first and not is_left:
                 core.counters.passed += 1  # a step went past it
                 del request.due[0]
                 self._became(request, depth, "passed")
                 continue
-            saved = self._save(request, depth, self._points.slack if is_last else 0)
+            saved = self._save(request, depth, self._points.slack if is_last else 0, is_left=is_left)
             del request.due[0]  # not before: if that fails, the next commit does it
             if request.breakpoints is not None:
                 self._became(request, depth, "memory" if saved is None else "kept")
@@ -336,9 +373,10 @@ class Settler:
             request.kept.append(name)
         core.capacity.forget(core.prefix.index.drop, previous)
 
-    def _save(self, request: Request, num_blocks: int, more: int) -> tuple[int, bool] | None:
+    def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
-        it needs. Return (its name, True), or (name, False) if there is one already.
+        it needs. Return (its name, True), or (name, False) if there is one already. ``is_left``: a step left the states in a
+        block of ``step_states``, which becomes the checkpoint's; ``settle`` frees it if this returns something else.
 
         Returns None if there is no room for it, if a window block is gone, or if the states after these blocks are
         overwritten, perhaps by a step that computed more tokens than were committed. For room the least recently used
@@ -351,16 +389,19 @@ class Settler:
             return name, False
         if prefix.is_full:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        if states.group is not None and not self._has_states(request, num_blocks * core.block_size):
+        if not is_left and states.group is not None and not self._has_states(request, num_blocks * core.block_size):
             return None
-        if prefix.is_full or not states.make_room(core.capacity):
+        if prefix.is_full or not (is_left or states.make_room(core.capacity)):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:
             return None
-        copy = states.copied(request.slot, num_blocks * core.block_size)
+        copy = _NONE if is_left else states.copied(request.slot, num_blocks * core.block_size)
         core.guard.is_torn = True
-        states.take()
+        if is_left:
+            copy = core.step_states.pop(request, num_blocks)
+        else:
+            states.take()
         name = index.keep(request.lease, num_blocks, Kept(*tails, copy))
         if request.namespace not in core.stale:
             core.events.kept(request, num_blocks, copy)

@@ -60,6 +60,10 @@ class NoStates:
     def take(self) -> None:
         """Allocate the block that ``copied`` filled. Cannot fail."""
 
+    def next_block(self) -> BlockNames:
+        """Return the name of the block that ``take`` allocates: ``[1]``, ``[0]`` without states. The caller has made room."""
+        return _NONE
+
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
         """Return the block with the state of each of ``slots`` after ``lengths`` tokens, int32 ``[len(slots)]``. 0, the
         padding block, for slot -1 and for models without states."""
@@ -119,6 +123,9 @@ class States(NoStates):
 
     def take(self) -> None:
         self._group.take(1)
+
+    def next_block(self) -> BlockNames:
+        return self._group.next_names(1)
 
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
         rows: Ids = self._group.table.cells[slots, lengths % self._places if self._places > 1 else 0]
