@@ -11,6 +11,7 @@ from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.runner import ModelRunner, Runner
+from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Compressed, Schema
@@ -33,13 +34,15 @@ def runner_of(
     layout: LayoutNames | None = None,
 ) -> Runner:
     """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``. A step
-    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
+    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more; none are proposed for a
+    model with states if it is not known which of its modules update them. ``kv_format`` and
     ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
     a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
     check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout)
+    schema = schema.rewindable(lookup if StateModules(model, schema).are_known else 0)
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
         raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")

@@ -72,6 +72,9 @@ class StepContext:
         self.columns = columns
         """(Layer, state) -> columns of its convolution tail in transformers; known after the first step of a
         request."""
+        num_tokens = len(batch.positions) // len(batch.state_indices)
+        self.last_column = min(num_tokens, batch.state_writes.shape[1]) - 1
+        """The column of ``Batch.state_writes`` for the states after the last token of each row."""
         self.is_first = first == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.masked_layer = 0
@@ -157,7 +160,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The state tensors of one layer for the step's rows: copied from the pool here, and back to it by ``save``.
+    """The state tensors of one layer for the step's rows: copied from the pool here, and to it by ``save``.
 
     In most models transformers keeps one convolution column more than it reads. The pool does not keep this column, so
     it is added here and cut off by ``save``.
@@ -169,12 +172,13 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self._columns, self._layer = context.columns, index
         pool = context.batch.layer(index).state
         assert pool is not None
-        self._pool, self._slots = pool, context.batch.state_indices.long()
+        slots, self._written = context.batch.state_indices.long(), context.batch.state_writes.long()
+        self._pool = pool
         self._state_of = {name: int(name.partition("_")[2] or 0) for name in names}
         if context.is_first:
             return
         for name, state in self._state_of.items():
-            rows = self._pool.read(name, (self._slots,))[:, 0]
+            rows = self._pool.read(name, (slots,))[:, 0]
             if name.startswith("conv"):
                 columns = context.columns[index, state]
                 self.conv_states[state] = torch.nn.functional.pad(rows, (columns - rows.shape[-1], 0))
@@ -186,8 +190,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[state] = True
             self.dtype, self.device = rows.dtype, rows.device
 
-    def save(self) -> None:
-        """Write the states after the forward pass back to their rows of the pool."""
+    def save(self, column: int) -> None:
+        """Write the states as they are now to the rows of the pool in ``column`` of ``Batch.state_writes``."""
         for name, state in self._state_of.items():
             if name.startswith("conv"):
                 rows = self.conv_states[state]
@@ -195,7 +199,10 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
                 rows = rows[..., -self._pool.rows[name].shape[-1] :]
             else:
                 rows = self.recurrent_states[state]
-            self._pool.write(name, (self._slots,), rows[:, None])
+            self._pool.write(name, (self._written[:, column],), rows[:, None])
+
+    def end(self) -> None:
+        """Do what follows the last ``save`` of a pass: nothing."""
 
 
 class StateAndPagedLayer(StateLayer, PagedLayer):
@@ -218,16 +225,18 @@ class HeldStateLayer(StateLayer):
         StateLayer.__init__(self, context, index)
         self._module: Any = context.holders[index]
         if context.is_first:
-            rows = {name: torch.zeros_like(self._pool.read(name, (self._slots,))[:, 0]) for name in self._state_of}
+            first = self._written[:, 0]
+            rows = {name: torch.zeros_like(self._pool.read(name, (first,))[:, 0]) for name in self._state_of}
             self.conv_states[0], self.recurrent_states[0] = rows["conv"], rows["recurrent"]
         self._module.conv1d_state = self.conv_states[0]
         self._module.rg_lru.recurrent_states = self.recurrent_states[0]
 
-    def save(self) -> None:
-        lru: Any = self._module.rg_lru
-        self.conv_states[0], self.recurrent_states[0] = self._module.conv1d_state, lru.recurrent_states
-        self._module.conv1d_state = lru.recurrent_states = None
-        StateLayer.save(self)
+    def save(self, column: int) -> None:
+        self.conv_states[0], self.recurrent_states[0] = self._module.conv1d_state, self._module.rg_lru.recurrent_states
+        StateLayer.save(self, column)
+
+    def end(self) -> None:
+        self._module.conv1d_state = self._module.rg_lru.recurrent_states = None
 
 
 class StepCache(Cache):  # type: ignore[misc]
@@ -266,11 +275,18 @@ class StepCache(Cache):  # type: ignore[misc]
         layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
         return any(isinstance(layer, StateLayer) and all(layer.has_previous_state.values()) for layer in layers)
 
+    def leave_states(self, index: int, column: int) -> None:
+        """Write the states of layer ``index`` as they are now to the pool: those after the token of the step to which
+        ``column`` of ``Batch.state_writes`` belongs."""
+        self.layers[index].save(column)
+
     def save_states(self) -> None:
-        """Write the recurrent states of all layers back to the pool."""
+        """Write the states of all layers after the pass to the pool."""
+        last = self._context.last_column
         for layer in self.layers:
             if isinstance(layer, StateLayer):
-                layer.save()
+                layer.save(last)
+                layer.end()
 
 
 def _layer(context: StepContext, layer: Layer) -> Any:
@@ -306,6 +322,7 @@ class OwnStates:
 
     def __init__(self, context: StepContext) -> None:
         slots = context.batch.state_indices.long()
+        self._written = context.batch.state_writes[:, context.last_column].long()
         self._cells = [
             [(pool, name, (slots,)) for name in pool.rows]
             for layer in context.schema.layers
@@ -317,11 +334,15 @@ class OwnStates:
                 for tensor, (pool, name, _) in zip(tensors, layer):
                     tensor.fill_(pool.rows[name].fill)
 
+    def leave_states(self, index: int, column: int) -> None:
+        """Not called: these states are those after the last token of a pass."""
+        raise NotImplementedError("a model that passes its states around itself keeps no older ones")
+
     def save_states(self) -> None:
         """Write the tensors back to their rows of the pools."""
         for tensors, layer in zip(self.by_layer, self._cells):
-            for tensor, (pool, name, cells) in zip(tensors, layer):
-                pool.write(name, cells, tensor[:, None])
+            for tensor, (pool, name, _) in zip(tensors, layer):
+                pool.write(name, (self._written,), tensor[:, None])
 
 
 class StackedStates(OwnStates, list[Tensor]):
@@ -354,6 +375,8 @@ _step: ContextVar[StepContext] = ContextVar("kvpagoda_step")
 
 class SavesStates(Protocol):
     """The cache that a model is given for one forward pass."""
+
+    def leave_states(self, index: int, column: int) -> None: ...
 
     def save_states(self) -> None: ...
 

@@ -15,6 +15,7 @@ from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, OWN_STATES, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
+from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.time_steps import TimeSteps
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Latent
@@ -85,15 +86,10 @@ class ModelRunner:
         self._columns: dict[tuple[int, int], int] = {}
         self._padding = _padding_token(model)
         self._cache_class = OWN_STATES[family.own_states] if family.own_states else step_cache_class(model)
-        self._holders = {
-            index: part
-            for index, layer in enumerate(getattr(model.base_model, "layers", ()))
-            for part in layer.modules()
-            if hasattr(part, "conv1d_state")
-        }
+        self._states, self._places = StateModules(model, cache.schema), cache.schema.state_growth.places
         scans = [part for part in model.modules() if hasattr(part, "A_log")]
         projects = any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
-        self._resumes = not (projects or self._holders)
+        self._resumes = not (projects or self._states.holders)
 
     @torch.no_grad()
     def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
@@ -109,10 +105,11 @@ class ModelRunner:
                 config._attn_implementation = implementation
 
     def most_tokens(self, sequence: Sequence) -> int | None:
-        """See ``Runner``. The limit is 1 after the first piece of a prompt for models with Mamba-1 or Griffin blocks:
+        """See ``Runner``. There is a limit after the first piece of a prompt for models with Mamba-1 or Griffin blocks:
         transformers' selective scan of Mamba-1 (whose modules project x to the scan's parameters) and its Griffin
-        blocks compute several tokens from a zero state and ignore the past."""
-        return None if self._resumes or sequence.length == 0 else 1
+        blocks compute several tokens from a zero state and ignore the past. So a step takes as many as these blocks
+        compute one by one: see ``StateModules``."""
+        return None if self._resumes or sequence.length == 0 else self._places
 
     def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
         passes: dict[tuple[int, int, int], list[int]] = {}
@@ -133,8 +130,11 @@ class ModelRunner:
         positions = batch.positions.long().view(ids.shape)
         if self._padding is not None:
             positions = self._positions_after_padding(work).to(self.cache.device)
-        context = StepContext(batch, self.cache.schema, self._columns, self._is_aligned, self._holders)
-        with in_step(context, self._cache_class) as past:
+        context = StepContext(batch, self.cache.schema, self._columns, self._is_aligned, self._states.holders)
+        with (
+            in_step(context, self._cache_class) as past,
+            self._states.in_pieces(ids.shape[1], self._places, past.leave_states),
+        ):
             given: dict[str, Any] = {self._cache_name: past, "position_ids": positions}
             if self._trims_logits:
                 given["logits_to_keep"] = kept
