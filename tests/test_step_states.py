@@ -38,12 +38,12 @@ def free_states(cache: KVCache) -> int:
 @pytest.mark.parametrize("kinds", [(STATE,), (FULL, STATE), ALL], ids=["state", "full and state", "all"])
 def test_one_step_leaves_states_at_every_position(kinds: tuple[LayerKind, ...]) -> None:
     cache = cache_of(*kinds)
-    other = cache.open([7] * 6)
+    other = cache.open([7] * 4)
     sequence = cache.open(TEXT, checkpoints=[8, 20, 36])
     assert cache.step_limit(sequence) == cache.max_context
-    batch = cache.batch([other, sequence], [6, 41], pad_to=3)
+    batch = cache.batch([other, sequence], [4, 41], pad_to=3)
     named = batch.layer(0).checkpoints
-    assert named.rows.tolist() == [1] * 4 and named.tokens.tolist() == [6 + at - 1 for at in (8, 20, 36, 40)]
+    assert named.rows.tolist() == [1] * 4 and named.tokens.tolist() == [4 + at - 1 for at in (8, 20, 36, 40)]
     assert {array.dtype for array in named} == {np.dtype(np.int32)}
     places = named.places.tolist()
     assert len({*places, *batch.state_indices[:2].tolist(), 0}) == 7
@@ -108,21 +108,21 @@ def ways_to_abandon(cache: KVCache, sequence: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("way", [name for name, _ in ways_to_abandon(None, cache_of(*ALL).open(TEXT))])  # type: ignore[arg-type]
 def test_an_abandoned_step_gives_its_blocks_back(way: str) -> None:
-    cache = cache_of(FULL, STATE) if way == "rewind" else cache_of(*ALL)
+    cache, asked, end = cache_of(*ALL), (8, 20, 36), 41
     if way == "rewind":
-        cache = KVCache(
-            cache.schema.rewindable(2), num_blocks=60, block_size=4, max_requests=4, device="none",
-            limits=Limits(step_checkpoints=4),
-        )  # fmt: skip
-    before = free_states(cache)
-    sequence, batch = begun(cache)
-    places = cache.core.states.group.places
-    assert free_states(cache) == before - places - 4 and len(batch.checkpoints.places) == 4
+        schema, asked, end = cache.schema.rewindable(4), (4,), 6
+        limits = Limits(step_checkpoints=4)
+        cache = KVCache(schema, num_blocks=60, block_size=4, max_requests=4, device="none", limits=limits)
+    before, places = free_states(cache), cache.core.states.group.places
+    sequence, batch = begun(cache, asked, end)
+    assert free_states(cache) == before - places - len(sequence.step_checkpoints) and sequence.step_checkpoints
+    cache.check()
     dict(ways_to_abandon(cache, sequence))[way]()
     cache.check()
-    assert free_states(cache) == before - (places if sequence.is_open and way != "suspend" else 0)
+    is_running = sequence.is_open and way != "suspend"
+    assert free_states(cache) == before - is_running * places
     assert not cache.core.step_states.named and not cache.core.step_states.wrote
-    if way in ("close", "suspend", "reset"):
+    if not is_running:
         with pytest.raises(StaleHandle):
             _ = batch.checkpoints
 
@@ -184,17 +184,16 @@ def test_two_requests_with_one_text_keep_one_checkpoint_of_it() -> None:
     cache.check()
 
 
-def test_without_room_fewer_are_named_and_no_request_is_kept_from_running() -> None:
+def test_without_room_fewer_are_named() -> None:
     cache = cache_of(STATE, named=8, retention=Retention(checkpoints=2))
+    others = [cache.open([50 + i] * 3) for i in range(3)]
     sequence = cache.open(TEXT, checkpoints=range(4, 40, 4))
+    free = free_states(cache)
     batch = cache.batch([sequence], [41])
-    assert len(batch.checkpoints.places) == free_states(
-        cache_of(STATE, retention=Retention(checkpoints=2))
-    ) - 1 - free_states(cache)
-    others = [cache.open([50 + i] * 3) for i in range(3)]  # as many as were promised slots
+    assert len(batch.checkpoints.places) == free == 2 and sequence.step_checkpoints == (4, 8)
     cache.check()
     sequence.commit(TEXT, sequence.step_checkpoints)
-    assert len(cache.core.prefix.kept) <= 2
+    assert len(cache.core.prefix.kept) == 2 and cache.lookup(TEXT).resumable == 8
     cache.check()
     for one in (sequence, *others):
         one.close()

@@ -61,21 +61,22 @@ class Limits:
     (default: as many as the plan takes); allocated when it is first needed. ``hit_grid``: hits end at multiples of this
     many tokens, a multiple of the block size. Set it to the engine's prefill chunk: a warm run then computes in the
     same chunks as a cold one, and gets the same bits. ``step_checkpoints``: at how many positions inside a step of one request
-    the engine can leave a copy of the states (``Batch.checkpoints``); with 0 a step ends where one is due. Raises
+    the engine can leave a copy of the states (``Batch.checkpoints``); with 0 or None a step ends where one is due. Raises
     BadInput."""
 
     max_context: int | None = None
     step_tokens: int = 512
     swap: int | str | None = None
     hit_grid: int = 1
-    step_checkpoints: int = 0
+    step_checkpoints: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_context is not None:
             _whole(self, "max_context", 1, bits=31)
         _whole(self, "step_tokens", 1)
         _whole(self, "hit_grid", 1)
-        _whole(self, "step_checkpoints", 0, bits=31)
+        if self.step_checkpoints is not None:
+            _whole(self, "step_checkpoints", 0, bits=31)
         if isinstance(self.swap, str):
             object.__setattr__(self, "swap", parse_bytes(self.swap))
         elif self.swap is not None:

@@ -45,7 +45,7 @@ class Settler:
         self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
         """How many tokens steps may have written after a text whose states are still there."""
-        self._most_named = core.settings.limits.step_checkpoints
+        self._most_named = core.settings.limits.step_checkpoints or 0
         """Positions inside a step of one request at which it leaves states."""
         self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time

@@ -17,6 +17,10 @@ from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Compressed, Schema
 from kvpagoda.schema.layout_choice import LayoutNames
 
+STEP_CHECKPOINTS = 16
+"""At how many positions inside a step of one request the states are kept by default, where the state modules of a model can
+run in pieces."""
+
 
 def check_model(model: Any) -> None:
     """Raise BadInput, which says what to pass, unless ``model`` is a loaded transformers model."""
@@ -42,7 +46,8 @@ def runner_of(
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
     schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout)
-    schema = schema.rewindable(lookup if StateModules(model, schema).are_known else 0)
+    states = StateModules(model, schema)
+    schema = schema.rewindable(lookup if states.are_known else 0)
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
         raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")
@@ -50,6 +55,8 @@ def runner_of(
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))
     limits = replace(limits, step_tokens=max(chunk, lookup + 1))
+    if limits.step_checkpoints is None and states.can_leave:
+        limits = replace(limits, step_checkpoints=STEP_CHECKPOINTS)
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
     compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
     return (CompressedRunner if compressed else ModelRunner)(model, cache)
@@ -60,3 +67,9 @@ def next_piece(runner: Runner, sequence: Sequence, text: Tokens, chunk: int) -> 
     tokens."""
     begin, most = sequence.length, min(chunk, runner.most_tokens(sequence) or chunk)
     return text[begin : begin + min(most, runner.cache.step_limit(sequence))]
+
+
+def commit_step(sequence: Sequence, tokens: Tokens) -> None:
+    """Commit ``tokens`` of ``sequence``, which a runner computed, and the states that it left inside the step."""
+    end = sequence.length + len(tokens)
+    sequence.commit(tokens, [at for at in sequence.step_checkpoints if at <= end] or None)
