@@ -108,9 +108,12 @@ class KVCache:
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
             checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
+            checkpoint_format=retention.checkpoint_format,
         )  # fmt: skip
         memory = _memory(plan, device, truth(poison, "poison"), bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
+        if plan.checkpoint_format is not None:
+            fingerprint += f" {plan.checkpoint_format}"
         below = _tiers(tiers, plan, identity, fingerprint, events)
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
         self._core = core = Core(plan, memory, settings)
@@ -242,7 +245,7 @@ class KVCache:
 
         The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
         longer step is correct, but no request can resume at that position; ``stats().passed_boundaries`` counts these.
-        Only models with states have such positions. Raises StaleHandle for a closed or suspended sequence."""
+        With ``Retention.rounds_states`` it also ends at multiples of the hit grid. Only models with states have such positions. Raises StaleHandle for a closed or suspended sequence."""
         limits = [self._settler.step_limit(request) for request in requests_of(sequences, self._core)]
         return limits[0] if isinstance(sequences, Sequence) else np.array(limits, np.int64)
 

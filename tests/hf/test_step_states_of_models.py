@@ -10,10 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.hf.test_generator import greedy  # noqa: E402
+
 from kvpagoda import Limits, Retention  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache  # noqa: E402
 from models import VOCAB, tiny_model  # noqa: E402
-from tests.hf.test_generator import greedy  # noqa: E402
 
 MODELS = [
     "qwen3_next",
@@ -97,7 +98,7 @@ def test_chunks_and_several_prompts_and_pressure(name: str) -> None:
             model_of(name),
             prefill_chunk=37,
             limits=limits,
-            retention=Retention(checkpoint_every=1),
+            retention=Retention(40, 1),
             poison=True,
             **arguments,
         )

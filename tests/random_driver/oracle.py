@@ -110,7 +110,9 @@ class StepTexts:
 class Oracle:
     """Fills and compares what the batches of one schema show."""
 
-    def __init__(self, schema: Schema, page_size: int) -> None:
+    def __init__(self, schema: Schema, page_size: int, is_rounded: bool = False) -> None:
+        """``is_rounded``: states must be numbers that checkpoints in fewer bytes keep as they are."""
+        self._is_rounded = is_rounded
         self._layers, self._size = schema.layers, page_size
         self._by_index = schema.by_index
         self._blocks = {layer.index: self._block_fields(layer) for layer in schema.layers}
@@ -126,7 +128,9 @@ class Oracle:
     def _state_fields(self, layer: Layer) -> list[Field]:
         return [
             Field(
-                field.name, Stamp(layer.index, field.name, field.dtype), 1, rows.count,
+                field.name,
+                Stamp(layer.index, field.name, "uint8" if self._is_rounded and field.dtype == "float32" else field.dtype),
+                1, rows.count,
                 rows.count if kind.state_places() > 1 else max(0, rows.count - (kind.rewinds() or 0)), rows.fill,
                 kind.state_places(),
             )

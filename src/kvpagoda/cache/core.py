@@ -83,6 +83,10 @@ class Core:
         grid = settings.limits.hit_grid
         if grid > 1 and grid % plan.block_size:
             raise BadInput(f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}")
+        if settings.retention.rounds_states and grid < 2:
+            raise BadInput(
+                "rounds_states rounds at multiples of Limits.hit_grid, which is 1; set it to the prefill chunk"
+            )
         has_states = any(group.growth.is_state for group in self.groups)
         points = ResumePoints.of(plan.block_size, grid, settings.retention.checkpoint_every, has_states=has_states)
         self.prefix = PrefixCache(
@@ -90,8 +94,12 @@ class Core:
             max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
-        self.states = NoStates() if self.prefix.states is None else States(self.prefix.states, len(self.groups), memory)
-        self.step_states = StepStates(self.prefix.states)
+        states = next((group for group in self.groups if group.growth.is_state), None)
+        self.states = NoStates()
+        if states is not None and self.prefix.states is not None:
+            self.states = States(states, self.prefix.states, len(self.groups), memory)
+        self.step_states = StepStates(states)
+        self._held = tuple(group for group in self.groups if group.places)
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
         swap = settings.limits.swap
         swap_nbytes = plan.nbytes if swap is None else int(swap)
@@ -147,7 +155,7 @@ class Core:
     def allocated(self, request: Request) -> None:
         """Set for how many tokens ``request`` has room, after its blocks changed. Cannot fail. O(groups)."""
         capacity, slot = self.max_context, request.slot
-        for group in self.groups:
+        for group in self._held:
             group_capacity = group.end[slot] * group.block_size
             if group_capacity < capacity:
                 capacity = group_capacity

@@ -82,15 +82,14 @@ def _check_request(core: Core, request: Request) -> None:
         raise CheckFailed(f"{where}: {text}")
     for group in core.groups:
         first, end = group.first[request.slot], group.end[request.slot]
-        if (
-            first * group.block_size > group.growth.first_needed(request.length)
-            or end * group.block_size < request.length
-        ):
+        if first * group.block_size > group.growth.first_needed(
+            request.length
+        ) or end * group.block_size < request.length * (group.places > 0):
             raise CheckFailed(f"{where}: {group.name} has only blocks {first}..{end - 1} of its text")
-        if end % group.places:
+        if group.places and end % group.places:
             raise CheckFailed(f"{where}: {group.name} has {end} blocks for states, which take {group.places}")
     if request.capacity != min(
-        [core.max_context, *(group.end[request.slot] * group.block_size for group in core.groups)]
+        [core.max_context, *(group.end[request.slot] * group.block_size for group in core.groups if group.places)]
     ):
         raise CheckFailed(f"{where}: its blocks do not have room for the {request.capacity} tokens that it counts")
     full = core.full

@@ -141,6 +141,7 @@ class Lifecycle:
         request.written = max(request.written, request.own_length)
         request.due, request.epochs = due, epochs
         request.own_length, request.media_ids = length, media_ids
+        request.rounded_at = -1
         request.prompt_length = min(request.prompt_length, length)
         del request.block_hashes[columns + 1 :]
         self.settler.plan(request)

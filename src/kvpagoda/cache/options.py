@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpagoda.errors import BadInput, shown
-from kvpagoda.units import parse_bytes, real_number, utf8, whole_number
+from kvpagoda.schema.at_rest import checked_format
+from kvpagoda.units import parse_bytes, real_number, truth, utf8, whole_number
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,27 @@ class Retention:
     have windows or states (default: as many as fit in memory; see ``Schema.plan``). ``checkpoint_every``: also keep one
     at every multiple of this many blocks of a prompt, besides those at the ends of prompts and answers and where texts
     were seen to diverge (0: none besides). ``pin_share``: the share of the cache's blocks that ``KVCache.pin`` may
-    keep, 0 to 1. Raises BadInput."""
+    keep, 0 to 1.
+
+    ``checkpoint_format``: keep float32 states in fewer bytes, ``"bfloat16"`` or ``"int8"`` (``kvpagoda.schema.at_rest``):
+    more checkpoints fit, and a request that starts from one computes with rounded states. Running requests keep theirs as
+    they are. ``rounds_states``: with it, the states of running requests are rounded too, wherever a commit ends at a
+    multiple of ``Limits.hit_grid``: then a warm run gets the bits of a cold one. Raises BadInput."""
 
     checkpoints: int | None = None
     checkpoint_every: int = 0
     pin_share: float = 0.5
+    checkpoint_format: str | None = None
+    rounds_states: bool = False
 
     def __post_init__(self) -> None:
         if real_number(self.pin_share, "pin_share") > 1:
             raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {self.pin_share}")
         _whole(self, "checkpoint_every", 0)
+        checked_format(self.checkpoint_format)
+        object.__setattr__(self, "rounds_states", truth(self.rounds_states, "rounds_states"))
+        if self.rounds_states and self.checkpoint_format is None:
+            raise BadInput("rounds_states rounds as checkpoint_format does, and there is none; give one")
         if self.checkpoints is not None:
             _whole(self, "checkpoints", 0)
 

@@ -47,6 +47,9 @@ class Settler:
         """How many tokens steps may have written after a text whose states are still there."""
         self._most_named = core.settings.limits.step_checkpoints or 0
         """Positions inside a step of one request at which it leaves states."""
+        rounds = core.settings.retention.rounds_states and core.states.scratch is not None
+        self._round_every = core.settings.limits.hit_grid if rounds else 0
+        """Tokens after which the states of requests are rounded; 0: they are not."""
         self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
         self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in core.prefix.windows]
@@ -81,6 +84,8 @@ class Settler:
             at = (blocks + self.patience - (blocks + request.slot) % self.patience) * size
         if self._step < 0:
             at = min(at, self._next_slide(length))
+        if self._round_every:
+            at = min(at, (length // self._round_every + 1) * self._round_every)
         request.settle_at = at
         if request.rows is not None:
             request.rows.settle_at[request.rows.row_of[request]] = at
@@ -107,6 +112,8 @@ class Settler:
             return
         publishes = request.publishes
         try:
+            if self._round_every:
+                self._round(request)
             if publishes:
                 self._publish_blocks(request, request.own_length, None)
             if core.bounded:
@@ -181,6 +188,8 @@ class Settler:
         due = request.due if self._points.ends_steps else ()
         ends = (depth * size for depth in due if depth * size > length)
         end = next(islice(ends, self._most_named, None), self._core.max_context)
+        if self._round_every:
+            end = min(end, (length // self._round_every + 1) * self._round_every)
         return end - length
 
     def name_states(self, requests: Many[Request], ends: Many[int]) -> list[tuple[int, int, BlockNames]]:
@@ -198,14 +207,13 @@ class Settler:
             inside = [at for at in request.due if request.length < at * size < end and at not in named]
             for depth in inside[: self._most_named]:
                 try:
-                    if not core.states.make_room(core.capacity):
+                    if not core.states.room_in_step(core.capacity):
                         return found
                 except (MemoryError, RuntimeError) as error:
                     self._report(error)
                     return found
-                block = core.states.next_block()
                 core.guard.is_torn = True
-                core.states.take()
+                block = core.states.take_in_step()
                 steps.name(request, depth, block)
                 core.guard.is_torn = False
                 found.append((row, depth * size, block))
@@ -297,6 +305,14 @@ class Settler:
             return None
         return request.last_keys(begin * size, end * size)
 
+    def _round(self, request: Request) -> None:
+        """Round the states of ``request``, if it has computed them and stands at a multiple of the hit grid."""
+        length = request.own_length
+        is_new = length > request.match.resumable and length != request.rounded_at
+        if is_new and length % self._round_every == 0 and request.most_written <= length:
+            self._core.states.round(request.slot, length)
+            request.rounded_at = length
+
     def _slide(self, request: Request, publishes: bool) -> None:
         """Free, or stop reading, the window blocks that ``request`` does not need any more.
 
@@ -376,7 +392,7 @@ class Settler:
     def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
         it needs. Return (its name, True), or (name, False) if there is one already. ``is_left``: a step left the states in a
-        block of ``step_states``, which becomes the checkpoint's; ``settle`` frees it if this returns something else.
+        block of ``step_states``, which becomes the checkpoint's; where it does not, ``settle`` frees it.
 
         Returns None if there is no room for it, if a window block is gone, or if the states after these blocks are
         overwritten, perhaps by a step that computed more tokens than were committed. For room the least recently used
@@ -391,15 +407,20 @@ class Settler:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
         if not is_left and states.group is not None and not self._has_states(request, num_blocks * core.block_size):
             return None
-        if prefix.is_full or not (is_left or states.make_room(core.capacity)):
+        as_left = is_left and states.scratch is None
+        if prefix.is_full or not (as_left or states.make_room(core.capacity)):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:
             return None
-        copy = _NONE if is_left else states.copied(request.slot, num_blocks * core.block_size)
-        core.guard.is_torn = True
         if is_left:
-            copy = core.step_states.pop(request, num_blocks)
+            left = core.step_states.named[request][num_blocks]
+            copy = left if as_left else states.copied_from(left)
+        else:
+            copy = states.copied(request.slot, num_blocks * core.block_size)
+        core.guard.is_torn = True
+        if as_left:
+            core.step_states.pop(request, num_blocks)
         else:
             states.take()
         name = index.keep(request.lease, num_blocks, Kept(*tails, copy))

@@ -33,8 +33,9 @@ class StateModules:
     """The modules of ``model`` that update the states of the layers of ``schema``.
 
     ``holders``: layer -> the module that holds the layer's states itself between calls. ``are_known``: whether each layer
-    with recurrent or convolution states has one module that updates them, and can run in pieces. ``resume``: whether pieces of
-    several tokens may begin anywhere in a text; else only at its beginning, see ``ModelRunner.most_tokens``. ``can_leave``: whether a pass can leave all states of its texts at any position.
+    with recurrent or convolution states has one module that updates them, and can run in pieces. ``resume``: whether pieces
+    of several tokens may begin anywhere in a text; else only at its beginning, see ``ModelRunner.most_tokens``.
+    ``can_leave``: whether a pass can leave all states of its texts at any position.
     """
 
     def __init__(self, model: Any, schema: Schema) -> None:

@@ -35,12 +35,14 @@ _NONE = BlockNames(np.empty(0, np.intp))
 
 class IndexGroup(NamedTuple):
     """One group of an index: the names of its blocks are below ``num_rows``; an eviction frees ``num_ahead`` blocks more
-    than it is asked for. ``is_copied``: its blocks are copies of states, which checkpoints own."""
+    than it is asked for. ``is_copied``: its blocks are copies of states, which checkpoints own. ``is_private``: its blocks are
+    never cached."""
 
     growth: Growth
     num_rows: int
     num_ahead: int = 0
     is_copied: bool = False
+    is_private: bool = False
 
 
 class Kept(NamedTuple):
@@ -227,7 +229,29 @@ class States:
         return BlockNames(np.concatenate([_NONE, *(kept.states for kept in self._kept.values())]))
 
 
-Part = Texts | Window | States
+class Private:
+    """The part of a group whose blocks are never cached."""
+
+    num_cold = num_cached = num_evictable = num_spare = 0
+
+    def span(self, num_blocks: int) -> range:
+        """Return which blocks of a text are shared to go on after its first ``num_blocks``: none."""
+        return range(0)
+
+    def oldest(self) -> int | None:
+        """None: nothing is evicted."""
+        return None
+
+    def evict(self, n: int) -> Freed | None:
+        """None: nothing is evicted."""
+        return None
+
+    def names(self) -> BlockNames:
+        """Return the names of the cached blocks: none."""
+        return _NONE
+
+
+Part = Texts | Window | States | Private
 
 
 class HybridIndex:
@@ -250,7 +274,8 @@ class HybridIndex:
     ) -> None:
         self.block_size = block_size
         text_groups = [number for number, group in enumerate(groups) if not group.growth.is_bounded]
-        bounded = [number for number, group in enumerate(groups) if group.growth.is_bounded and not group.is_copied]
+        bounded = [number for number, group in enumerate(groups) if group.growth.is_bounded]
+        bounded = [number for number in bounded if not (groups[number].is_copied or groups[number].is_private)]
         copied = next((number for number, group in enumerate(groups) if group.is_copied), None)
         self.num_texts = len(text_groups)
         num_rows = self.num_texts + 2 * len(bounded) + is_numbered
@@ -266,8 +291,10 @@ class HybridIndex:
         )
         window_of = {window.number: window for window in self.windows}
         self.parts: tuple[Part, ...] = tuple(
-            self.texts if number in text_groups else window_of.get(number, self.states) for number in range(len(groups))
-        )
+            Private() if group.is_private
+            else self.texts if number in text_groups else window_of.get(number, self.states)
+            for number, group in enumerate(groups)
+        )  # fmt: skip
         self.is_bounded = len(text_groups) < len(groups)  #: whether a text cannot be resumed after each of its tokens
 
     # -- finding -----------------------------------------------------------------------------------------------------
@@ -483,7 +510,9 @@ class HybridIndex:
         tails = [BlockNames(names[len(names) - n :]) for names, n in zip(kept.tails, kept.needed)]
         by_window = iter(tails)
         return [
-            kept.states if part is self.states else next(by_window) for part in self.parts if part is not self.texts
+            kept.states if part is self.states else next(by_window)
+            for part in self.parts
+            if part is not self.texts and not isinstance(part, Private)
         ]
 
     # -- eviction ----------------------------------------------------------------------------------------------------

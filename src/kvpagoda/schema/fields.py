@@ -111,7 +111,8 @@ class Growth:
 
     A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. With ``slack`` it is
     ``slack + 1`` such blocks, its *places*: the state after ``n`` tokens is in place ``n % places``, so that the states
-    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place.
+    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place. ``is_at_rest``: copies of
+    states in another encoding; requests hold none, checkpoints one each.
 
     >>> window = Growth(window=4)
     >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
@@ -125,12 +126,13 @@ class Growth:
     chunk: int | None = None
     is_state: bool = False
     slack: int = 0
+    is_at_rest: bool = False
 
     @property
     def name(self) -> str:
         """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
         if self.is_state:
-            return "state"
+            return "checkpoint" if self.is_at_rest else "state"
         if self.window is not None:
             return f"window({self.window})"
         return "full" if self.chunk is None else f"chunk({self.chunk})"
@@ -169,6 +171,8 @@ class Growth:
     @property
     def places(self) -> int:
         """How many blocks the states of one request have in turn; 1 for what is no state."""
+        if self.is_at_rest:
+            return 0
         return 1 + self.slack if self.is_state else 1
 
     def most_blocks(self, block_size: int, step: int) -> int | None:
@@ -184,3 +188,4 @@ class Growth:
 
 FULL = Growth()
 STATE = Growth(is_state=True)
+CHECKPOINT = Growth(is_state=True, is_at_rest=True)
