@@ -245,7 +245,8 @@ class KVCache:
 
         The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
         longer step is correct, but no request can resume at that position; ``stats().passed_boundaries`` counts these.
-        With ``Retention.rounds_states`` it also ends at multiples of the hit grid. Only models with states have such positions. Raises StaleHandle for a closed or suspended sequence."""
+        With ``Retention.rounds_states`` it also ends at multiples of the hit grid. Only models with states have such
+        positions. Raises StaleHandle for a closed or suspended sequence."""
         limits = [self._settler.step_limit(request) for request in requests_of(sequences, self._core)]
         return limits[0] if isinstance(sequences, Sequence) else np.array(limits, np.int64)
 
