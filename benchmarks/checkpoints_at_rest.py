@@ -1,9 +1,8 @@
-"""What are checkpoints in fewer bytes worth in hits, and what do rounded states cost in tokens and logits?
+"""What are checkpoints in fewer bytes worth in hits?
 
-Hits: the first 3,000 requests of the public conversation trace are served without memory, at three budgets, with checkpoints as
+The first 3,000 requests of the public conversation trace are served without memory, at three budgets, with checkpoints as
 running states (float32), in bfloat16 and in int8. Needs the traces, in ``KVPAGODA_TRACES`` or beside the checkout in
-``../shared/traces``; without them a synthetic mix is served. Errors: tiny models of transformers with random weights; half of each
-text is found in the cache, and the logits after it are compared with those of the exact cache.
+``../shared/traces``; without them a synthetic mix is served. ``rounded_states`` has what it costs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvpagoda.replay import serve, synthetic
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema.at_rest import FORMATS
 
-QUESTION = "What are checkpoints in fewer bytes worth in hits, and what do rounded states cost?"
+QUESTION = "What are checkpoints in fewer bytes worth in hits?"
 TRACE = "mooncake_conversation.jsonl.gz"
 NEMOTRON_H_8B: dict[str, Any] = {
     "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 4096, "num_attention_heads": 32,
@@ -29,14 +28,9 @@ NEMOTRON_H_8B: dict[str, Any] = {
 }  # fmt: skip
 MODELS = {"Qwen3-Next-80B": QWEN3_NEXT_80B, "Nemotron-H-8B": NEMOTRON_H_8B}
 BUDGETS = ("20GiB", "100GiB", "400GiB")
-TINY = ("qwen3_next", "nemotron_h", "falcon_h1", "kimi_linear", "mamba2")
 
 
 def measure(options: Options) -> list[Row]:
-    return [*hits(options), *errors(options)]
-
-
-def hits(options: Options) -> list[Row]:
     is_there = (TRACES / TRACE).exists() and not options.quick
     trace = Trace.read(TRACES / TRACE, 3000) if is_there else synthetic(40)
     rows = list[Row]()
@@ -48,7 +42,12 @@ def hits(options: Options) -> list[Row]:
                 schema = replace(schema_of(config), max_positions=None)
                 begun = time.process_time()
                 served = serve(
-                    trace, schema, budget, tokens_per_id=512 if is_there else 64, step_tokens=2048, checkpoint_format=format
+                    trace,
+                    schema,
+                    budget,
+                    tokens_per_id=512 if is_there else 64,
+                    step_tokens=2048,
+                    checkpoint_format=format,
                 )
                 plan = schema.plan(budget, checkpoint_format=format)
                 rows.append(
@@ -56,18 +55,13 @@ def hits(options: Options) -> list[Row]:
                         "model": name,
                         "budget": budget,
                         "format": format or "as running",
-                        "checkpoint_bytes": plan.groups[-1].layout.nbytes,
+                        "bytes": plan.groups[-1].layout.nbytes,
                         "hit_percent": 100 * served.hit_rate,
                         "found_percent": 100 * served.matched_tokens / served.prompt_tokens,
-                        "evicted_checkpoints": served.evicted_checkpoints,
                         "us": 1e6 * (time.process_time() - begun) / served.requests,
                     }
                 )
     return rows
-
-
-def errors(options: Options) -> list[Row]:
-    return []
 
 
 if __name__ == "__main__":
