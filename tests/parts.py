@@ -36,6 +36,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "hf/test_generator_tiers.py::test_tokens_stay_the_same_while_a_tier_fails": ("llama-1.0", "deepseek_v4-0.1"),
     "hf/test_generator_tiers.py::test_tokens_stay_the_same_while_what_is_evicted_goes_to_host_memory_and_disk": KINDS[:2],
     "hf/test_indexers.py::test_tokens_equal_those_of_transformers_cache": 5,
+    "hf/test_lookup.py::test_every_model_whose_states_are_known_verifies_several_tokens": ("mamba", "minimax", "zaya"),
+    "hf/test_lookup.py::test_states_go_back_and_a_text_that_repeats_itself_takes_fewer_passes": ("mamba2", "lfm2"),
     "hf/test_lookup.py::test_tokens_stay_those_of_plain_decoding": ("llama", *KINDS[1:]),
     "hf/test_one_budget.py::test_tokens_stay_the_same_while_memory_changes_kind": KINDS[1:],
     "hf/test_one_budget.py::test_tokens_taken_back_leave_no_trace": KINDS,

@@ -237,6 +237,11 @@ def num_moves(cache: KVCache) -> int:
     return cache.core.capacity.num_moves
 
 
+def has_places(cache: KVCache) -> bool:
+    """Return whether the states of a request lie in several places in turn."""
+    return cache.core.states.places > 1
+
+
 def state_places(handle: Any) -> Any:
     """Return the places of a running sequence's states in turn: int32 ``[places]``, ``[0]`` if there are none."""
     group = handle._lifecycle.core.states.group

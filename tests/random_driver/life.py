@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 
-from .caches import is_prefetched, prompt_length, staging_in_use
+from .caches import has_places, is_prefetched, prompt_length, staging_in_use
 from .faults import Fault, Refused
 from .oracle import DIALECTS, StepTexts
 from .texts import NAMESPACES, Request, Tokens, epoch_of, on_epoch
@@ -234,6 +234,8 @@ def suspend(driver: Driver, request: Request, whole: bool) -> None:
     )  # fmt: skip
     driver.require(not request.fences, "a fenced sequence was suspended")
     request.is_suspended, request.num_written = True, request.length
+    if has_places(driver.cache):
+        request.started_at = request.length  # older states are not copied
     request.version += 1
 
 

@@ -42,7 +42,7 @@ MAMBA = dict(
 HEAD, WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=10))
 STATE = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
 WIDTH = 4
-"""How many tokens windows and rings can rewind."""
+"""How many tokens windows, rings and states can rewind."""
 
 
 class Kind(NamedTuple):
@@ -73,7 +73,7 @@ KINDS = {
     "mla": Kind(
         lambda: schema_of(*[Latent(8, 4, "float32", indexer=IndexKeys(4))] * 2), {"num_blocks": 24}, partial=True
     ),
-    "qwen3_next": Kind(lambda: of_config(QWEN3_NEXT), {"budget": "24KiB"}, rewinds=False),
+    "qwen3_next": Kind(lambda: of_config(QWEN3_NEXT, verify_width=WIDTH), {"budget": "24KiB"}),
     "deepseek_v4": Kind(lambda: of_config(DEEPSEEK_V4, verify_width=WIDTH), {"budget": "420KiB"}, block_size=8),
     "mamba": Kind(lambda: of_config(MAMBA), {"budget": "16KiB"}, rewinds=False, shares=False, evicts=False),
     "mixed": Kind(
@@ -81,7 +81,6 @@ KINDS = {
             HEAD, WINDOW, (HEAD, STATE), Attention(1, 4, 4, "float32", Growth(chunk=12)), Shared(0)
         ).rewindable(WIDTH),
         {"budget": "16KiB"},
-        rewinds=False,
     ),
 }
 SLOTS = 4

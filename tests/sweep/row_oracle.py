@@ -79,7 +79,10 @@ class RowOracle:
             for rows in layer.state_rows():
                 salt += 1
                 for i, text in enumerate(texts):
-                    self._state_field(view, layer.index, rows, i, text.state, prints[i][-1], salt)
+                    if view.state_writes.shape[1] > 1:
+                        self._states_in_turn(view, layer.index, rows, i, prints[i], before[i], salt)
+                    else:
+                        self._state_field(view, layer.index, rows, i, text.state, prints[i][-1], salt)
         for text, end in zip(texts, prints):
             text.state = end[-1]
 
@@ -121,6 +124,20 @@ class RowOracle:
         ]
         found = view.slot_mapping[: len(expected)].tolist()
         assert found == expected, f"slot_mapping {found} is not that of the block table, {expected}"
+
+    def _states_in_turn(
+        self, view: Any, index: int, rows: Any, i: int, prints: np.ndarray[Any, Any], before: int, salt: int
+    ) -> None:
+        """Compare the state with which request ``i`` begins the step, and write those after its last tokens, each to a
+        place of its own."""
+        memory, nbytes = self._view(view, index, rows.name)
+        row, places = int(view.state_indices[i]), view.state_writes[i].tolist()
+        states = _pattern(prints, salt, nbytes * memory.shape[1])
+        is_same = memory[row].reshape(-1) == states[before - 1] if before else view[rows.name][row] == rows.fill
+        assert is_same.all(), f"layer {index} {rows.name}: request {i} has another state than that of {before} tokens"
+        self.num_compared += 1
+        for place, state in zip(places, states[before:][-len(places) :]):
+            memory[place] = state.reshape(memory.shape[1:])
 
     def _state_field(
         self, view: Any, index: int, rows: Any, i: int, state: np.uint64 | None, after: np.uint64, salt: int

@@ -151,19 +151,19 @@ class Lifecycle:
         """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens: a later token wrote
         over it, or the request started from more tokens."""
         core, slot = self.core, request.slot
-        written, cached = max(request.written, request.own_length), request.match.resumable
-        short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(cached, written - n)]
+        written, oldest = max(request.written, request.own_length), request.oldest
+        short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(oldest, written - n)]
         if short:
             layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
             least = min(n for _, _, n in short)
-            furthest, hint = max(cached, written - least), f"plan with a verify_width of {written - length}"
-            if furthest == cached:
-                hint = "it began with what was cached, so open the shorter text instead"
+            furthest, hint = max(oldest, written - least), f"plan with a verify_width of {written - length}"
+            if furthest == oldest:
+                hint = "it began there, as a hit, a fork or after a suspend; open the shorter text instead"
             elif not least:
                 hint += ", or fork before tokens that may be taken back"
             raise BadInput.with_hint(
                 f"{request.own_length} tokens can be rewound to {furthest}, not to {length}: of {written} tokens written "
-                f"after {cached} cached ones, these layers take back at most: {layers}",
+                f"after the first {oldest}, these layers take back at most: {layers}",
                 hint, needed=request.own_length - length, available=max(0, request.own_length - furthest),
             )  # fmt: skip
         for group in core.groups:
@@ -252,6 +252,8 @@ class Lifecycle:
         self.settler.settle(request)
         self.settler.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, request.capacity, whole)
+        if core.states.places > 1:
+            request.oldest = request.own_length
         core.release(request, suspended)
         self.ending.tidy()
 

@@ -40,7 +40,9 @@ class Request:
     Tokens. ``tokens``: the buffer, int32; the first ``prompt_length`` are the prompt, the first ``length`` are
     committed. ``own_length``: committed tokens without those that only ``rows`` has yet. ``capacity``: how many tokens,
     the committed ones included, every group has blocks for. ``written``: the most tokens that a batch or a commit
-    reached; rings and states hold the last of these. ``rows``: the persistent batch that commits for it, if any.
+    reached; rings and states hold the last of these. ``oldest``: how many tokens the states that it began with belong
+    to, or those with which it was suspended; it has none of fewer tokens. ``rows``: the persistent batch that commits
+    for it, if any.
 
     Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``settle_at``: how many
     tokens it has when a commit settles it (``cache/settling.py``). ``rounded_at``: after how many tokens its states were
@@ -60,8 +62,8 @@ class Request:
 
     __slots__ = (
         "block_hashes", "breakpoints", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids",
-        "namespace", "num_fences", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at",
-        "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
+        "namespace", "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes",
+        "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +77,7 @@ class Request:
         publishes: bool = True,
     ) -> None:
         self.tokens, self.prompt_length = tokens, prompt_length
-        self.own_length = self.capacity = self.written = 0
+        self.own_length = self.capacity = self.written = self.oldest = 0
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
         self.match = _NO_MATCH
         self.lease: Lease
@@ -156,7 +158,7 @@ class Request:
             self.media_ids = {index: media for index, media in self.media_ids.items() if index < self.own_length}
             self.epochs = self.epochs_until(found.resumable)
         self.match = found
-        self.own_length = self.written = found.resumable
+        self.own_length = self.written = self.oldest = found.resumable
 
     def enter_epoch(self, epoch: int) -> None:
         """Compute all further tokens with the weights of ``epoch``. The request stops publishing, since its text now

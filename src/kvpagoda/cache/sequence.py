@@ -155,7 +155,7 @@ class Sequence:
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:
         """Start a second request with the same committed tokens, which may then continue differently.
 
-        Whole blocks are shared; the partial block and state rows are copied. ``reserve``: the most tokens that the new
+        Whole blocks are shared; the partial block and the newest states are copied. ``reserve``: the most tokens that the new
         request may have (default: the committed ones). Raises RetryLater if no slot or no room is free, or while this
         sequence is fenced, and StaleHandle; nothing changed then."""
         wanted = 0 if reserve is None else whole_number(reserve, "reserve")
@@ -174,8 +174,9 @@ class Sequence:
         Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far; the
         message names the layers. How far is counted from the last token that any batch wrote, committed or not. Such a
         layer cannot go back behind what the request started from either: a checkpoint, or the sequence it was forked
-        from. Raises OutOfBlocks if a shared block must be copied and no block is free, RetryLater while fenced, and
-        StaleHandle. Nothing changed then."""
+        from; and states of which a request has several places (``Schema.rewindable``) not behind a suspend. Raises
+        OutOfBlocks if a shared block must be copied and no block is free, RetryLater while fenced, and StaleHandle. Nothing
+        changed then."""
         self._lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
 
     @while_running
@@ -183,8 +184,8 @@ class Sequence:
         """Copy what this request holds to host memory, and free its blocks, its slot and its reservation.
 
         Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. ``whole``: copy all
-        rows that the request needs, so that it can continue unchanged. Otherwise copy only those that are not shared:
-        what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
+        rows that the request needs, so that it can continue unchanged; of states, the newest. Otherwise copy only those that
+        are not shared: what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
         if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput; nothing
         changed then."""
         self._lifecycle.suspend(self._request, truth(whole, "whole"))

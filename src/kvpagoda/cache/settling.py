@@ -435,7 +435,7 @@ class Settler:
         started with them or wrote them later, and no step wrote those of so many more tokens that they are
         overwritten."""
         written = max(request.own_length, request.most_written)
-        return request.match.resumable <= length and written - length <= self._most_ahead
+        return request.oldest <= length and written - length <= self._most_ahead
 
     def _store(self, name: int) -> None:
         """Store checkpoint ``name`` in tiers, if it is still kept."""

@@ -106,7 +106,8 @@ class Loaded(Cached):
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, found, hit = self._core, self.found, self._hit
         whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
-        end = whole + core.tiers.load(hit, core.states.begin_at(found.resumable, own), whole)
+        targets = own if self.scratch is not None else core.states.begin_at(found.resumable, own)
+        end = whole + core.tiers.load(hit, targets, whole)
         core.states.loaded(found.resumable, own)
         if core.full is None:
             return found
@@ -129,9 +130,10 @@ class Swapped(Cached):
         return [range(num_blocks) if group is core.full else left[group.index] for group in core.groups]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
-        core = self._core
-        counts = [max(0, part.end - span.stop) for part, span in zip(self._suspended.parts, self.shared)]
-        core.swap.copy_in(self._suspended, [places[:count] for places, count in zip(own, counts)])
+        core, suspended = self._core, self._suspended
+        counts = [max(0, part.end - span.stop) for part, span in zip(suspended.parts, self.shared)]
+        targets = core.states.begin_at(suspended.length, own)
+        core.swap.copy_in(suspended, [places[:count] for places, count in zip(targets, counts)])
         if core.states.group is not None and not counts[core.states.group.index]:
             core.states.reset(own)
         return self.found

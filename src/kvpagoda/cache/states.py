@@ -33,6 +33,8 @@ class NoStates:
     scratch: int | None = None
     """The index of the group in which a request needs a block while it loads a checkpoint; None: it needs none. Set where
     checkpoints are in another encoding than the states of requests."""
+    places = 1
+    """The number of places of a request."""
 
     def reset(self, own: Many[Ids]) -> None:
         """Make the states in ``own``, free blocks by group, those of empty texts: for each text the blocks of its places,
@@ -77,7 +79,7 @@ class NoStates:
         return _NONE
 
     def loaded(self, length: int, own: Many[Ids]) -> None:
-        """Put the states that were loaded into ``own``, as ``begin_at`` returned it for ``length`` tokens, in their place."""
+        """Put the states of ``length`` tokens that were loaded into the block of ``scratch`` in ``own`` in their place."""
 
     def round(self, slot: int, length: int) -> None:
         """Round the states of ``slot`` after ``length`` tokens to those that a checkpoint of them gives back."""
@@ -101,7 +103,7 @@ class States(NoStates):
         """``copies``: the group of the copies in checkpoints: ``group`` itself, or one with another encoding."""
         self.group, self._copies = group, copies
         self.scratch = None if copies is group else copies.index
-        self._group, self._memory, self._places = group, memory, group.places
+        self._group, self._memory, self.places = group, memory, group.places
         self._columns = np.arange(group.places)
         self._needs = [int(number == copies.index) for number in range(num_groups)]
         self._needs_in_step = [int(number == group.index) for number in range(num_groups)]
@@ -109,11 +111,11 @@ class States(NoStates):
     def reset(self, own: Many[Ids]) -> None:
         places = own[self._group.index]
         if len(places):
-            self._memory.reset(self._group.index, BlockPlaces(places[:: self._places]))
+            self._memory.reset(self._group.index, BlockPlaces(places[:: self.places]))
 
     def begin_at(self, length: int, own: Many[BlockPlaces]) -> Many[BlockPlaces]:
-        if self.scratch is not None or not (column := length % self._places):
-            return own  # loaded into the block of ``scratch``, and put in its place by ``loaded``
+        if not (column := length % self.places):
+            return own
         number = self._group.index
         return [BlockPlaces(ids[column:]) if index == number else ids for index, ids in enumerate(own)]
 
@@ -135,12 +137,12 @@ class States(NoStates):
 
     def _place_in(self, own: Many[Ids], length: int) -> BlockPlaces:
         """Return the place, ``[1]``, of the state after ``length`` tokens in ``own``, blocks by group for one request."""
-        column = length % self._places
+        column = length % self.places
         return BlockPlaces(own[self._group.index][column : column + 1])
 
     def _place_of(self, slot: int, length: int) -> BlockPlaces:
         """Return the place, ``[1]``, of the state of ``slot`` after ``length`` tokens."""
-        column = length % self._places
+        column = length % self.places
         return self._group.places_between(slot, column, column + 1)
 
     def make_room(self, capacity: Capacity) -> bool:
@@ -169,10 +171,10 @@ class States(NoStates):
         return block
 
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
-        rows: Ids = self._group.table.cells[slots, lengths % self._places if self._places > 1 else 0]
+        rows: Ids = self._group.table.cells[slots, lengths % self.places if self.places > 1 else 0]
         return rows
 
     def written(self, slots: Ids, before: Ids, after: Ids) -> Ids:
-        first = np.maximum(before, after - self._places) + 1
-        rows: Ids = self._group.table.cells[slots[:, None], (first[:, None] + self._columns) % self._places]
+        first = np.maximum(before, after - self.places) + 1
+        rows: Ids = self._group.table.cells[slots[:, None], (first[:, None] + self._columns) % self.places]
         return rows

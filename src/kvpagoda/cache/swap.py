@@ -59,6 +59,8 @@ class Suspended(NamedTuple):
     """For each group: the number of blocks that it had reserved."""
     capacity: int
     """The number of tokens that it had room for."""
+    length: int
+    """The number of tokens that were committed. Of states, those after them were copied, and no older ones."""
 
     @property
     def left_behind(self) -> list[range]:
@@ -112,10 +114,16 @@ class Swap:
             raise OutOfBlocks.with_hint(text, hint, needed=need, available=free)
         pieces = np.split(self._rows.peek(need), np.cumsum(counts)[:-1])
         parts = tuple(Part(begin, end, rows) for (begin, end), rows in zip(columns, pieces))
-        ids = [group.table.cells[slot, begin:end].copy() for group, (begin, end, _) in zip(self._groups, parts)]
+        at = [
+            length % max(1, group.places) for group in self._groups
+        ]  # of states: the place that is read next, and no other
+        ids = [
+            group.table.cells[slot, begin + place : end + place].copy()
+            for group, (begin, end, _), place in zip(self._groups, parts, at)
+        ]
         self._copy(parts, ids, is_out=True)
         firsts, reserved = zip(*[(group.first[slot], group.reserved[slot]) for group in self._groups])
-        return Suspended(parts, firsts, reserved, capacity)
+        return Suspended(parts, firsts, reserved, capacity, length)
 
     def copy_in(self, suspended: Suspended, targets: Many[Ids]) -> None:
         """Copy back to ``targets``: for each group int32 ids of blocks for the last columns of its part."""
@@ -153,7 +161,7 @@ class Swap:
         return [
             (
                 max(group.first[slot], 0 if whole else group.shared[slot]),
-                ceil_div(length, group.block_size) * group.places,
+                ceil_div(length, group.block_size) if group.places else 0,
             )
             for group in self._groups
         ]

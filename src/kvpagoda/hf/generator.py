@@ -97,8 +97,10 @@ class Generator:
     ``prefill_chunk``: the most prompt tokens of one request in one step.
 
     ``lookup``: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass.
-    The output tokens are the same. Rejected tokens are never committed. Fewer tokens are proposed if a state can rewind
-    fewer, none if a state cannot rewind. ``num_proposed`` and ``num_accepted`` count tokens.
+    The output tokens are the same. Rejected tokens are never committed. In a model with recurrent or convolution states
+    a request has ``lookup`` more states, and a pass runs the modules that update them once for each token. None are
+    proposed where these modules are not known (RWKV, xLSTM, Inkling, Qwen4-Exp). ``num_proposed`` and ``num_accepted``
+    count tokens.
 
     ``preemption``: admit requests with room for their prompt only; when memory runs out, this policy chooses the
     request to preempt. It starts again later, and its tokens stay the same. None: a request starts only when there is

@@ -42,7 +42,9 @@ def layer_at_rest(layer: Layer, format: str) -> tuple[Rows, ...]:
 
 def layout_at_rest(group: Group, format: str, order: str) -> RowLayout | None:
     """Return the record of one checkpoint of ``group``, the group of states, in ``format``; None if that is the record of a
-    running request's state."""
+    running request's state, and for other groups."""
+    if not group.growth.is_state:
+        return None
     pairs = [(layer, layer_at_rest(layer, format)) for layer in group.layers]
     if all(rest == layer.state_rows() for layer, rest in pairs):
         return None

@@ -73,7 +73,8 @@ class Schema:
         model computes them. ``fp8`` uses the packed rows of FlashMLA and DeepGEMM; rows of other sizes or another dtype
         have codes and scales in separate arrays. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32,
         16, and 64 or 128 elements. ``layout``: see ``laid_out``; it decides the format and dialect of encoded rows.
-        ``verify_width``: how many of the newest tokens ``rewind`` may remove, see ``rewindable``.
+        ``verify_width``: how many of the newest tokens ``rewind`` may remove, and how many tokens of a step may stay
+        uncommitted; see ``rewindable``.
 
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
@@ -303,16 +304,18 @@ class Schema:
         blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
         if max(max_requests, blocks) >= 2**31:
             raise BadInput(f"max_requests and num_blocks must be below 2^31, got {max_requests:,} and {blocks:,}")
-        is_shared = shared and order == "block" and not blocks and len(self.all_groups) > 1
+        checkpoint_format = checked_format(checkpoint_format)
+        num_groups = len(self.all_groups)
+        if checkpoint_format and layout_at_rest(self.all_groups[-1], checkpoint_format, order) is not None:
+            num_groups += 1
+        is_shared = shared and order == "block" and not blocks and num_groups > 1
         if checkpoints is None:
             is_bounded = any(group.growth.is_bounded for group in self.all_groups)
-            has_parts = bool(blocks) or (not is_shared and len(self.all_groups) > 1)
+            has_parts = bool(blocks) or (not is_shared and num_groups > 1)
             checkpoints = (max_requests if has_parts else MAX_CHECKPOINTS) if is_bounded else 0
         checkpoints = whole_number(checkpoints, "checkpoints", at_least=0)
-        checkpoint_format = checked_format(checkpoint_format)
         groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints, checkpoint_format)
-        if not groups[-1].growth.is_at_rest:
-            checkpoint_format = None
+        checkpoint_format = checkpoint_format if groups[-1].growth.is_at_rest else None
         num_sectors = sector_nbytes = 0
         if blocks:
             nbytes = groups_nbytes(groups := equal_groups(groups, blocks))
@@ -384,7 +387,7 @@ class Schema:
             law, layout = group.growth, fit.block_layout(group, order)
             size = WHOLE_TEXT if law.is_state else fit.block_size
             most, kept = law.most_blocks(size, step_tokens), law.checkpoint_blocks(size)
-            rest = layout_at_rest(group, checkpoint_format, order) if law.is_state and checkpoint_format else None
+            rest = layout_at_rest(group, checkpoint_format, order) if checkpoint_format else None
             if rest is not None:
                 kept = 0
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
