@@ -185,9 +185,9 @@ class Sequence:
 
         Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. ``whole``: copy all
         rows that the request needs, so that it can continue unchanged; of states, the newest. Otherwise copy only those that
-        are not shared: what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
-        if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput; nothing
-        changed then."""
+        are not shared: what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises
+        OutOfBlocks if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput;
+        nothing changed then."""
         self._lifecycle.suspend(self._request, truth(whole, "whole"))
 
     @exclusive
