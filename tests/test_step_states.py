@@ -83,6 +83,15 @@ def test_without_the_option_nothing_is_named_and_a_step_ends_as_before() -> None
         sequence.commit(TEXT, [8])
 
 
+def test_a_model_without_states_names_nothing() -> None:
+    cache = cache_of(FULL, WINDOW)
+    sequence, batch = begun(cache)
+    assert [len(part) for part in batch.checkpoints] == [0, 0, 0] and sequence.step_checkpoints == ()
+    sequence.commit(TEXT)
+    sequence.close()
+    cache.check()
+
+
 def test_a_step_that_may_leave_two_states_ends_at_the_third_position() -> None:
     cache = cache_of(*ALL, named=2)
     sequence = cache.open(TEXT, checkpoints=[8, 20, 36], capacity=0)

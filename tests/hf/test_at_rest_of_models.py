@@ -1,4 +1,4 @@
-"""Checkpoints in fewer bytes under transformers' models: close to the exact tokens, and to the bit where the cold run rounds."""
+"""Checkpoints in fewer bytes under transformers' models: warm equals cold to the bit where the cold run rounds."""
 
 from __future__ import annotations
 

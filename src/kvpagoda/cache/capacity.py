@@ -58,11 +58,10 @@ class Capacity:
         guard: Guard,
         running: dict[int, Request],
         events: NoEvents,
-        step_states: StepStates,
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._tiers, self._memory, self._guard, self._running, self._events = tiers, memory, guard, running, events
-        self._step_states = step_states
+        self.step_states = StepStates(None)  #: blocks that steps in flight named; ``Core`` sets it
         self._tells_freed = bool(tiers.levels) or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
@@ -221,8 +220,8 @@ class Capacity:
         """Return the places in ``group`` whose blocks may not move now: those of fenced requests. int32."""
         fenced = [request for request in self._running.values() if request.num_fences]
         places = [np.empty(0, np.int32), *(group.held_places(request.slot) for request in fenced)]
-        if group is self._step_states.group:
-            places += [self._step_states.places(request) for request in fenced]
+        if group is self.step_states.group:
+            places += [self.step_states.places(request) for request in fenced]
         return BlockPlaces(np.concatenate(places))
 
     # -- applying ----------------------------------------------------------------------------------------------------
@@ -338,6 +337,6 @@ class Capacity:
         for group in self._groups:
             absent = np.empty(0, np.int32) if self._sectors is None else self._sectors.absent_ids(group)
             elsewhere = [group.places_of(self._prefix.cached[group.index].names())]
-            if group is self._step_states.group:
-                elsewhere.append(self._step_states.places())
+            if group is self.step_states.group:
+                elsewhere.append(self.step_states.places())
             group.check(BlockPlaces(np.concatenate(elsewhere)), absent)

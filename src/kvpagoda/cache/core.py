@@ -125,8 +125,8 @@ class Core:
             self.guard,
             self.running,
             self.events,
-            self.step_states,
         )
+        self.capacity.step_states = self.step_states
         #: their ``observable`` methods can be observed
         self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
         if settings.events is not None:

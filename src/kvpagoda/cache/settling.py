@@ -45,7 +45,7 @@ class Settler:
         self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
         """How many tokens steps may have written after a text whose states are still there."""
-        self._most_named = core.settings.limits.step_checkpoints or 0
+        self._most_named = (core.settings.limits.step_checkpoints or 0) if self._points.ends_steps else 0
         """Positions inside a step of one request at which it leaves states."""
         rounds = core.settings.retention.rounds_states and core.states.scratch is not None
         self._round_every = core.settings.limits.hit_grid if rounds else 0
