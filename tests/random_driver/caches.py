@@ -58,6 +58,8 @@ class Settings:
     layout: str | None
     coarse: int
     slack: int
+    step_checkpoints: int
+    checkpoint_format: str | None
 
 
 def settings_of(schema: str, seed: int) -> Settings:
@@ -85,6 +87,8 @@ def settings_of(schema: str, seed: int) -> Settings:
         layout=one(None, *LAYOUTS.get(schema, ())),
         coarse=one(1024, 4, 16),
         slack=one(512, 4, 16),
+        step_checkpoints=one(0, 1, 3),
+        checkpoint_format=one(None, None, "bfloat16", "bfloat16" if schema == "deepseek_v4" else "int8"),
     )  # fmt: skip
     return replace(settings, order=None) if settings.layout in ("vllm-lhbnc", "vllm-bhlnc") else settings
 
@@ -97,6 +101,7 @@ def budget_of(settings: Settings, schema: Schema) -> int:
             plan = schema.plan(
                 nbytes, settings.max_requests, settings.block_size, step_tokens=settings.step_tokens,
                 checkpoints=settings.checkpoints, order=settings.order, kernel_page=settings.kernel_page,
+                checkpoint_format=settings.checkpoint_format,
             )  # fmt: skip
             if plan.fits(min(settings.num_long, settings.max_requests), 48):
                 return nbytes
@@ -116,8 +121,13 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[K
             max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
             policy=settings.policy,
             tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
-            limits=Limits(MAX_CONTEXT, settings.step_tokens, settings.swap),
-            retention=Retention(settings.checkpoints, settings.checkpoint_every, settings.pin_share),
+            limits=Limits(
+                MAX_CONTEXT, settings.step_tokens, settings.swap, step_checkpoints=settings.step_checkpoints
+            ),
+            retention=Retention(
+                settings.checkpoints, settings.checkpoint_every, settings.pin_share,
+                checkpoint_format=settings.checkpoint_format,
+            ),
         )  # fmt: skip
     return cache, drivers
 

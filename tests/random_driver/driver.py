@@ -49,7 +49,7 @@ class Driver:
         """Make a new cache, in which nothing runs."""
         self.cache, self.tier_drivers = make_cache(self.settings, self.folder, self.weights)
         schema, self.longest = self.cache.schema, self.cache.max_context
-        self.oracle = Oracle(schema, self.cache.plan.kernel_page)
+        self.oracle = Oracle(schema, self.cache.plan.kernel_page, self.settings.checkpoint_format is not None)
         self.draft_width, self.rewind_width = draft_width(schema), rewind_width(schema)
         self.epochs = Epochs(self.weights)
         self.requests: dict[Any, Request] = {}  # the open ones, by handle

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,12 +37,13 @@ def begin(
         *([NeverFits] if may_never else []),
         *([] if is_idle and not may_never else [RetryLater]),
     )
-    return started(driver, number, handle, namespace, tokens, media, int(total))
+    return started(driver, number, handle, namespace, tokens, media, int(total), settings)
 
 
 def started(
-    driver: Driver, number: int, handle: Any, namespace: Any, tokens: Tokens, media: dict[int, bytes], total: int
-) -> Request:
+    driver: Driver, number: int, handle: Any, namespace: Any, tokens: Tokens, media: dict[int, bytes], total: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Request:  # fmt: skip
     """Return the driver's record of the request that ``open`` returned as ``handle``."""
     request = Request(number, handle, driver.epochs.seed(namespace), namespace, tokens, media, total)
     request.length = request.num_written = request.highest = request.started_at = handle.length
@@ -55,6 +58,8 @@ def started(
     compute_lacking(driver, request)
     if handle.capacity > request.length:
         look(driver, request)
+    asked = [one.asked for one in handle.checkpoints]
+    driver.require(asked == [*settings.get("checkpoints", ())], f"{request} says {handle.checkpoints}")
     return request
 
 
@@ -100,6 +105,9 @@ def open_one(driver: Driver) -> None:
         settings["priority"] = driver.between(0, 4)
     if driver.settings.tiers != "none" and driver.chance(0.4):
         settings["layerwise"] = True
+    if driver.chance(0.4):
+        most = min(len(tokens) + 1, driver.longest)
+        settings["checkpoints"] = [driver.between(0, most) for _ in range(driver.between(0, 4))]
     begin(driver, tokens, media, namespace_of(driver), **settings)
 
 

@@ -79,6 +79,16 @@ def _array(field: Any) -> Array:
     return found
 
 
+def left_states(batch: Any) -> list[tuple[int, int, int]]:
+    """Return (row of the batch, position, state row) of each state that the step leaves at a position inside of it."""
+    named, positions = batch.checkpoints, batch.positions.numpy()
+    rows, tokens, places = (part.numpy() for part in named)
+    starts = batch.qo_indptr.numpy()
+    if not ((starts[rows] <= tokens) & (tokens < starts[rows + 1] - 1)).all():
+        raise WrongBytes(f"states are left after tokens {tokens} of rows {rows}, whose tokens begin at {starts}")
+    return [*zip(rows.tolist(), (positions[tokens] + 1).tolist(), places.tolist())]
+
+
 class StepTexts:
     """The texts of a step's rows: ``counts[i]`` tokens after the committed ones of ``requests[i]``. If ``news[i]`` is
     not empty, these tokens count as written from now on."""
@@ -107,7 +117,9 @@ class StepTexts:
 class Oracle:
     """Fills and compares what the batches of one schema show."""
 
-    def __init__(self, schema: Schema, page_size: int) -> None:
+    def __init__(self, schema: Schema, page_size: int, is_rounded: bool = False) -> None:
+        """``is_rounded``: states must be numbers that checkpoints in fewer bytes keep as they are."""
+        self._is_rounded = is_rounded
         self._layers, self._size = schema.layers, page_size
         self._by_index = schema.by_index
         self._blocks = {layer.index: self._block_fields(layer) for layer in schema.layers}
@@ -123,7 +135,9 @@ class Oracle:
     def _state_fields(self, layer: Layer) -> list[Field]:
         return [
             Field(
-                field.name, Stamp(layer.index, field.name, field.dtype), 1, rows.count,
+                field.name,
+                Stamp(layer.index, field.name, "uint8" if self._is_rounded and field.dtype == "float32" else field.dtype),
+                1, rows.count,
                 rows.count if kind.state_places() > 1 else max(0, rows.count - (kind.rewinds() or 0)), rows.fill,
                 kind.state_places(),
             )
@@ -263,6 +277,12 @@ class Oracle:
                         array[where[len(positions) :] // self._size] = 77
             for field in self._states[layer.index]:
                 array = _array(view[field.name])
+                for row, position, place in left_states(batch):
+                    newest = _UP[max(0, position - field.count) : position]
+                    array[place] = field.fill
+                    self._put(
+                        array, np.full(len(newest), place), newest % field.count, field.stamp(step.marks[row][newest])
+                    )
                 if field.places > 1:
                     rows, _, state_marks, at = self._left(field, step)
                     self._put(array, written[rows, at], at * 0, field.stamp(state_marks))

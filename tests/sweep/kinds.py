@@ -107,7 +107,7 @@ def make_cache(kind: str, tiers: tuple[TierSpec, ...] = ()) -> KVCache:
     size = KINDS[kind].block_size
     return KVCache(
         schemas(kind), device="cpu", max_requests=SLOTS, block_size=size, poison=True, tiers=tiers, identity=Identity("w"),
-        limits=Limits(step_tokens=2 * size), retention=Retention(4, 1), **KINDS[kind].size,
+        limits=Limits(step_tokens=2 * size, step_checkpoints=2), retention=Retention(4, 1), **KINDS[kind].size,
     )  # fmt: skip
 
 

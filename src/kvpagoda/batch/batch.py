@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence as Many
 from functools import cached_property
 from itertools import islice
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
 from kvpagoda.batch.step import Step, StepRows
 from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepBuffers, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
@@ -177,6 +178,14 @@ class LayerView:
         return self._batch.state_writes
 
     @property
+    def checkpoints(self) -> StepCheckpoints:
+        """Where the step leaves states at positions inside of it. Raises BadInput if the view has no batch, and
+        StaleHandle."""
+        if self._batch is None:
+            raise self._without_batch()
+        return self._batch.checkpoints
+
+    @property
     def arrays(self) -> GroupArrays:
         """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
         if self._group is None:
@@ -315,6 +324,19 @@ class LayerView:
         return f"layer {self.layer.index} ({self.layer.label})"
 
 
+class StepCheckpoints(NamedTuple):
+    """Where a step leaves states at positions inside of it, so that it need not end there: int32 ``[n]`` each.
+
+    A recurrence that passes token ``tokens[i]``, the number of a new token in the step, which lies in row ``rows[i]``, leaves
+    its states after this token in the record ``places[i]`` of the state pools, in every layer. The commit of the row then
+    names the position: ``sequence.commit(ids, sequence.step_checkpoints)``. An engine that does not, or that leaves out a
+    position, loses no more than the checkpoint. Empty unless ``Limits.step_checkpoints`` is above 0."""
+
+    rows: Any
+    tokens: Any
+    places: Any
+
+
 class Batch:
     """The index arrays of one step: ``B`` rows (padded rows last) and ``T`` new tokens, one row after another.
 
@@ -359,13 +381,16 @@ class Batch:
         requests: Many[Request],
         rows: StepRows,
         before: Array,
+        named: Many[tuple[int, int, BlockNames]] = (),
     ) -> None:
         """Prepare a step of ``rows.counts[i]`` tokens of row ``i`` after its first ``before[i]``, int64 ``[B]``.
 
-        ``requests``: those of the rows that are not padded. The caller has made room for the new tokens.
+        ``requests``: those of the rows that are not padded. The caller has made room for the new tokens. ``named``: see
+        ``Settler.name_states``.
         """
         buffers.number += 1
         self.core, self._schema, self._requests = core, schema, requests
+        self._named = named
         self._current = buffers.number, core.capacity.num_moves
         self._stopped, self.block_size = core.counters.stopped, core.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
@@ -399,6 +424,21 @@ class Batch:
         self.check_current()
         written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
         return self.buffers.put("state_writes", written.reshape(-1)).reshape(written.shape)
+
+    @cached_property
+    def checkpoints(self) -> StepCheckpoints:
+        """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
+        self.check_current()
+        put, group = self.buffers.put, self.core.step_states.group
+        rows = np.array([row for row, _, _ in self._named], np.int64)
+        tokens = np.array([position for _, position, _ in self._named], np.int64) - 1
+        tokens += self.rows.indptr[rows] - self.before[rows]
+        places = np.empty(0, np.int32)
+        if group is not None and self._named:
+            places = group.places_of(BlockNames(np.concatenate([block for _, _, block in self._named])))
+        return StepCheckpoints(
+            put("checkpoint_rows", rows), put("checkpoint_tokens", tokens), put("checkpoint_places", places)
+        )
 
     def layer(self, index: int) -> LayerView:
         """Return the view of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
@@ -458,7 +498,10 @@ def batch_of(
     for request, end in zip(requests, ends):
         if end > request.written:
             request.written = end
-    return Batch(lifecycle.core, buffers, schema, requests, step, before)
+    named: Many[tuple[int, int, BlockNames]] = ()
+    if lifecycle.core.settings.limits.step_checkpoints and firsts is None:
+        named = lifecycle.settler.name_states(requests, ends)
+    return Batch(lifecycle.core, buffers, schema, requests, step, before, named)
 
 
 def _starts(requests: Many[Request], firsts: Many[SupportsIndex]) -> list[int]:

@@ -228,6 +228,8 @@ class Admission:
             if own is None or found is None:
                 core.guard.change(core.prefix.index.release, holding)
                 return False
+            if source.scratch is not None:
+                own[source.scratch] = BlockPlaces(own[source.scratch][:-1])  # free again
             shared = [group.places_of(named) for group, named in zip(core.groups, names)]
             is_same = isinstance(source, Swapped)
             if (residency := core.prefix.residency) is not None:
@@ -250,6 +252,9 @@ class Admission:
             need, lacking = -(-capacity // group.block_size) * group.places - span.stop, most - len(span)
             needs.append(need if need > 0 else 0)
             more.append(lacking if lacking > needs[-1] else needs[-1])
+        if source.scratch is not None:
+            needs[source.scratch] += 1
+            more[source.scratch] += 1
         if not core.capacity.make_room(needs, more):
             return None
         return [BlockPlaces(group.free.peek(need)) for group, need in zip(core.groups, needs)]

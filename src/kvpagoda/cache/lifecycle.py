@@ -18,6 +18,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.admission import Admission
+from kvpagoda.cache.breakpoints import positions_of
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.request import Request
@@ -72,7 +73,7 @@ class Lifecycle:
             core.allocated(core.running[slot])
         core.guard.is_torn = False
 
-    def commit(self, request: Request, token_ids: Any) -> None:
+    def commit(self, request: Request, token_ids: Any, checkpoints: Any = None) -> None:
         """Record that the rows of the next tokens are written; see ``Sequence.commit``."""
         if request.rows is not None:
             request.detach()
@@ -93,13 +94,30 @@ class Lifecycle:
             index = same.argmin()
             if not same[index]:
                 raise BadInput(f"commit names token {ids[index]} at {length + index}, the prompt has {known[index]}")
+        written = None if checkpoints is None else self._written(request, checkpoints, end)
         if count > left:
             request.append(ids)
         request.own_length = end
+        if written:
+            core.step_states.commit(request, written)
         if end >= request.settle_at:
             self.settler.settle(request)
         elif end // core.block_size > length // core.block_size:
             core.waiting[request] = None
+
+    def _written(self, request: Request, checkpoints: Any, end: int) -> set[int]:
+        """Return after how many blocks of ``request`` a step left states, which are ``checkpoints`` in tokens. ``end``: the
+        tokens that are committed with it. Raises BadInput for positions that the step did not name."""
+        size, asked = self.core.block_size, self.core.step_states.positions(request, self.core.block_size)
+        positions = positions_of(checkpoints)
+        for position in positions:
+            if position not in asked or position > end:
+                text = (
+                    f"commit up to {end} tokens says that the states after {position} were written; the step named "
+                    f"{[*asked][:16]}"
+                )
+                raise BadInput.with_hint(text, "name positions of Sequence.step_checkpoints", needed=position)
+        return {position // size for position in positions}
 
     # -- rewinding ---------------------------------------------------------------------------------------------------
 
@@ -118,9 +136,12 @@ class Lifecycle:
         due = [depth for depth in request.due if depth <= columns]
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
+        if self.core.step_states.named:
+            self.core.guard.change(self.core.give_back, request, [*self.core.step_states.named.get(request, ())])
         request.written = max(request.written, request.own_length)
         request.due, request.epochs = due, epochs
         request.own_length, request.media_ids = length, media_ids
+        request.rounded_at = -1
         request.prompt_length = min(request.prompt_length, length)
         del request.block_hashes[columns + 1 :]
         self.settler.plan(request)

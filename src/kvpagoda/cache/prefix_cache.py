@@ -102,9 +102,13 @@ class PrefixCache:
     ) -> None:
         self.points = points
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
-        self.states = next((group for group in groups if group.growth.is_state), None)
+        of_states = [group for group in groups if group.growth.is_state]
+        self.states = of_states[-1] if of_states else None  #: the group of the copies that checkpoints keep
+        self._private = of_states[:-1]
         self.bounded = tuple(
-            group for group in groups if group.growth.is_bounded and not group.growth.is_optional
+            group
+            for group in groups
+            if group.growth.is_bounded and not group.growth.is_optional and group not in self._private
         )  #: groups that limit where a text can be resumed
         self.block_size, self._fresh_policy, self._groups = block_size, copied(policy), tuple(groups)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
@@ -122,7 +126,13 @@ class PrefixCache:
 
     def _start(self, policy: str | EvictionPolicy) -> None:
         groups = [
-            IndexGroup(group.growth, group.plan.num_rows, num_evicted_ahead(group), group.growth.is_state)
+            IndexGroup(
+                group.growth,
+                group.plan.num_rows,
+                num_evicted_ahead(group),
+                group is self.states,
+                group in self._private,
+            )
             for group in self._groups
         ]
         capacity = max(1, self._capacity)

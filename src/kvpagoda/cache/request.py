@@ -9,6 +9,7 @@ from weakref import ref
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.breakpoints import Breakpoints
 from kvpagoda.cache.counters import Tally
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_cache import PrefixMatch
@@ -44,9 +45,11 @@ class Request:
     for it, if any.
 
     Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``settle_at``: how many
-    tokens it has when a commit settles it (``cache/settling.py``). ``publishes``: whether
+    tokens it has when a commit settles it (``cache/settling.py``). ``rounded_at``: after how many tokens its states were
+    rounded last, see ``Retention.rounds_states``. ``publishes``: whether
     others may find what it computes; False once it continues with other weights than it started with. ``due``: after
-    how many blocks of its prompt a checkpoint is still to be kept, ascending. ``kept``: names of the checkpoints that
+    how many blocks of its prompt a checkpoint is still to be kept, ascending. ``breakpoints``: the positions that its caller
+    asked for; None: none. ``kept``: names of the checkpoints that
     it uses. ``tail``: the name of the checkpoint that moves along with its end; -1: none. ``block_hashes``: hashes that
     name its blocks in tiers: the root, then one for each block that was needed so far.
 
@@ -58,9 +61,9 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids", "namespace",
-        "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows",
-        "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
+        "block_hashes", "breakpoints", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids",
+        "namespace", "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes",
+        "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -81,8 +84,10 @@ class Request:
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.settle_at = 0, 0
+        self.rounded_at = -1
         self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.due: list[int] = []
+        self.breakpoints: Breakpoints | None = None
         self.kept: list[int] = []
         self.tail = -1
         self.block_hashes: list[bytes] = []

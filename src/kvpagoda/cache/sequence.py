@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from weakref import ref
 
+from kvpagoda.cache.breakpoints import Breakpoint
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -96,6 +97,21 @@ class Sequence:
         return self._request.match.resumable
 
     @property
+    def checkpoints(self) -> tuple[Breakpoint, ...]:
+        """What became of each position that ``open(checkpoints=..)`` asked for, in that order; () without any."""
+        request = self._request
+        if request.breakpoints is None:
+            return ()
+        return request.breakpoints.told(request.due, self._lifecycle.core.block_size)
+
+    @property
+    def step_checkpoints(self) -> tuple[int, ...]:
+        """The positions, in tokens, at which the newest batch of this sequence asks its step to leave the states; see
+        ``Batch.checkpoints``. () once they are committed."""
+        core = self._lifecycle.core
+        return core.step_states.positions(self._request, core.block_size) if core.step_states.named else ()
+
+    @property
     def epochs(self) -> list[tuple[int, int]]:
         """Which weights the tokens were computed with: (first position, epoch), ascending; see ``KVCache.epoch``. The
         last entry is the epoch of the tokens that are computed next."""
@@ -127,12 +143,13 @@ class Sequence:
             lifecycle.extend({request.slot: end})
 
     @while_running
-    def commit(self, token_ids: Any) -> None:
-        """Say that the rows of the next ``len(token_ids)`` tokens are written.
+    def commit(self, token_ids: Any, checkpoints: Any = None) -> None:
+        """Say that the rows of the next ``len(token_ids)`` tokens are written. ``checkpoints``: of ``step_checkpoints``, the
+        positions at which the step left its states too, in the places that ``Batch.checkpoints`` names; others are not kept.
 
         Whole blocks become shareable, and window groups free the blocks that slid out. Inside the prompt ``token_ids``
-        must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle."""
-        self._lifecycle.commit(self._request, token_ids)
+        must be the prompt's own. Raises BadInput (no room, other ids, other positions), StaleHandle."""
+        self._lifecycle.commit(self._request, token_ids, checkpoints)
 
     @while_running
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:

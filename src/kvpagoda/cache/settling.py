@@ -14,11 +14,14 @@ A checkpoint is kept where a text is likely to be resumed (``ResumePoints``), an
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Many
+from itertools import islice
 
 import numpy as np
 
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.below import Hit
+from kvpagoda.cache.breakpoints import Breakpoints
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
@@ -42,6 +45,11 @@ class Settler:
         self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
         """How many tokens steps may have written after a text whose states are still there."""
+        self._most_named = (core.settings.limits.step_checkpoints or 0) if self._points.ends_steps else 0
+        """Positions inside a step of one request at which it leaves states."""
+        rounds = core.settings.retention.rounds_states and core.states.scratch is not None
+        self._round_every = core.settings.limits.hit_grid if rounds else 0
+        """Tokens after which the states of requests are rounded; 0: they are not."""
         self._windows = [(group, window) for group, window in core.prefix.windows if group.growth.span is not None]
         self._spans = [group.growth.span or 0 for group, _ in self._windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
@@ -76,6 +84,8 @@ class Settler:
             at = (blocks + self.patience - (blocks + request.slot) % self.patience) * size
         if self._step < 0:
             at = min(at, self._next_slide(length))
+        if self._round_every:
+            at = min(at, (length // self._round_every + 1) * self._round_every)
         request.settle_at = at
         if request.rows is not None:
             request.rows.settle_at[request.rows.row_of[request]] = at
@@ -102,12 +112,17 @@ class Settler:
             return
         publishes = request.publishes
         try:
+            if self._round_every:
+                self._round(request)
             if publishes:
                 self._publish_blocks(request, request.own_length, None)
             if self._is_bounded:
                 if publishes and core.bounded:
                     self._keep_due(request)
                 self._slide(request, publishes)
+            if core.step_states.named:
+                useless = core.step_states.useless(request, request.own_length // core.block_size)
+                core.guard.change(core.give_back, request, useless)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
@@ -126,17 +141,20 @@ class Settler:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
         it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
-        if not request.publishes:
-            self.plan(request)
-            return
         begin = found.resumable // core.block_size
-        if core.bounded:
+        if core.bounded and request.publishes:
             request.due = self._points.due(begin, found.num_tokens // core.block_size, request.prompt_length)
+        if request.breakpoints is not None:
+            self._ask(request, request.breakpoints, begin)
         self.plan(request)
+        if not request.publishes:
+            return
         try:
             if found.loaded:
                 self._publish_blocks(request, found.resumable, hit)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
+            if request.breakpoints is not None:
+                self._keep_before(request, request.breakpoints, begin)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
@@ -168,8 +186,38 @@ class Settler:
         request.check_running()
         length, size = request.length, self._core.block_size
         due = request.due if self._points.ends_steps else ()
-        end = next((depth * size for depth in due if depth * size > length), self._core.max_context)
+        ends = (depth * size for depth in due if depth * size > length)
+        end = next(islice(ends, self._most_named, None), self._core.max_context)
+        if self._round_every:
+            end = min(end, (length // self._round_every + 1) * self._round_every)
         return end - length
+
+    def name_states(self, requests: Many[Request], ends: Many[int]) -> list[tuple[int, int, BlockNames]]:
+        """Name blocks for the states that a step of ``requests``, up to token ``ends[i]`` of each, leaves at positions
+        inside of it where checkpoints are due. Return (index of the request, position in tokens, block) of each.
+
+        They are allocated while there is room, after evictions if necessary. What earlier steps of these requests named and
+        nobody committed is freed, unless a fence is around the request."""
+        core, steps, size = self._core, self._core.step_states, self._core.block_size
+        found: list[tuple[int, int, BlockNames]] = []
+        for row, (request, end) in enumerate(zip(requests, ends)):
+            named = steps.named.get(request, {})
+            if named and not request.num_fences:
+                core.guard.change(core.give_back, request, [at for at in named if not steps.is_written(request, at)])
+            inside = [at for at in request.due if request.length < at * size < end and at not in named]
+            for depth in inside[: self._most_named]:
+                try:
+                    if not core.states.room_in_step(core.capacity):
+                        return found
+                except (MemoryError, RuntimeError) as error:
+                    self._report(error)
+                    return found
+                core.guard.is_torn = True
+                block = core.states.take_in_step()
+                steps.name(request, depth, block)
+                core.guard.is_torn = False
+                found.append((row, depth * size, block))
+        return found
 
     def ending(self, request: Request) -> None:
         """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
@@ -187,6 +235,39 @@ class Settler:
         self._store(request.tail)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, asked: Breakpoints, begin: int) -> None:
+        """Decide what becomes of the positions ``asked`` of ``request``, which starts after ``begin`` blocks; those that
+        it computes become due."""
+        core, size = self._core, self._core.block_size
+        is_bounded = bool(core.bounded)
+        asked.granted.clear()
+        asked.states.clear()
+        for position in asked.asked:
+            if position > request.prompt_length:
+                continue
+            at = asked.granted[position] = self._points.rounded(position, is_bounded=is_bounded)
+            if not is_bounded or not at:
+                asked.states[at] = "always" if request.publishes or not at else "private"
+            elif not request.publishes:
+                asked.states[at] = "private"
+            else:
+                asked.states[at] = "due" if at // size > begin else "skipped"
+        request.due = sorted({*request.due, *(at // size for at, state in asked.states.items() if state == "due")})
+
+    def _keep_before(self, request: Request, asked: Breakpoints, begin: int) -> None:
+        """Keep or use checkpoints at the positions ``asked`` that lie in the ``begin`` blocks from which ``request``
+        starts, where what they need is cached. Raises as ``_save`` does."""
+        core, size = self._core, self._core.block_size
+        for at, state in asked.states.items():
+            if state == "skipped":
+                is_there = core.prefix.index.checkpoint_at(request.lease, at // size) is not None
+                if not is_there and self._points.ends_steps:
+                    continue  # its states are not computed
+                saved = self._save(request, at // size, 0)
+                asked.states[at] = "memory" if saved is None else "kept" if saved[1] else "cached"
+                if saved is not None:
+                    request.kept.append(saved[0])
 
     def _publish_blocks(self, request: Request, length: int, source: Hit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.
@@ -226,6 +307,14 @@ class Settler:
             return None
         return request.last_keys(begin * size, end * size)
 
+    def _round(self, request: Request) -> None:
+        """Round the states of ``request``, if it has computed them and stands at a multiple of the hit grid."""
+        length = request.own_length
+        is_new = length > request.match.resumable and length != request.rounded_at
+        if is_new and length % self._round_every == 0 and request.most_written <= length:
+            self._core.states.round(request.slot, length)
+            request.rounded_at = length
+
     def _slide(self, request: Request, publishes: bool) -> None:
         """Free, or stop reading, the window blocks that ``request`` does not need any more.
 
@@ -260,12 +349,16 @@ class Settler:
         first = request.own_length - self._most_ahead  # the states of fewer tokens are overwritten
         while request.due and request.due[0] <= published:
             depth, is_last = request.due[0], len(request.due) == 1
-            if self._points.ends_steps and depth * size < first:
+            is_left = bool(core.step_states.wrote) and core.step_states.is_written(request, depth)
+            if self._points.ends_steps and depth * size < first and not is_left:
                 core.counters.passed += 1  # a step went past it
                 del request.due[0]
+                self._became(request, depth, "passed")
                 continue
-            saved = self._save(request, depth, self._points.slack if is_last else 0)
+            saved = self._save(request, depth, self._points.slack if is_last else 0, is_left=is_left)
             del request.due[0]  # not before: if that fails, the next commit does it
+            if request.breakpoints is not None:
+                self._became(request, depth, "memory" if saved is None else "kept")
             if saved is not None:
                 request.kept.append(saved[0])
                 if saved[1]:
@@ -277,6 +370,12 @@ class Settler:
             end = request.due[-1]
             if published + self._points.slack + max(self._spans, default=0) // size > end:
                 self._move_tail(request, published, self._points.slack - (end - published))
+
+    def _became(self, request: Request, depth: int, state: str) -> None:
+        """Note for the caller of ``request``, if it asked for that position, what became of it after ``depth`` blocks."""
+        at, asked = depth * self._core.block_size, request.breakpoints
+        if asked is not None and at in asked.states:
+            asked.states[at] = state
 
     def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
@@ -292,9 +391,10 @@ class Settler:
             request.kept.append(name)
         core.capacity.forget(core.prefix.index.drop, previous)
 
-    def _save(self, request: Request, num_blocks: int, more: int) -> tuple[int, bool] | None:
+    def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
-        it needs. Return (its name, True), or (name, False) if there is one already.
+        it needs. Return (its name, True), or (name, False) if there is one already. ``is_left``: a step left the states in a
+        block of ``step_states``, which becomes the checkpoint's; where it does not, ``settle`` frees it.
 
         Returns None if there is no room for it, if a window block is gone, or if the states after these blocks are
         overwritten, perhaps by a step that computed more tokens than were committed. For room the least recently used
@@ -307,16 +407,24 @@ class Settler:
             return name, False
         if prefix.is_full:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        if states.group is not None and not self._has_states(request, num_blocks * core.block_size):
+        if not is_left and states.group is not None and not self._has_states(request, num_blocks * core.block_size):
             return None
-        if prefix.is_full or not states.make_room(core.capacity):
+        as_left = is_left and states.scratch is None
+        if prefix.is_full or not (as_left or states.make_room(core.capacity)):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:
             return None
-        copy = states.copied(request.slot, num_blocks * core.block_size)
+        if is_left:
+            left = core.step_states.named[request][num_blocks]
+            copy = left if as_left else states.copied_from(left)
+        else:
+            copy = states.copied(request.slot, num_blocks * core.block_size)
         core.guard.is_torn = True
-        states.take()
+        if as_left:
+            core.step_states.pop(request, num_blocks)
+        else:
+            states.take()
         name = index.keep(request.lease, num_blocks, Kept(*tails, copy))
         if request.namespace not in core.stale:
             core.events.kept(request, num_blocks, copy)

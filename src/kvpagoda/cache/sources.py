@@ -36,6 +36,9 @@ class Source(Protocol):
     """For each group: the columns of the text that are shared. The row of the group begins where its range begins, also
     if the range is empty."""
 
+    scratch: int | None
+    """The index of the group of which ``fill`` needs one free block more, in ``own``, while it runs; None: of no group."""
+
     def hold(self) -> tuple[Holding, list[BlockNames]]:
         """Keep from eviction what is shared and copied; return the hold, and the names of the shared blocks of each group."""
 
@@ -47,6 +50,8 @@ class Source(Protocol):
 
 class Cached:
     """What was ``found`` in the prefix tree, in ``match``."""
+
+    scratch: int | None = None
 
     def __init__(self, core: Core, match: Match, found: PrefixMatch) -> None:
         self._core, self._match = core, match
@@ -96,7 +101,7 @@ class Loaded(Cached):
         known = max(found.num_tokens, end)
         limited_by = "nothing" if known == end else found.limited_by
         super().__init__(core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable))
-        self._hit = hit
+        self._hit, self.scratch = hit, core.states.scratch
 
     def _columns(self, num_tokens: int) -> list[range]:
         core, num_blocks = self._core, num_tokens // self._core.block_size
@@ -107,7 +112,9 @@ class Loaded(Cached):
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, found, hit = self._core, self.found, self._hit
         whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
-        end = whole + core.tiers.load(hit, core.states.begin_at(found.resumable, own), whole)
+        targets = own if self.scratch is not None else core.states.begin_at(found.resumable, own)
+        end = whole + core.tiers.load(hit, targets, whole)
+        core.states.loaded(found.resumable, own)
         if core.full is None:
             return found
         lost = (hit.end - end // grid * grid) * core.block_size
@@ -142,6 +149,8 @@ class Swapped(Cached):
 
 class Forked:
     """What the running request ``parent`` holds."""
+
+    scratch: int | None = None
 
     def __init__(self, core: Core, parent: Request) -> None:
         self._core, self._parent, slot = core, parent, parent.slot

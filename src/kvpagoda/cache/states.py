@@ -30,6 +30,9 @@ class NoStates:
 
     group: BlockGroup | None = None
     """The group of the states; None: there are none."""
+    scratch: int | None = None
+    """The index of the group in which a request needs a block while it loads a checkpoint; None: it needs none. Set where
+    checkpoints are in another encoding than the states of requests."""
     places = 1
     """The number of places of a request."""
 
@@ -62,6 +65,25 @@ class NoStates:
     def take(self) -> None:
         """Allocate the block that ``copied`` filled. Cannot fail."""
 
+    def room_in_step(self, capacity: Capacity) -> bool:
+        """Return whether there is room for one more state that a step leaves, after evictions if necessary."""
+        return True
+
+    def take_in_step(self) -> BlockNames:
+        """Allocate a block for a state that a step leaves; return its name: ``[1]``, ``[0]`` without states. The caller has
+        made room. Cannot fail."""
+        return _NONE
+
+    def copied_from(self, left: BlockNames) -> BlockNames:
+        """Copy the states that a step left in block ``left`` to the block that ``take`` allocates; return its name."""
+        return _NONE
+
+    def loaded(self, length: int, own: Many[Ids]) -> None:
+        """Put the states of ``length`` tokens that were loaded into the block of ``scratch`` in ``own`` in their place."""
+
+    def round(self, slot: int, length: int) -> None:
+        """Round the states of ``slot`` after ``length`` tokens to those that a checkpoint of them gives back."""
+
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
         """Return the block with the state of each of ``slots`` after ``lengths`` tokens, int32 ``[len(slots)]``. 0, the
         padding block, for slot -1 and for models without states."""
@@ -77,11 +99,14 @@ class NoStates:
 class States(NoStates):
     """The states of requests in ``group``, whose bytes ``memory`` moves."""
 
-    def __init__(self, group: BlockGroup, num_groups: int, memory: NoMemory) -> None:
-        self.group = group
+    def __init__(self, group: BlockGroup, copies: BlockGroup, num_groups: int, memory: NoMemory) -> None:
+        """``copies``: the group of the copies in checkpoints: ``group`` itself, or one with another encoding."""
+        self.group, self._copies = group, copies
+        self.scratch = None if copies is group else copies.index
         self._group, self._memory, self.places = group, memory, group.places
         self._columns = np.arange(group.places)
-        self._needs = [int(number == group.index) for number in range(num_groups)]
+        self._needs = [int(number == copies.index) for number in range(num_groups)]
+        self._needs_in_step = [int(number == group.index) for number in range(num_groups)]
 
     def reset(self, own: Many[Ids]) -> None:
         places = own[self._group.index]
@@ -95,7 +120,16 @@ class States(NoStates):
         return [BlockPlaces(ids[column:]) if index == number else ids for index, ids in enumerate(own)]
 
     def restore(self, copy: BlockNames, length: int, own: Many[Ids]) -> None:
-        self._memory.copy(self._group.index, self._group.places_of(copy), self._place_in(own, length))
+        copies = self._copies
+        self._memory.convert(copies.index, copies.places_of(copy), self._group.index, self._place_in(own, length))
+
+    def loaded(self, length: int, own: Many[Ids]) -> None:
+        if (number := self.scratch) is not None:
+            self._memory.convert(number, own[number], self._group.index, self._place_in(own, length))
+
+    def round(self, slot: int, length: int) -> None:
+        if self.scratch is not None:
+            self._memory.round(self._group.index, self._place_of(slot, length), self.scratch)
 
     def fork(self, slot: int, length: int, own: Many[Ids]) -> None:
         if len(own[self._group.index]):
@@ -115,12 +149,26 @@ class States(NoStates):
         return capacity.make_room(self._needs, self._needs)
 
     def copied(self, slot: int, length: int) -> BlockNames:
-        group, copy = self._group, self._group.next_names(1)
-        self._memory.copy(group.index, self._place_of(slot, length), group.places_of(copy))
+        return self._copy(self._place_of(slot, length))
+
+    def copied_from(self, left: BlockNames) -> BlockNames:
+        return self._copy(self._group.places_of(left))
+
+    def _copy(self, source: BlockPlaces) -> BlockNames:
+        copies, copy = self._copies, self._copies.next_names(1)
+        self._memory.convert(self._group.index, source, copies.index, copies.places_of(copy))
         return copy
 
     def take(self) -> None:
+        self._copies.take(1)
+
+    def room_in_step(self, capacity: Capacity) -> bool:
+        return capacity.make_room(self._needs_in_step, self._needs_in_step)
+
+    def take_in_step(self) -> BlockNames:
+        block = self._group.next_names(1)
         self._group.take(1)
+        return block
 
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
         rows: Ids = self._group.table.cells[slots, lengths % self.places if self.places > 1 else 0]

@@ -114,7 +114,9 @@ class Swap:
             raise OutOfBlocks.with_hint(text, hint, needed=need, available=free)
         pieces = np.split(self._rows.peek(need), np.cumsum(counts)[:-1])
         parts = tuple(Part(begin, end, rows) for (begin, end), rows in zip(columns, pieces))
-        at = [length % group.places for group in self._groups]  # of states: the place that is read next, and no other
+        at = [
+            length % max(1, group.places) for group in self._groups
+        ]  # of states: the place that is read next, and no other
         ids = [
             group.table.cells[slot, begin + place : end + place].copy()
             for group, (begin, end, _), place in zip(self._groups, parts, at)
@@ -159,7 +161,10 @@ class Swap:
         to be evicted."""
         are_whole = [whole or group.growth.is_optional for group in self._groups]
         return [
-            (max(group.first[slot], 0 if all_of_it else group.shared[slot]), ceil_div(length, group.block_size))
+            (
+                max(group.first[slot], 0 if all_of_it else group.shared[slot]),
+                ceil_div(length, group.block_size) if group.places else 0,
+            )
             for group, all_of_it in zip(self._groups, are_whole)
         ]
 

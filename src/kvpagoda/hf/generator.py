@@ -14,7 +14,7 @@ from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.drafter import Drafter
-from kvpagoda.hf.model_cache import next_piece, runner_of
+from kvpagoda.hf.model_cache import commit_step, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
@@ -342,12 +342,12 @@ class Generator:
         answer, sequence, tokens, proposed = piece
         request, known = answer.request, len(tokens) - len(proposed)
         if sequence.length + known < len(answer.text):
-            sequence.commit(tokens)
+            commit_step(sequence, tokens)
             return
         new = self._choose(answer, proposed, logits, best)
         self.num_proposed += len(proposed)
         self.num_accepted += len(new) - 1
-        sequence.commit(tokens[: known + len(new) - 1])
+        commit_step(sequence, tokens[: known + len(new) - 1])
         while request.unforked:
             fork = request.unforked.pop(0)
             self._grow(fork, self._choose(fork, [], logits, best))

@@ -20,6 +20,10 @@ from kvpagoda.schema import Compressed, Schema
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
 
+STEP_CHECKPOINTS = 16
+"""At how many positions inside a step of one request the states are kept by default, where the state modules of a model can
+run in pieces."""
+
 
 def check_model(model: Any) -> None:
     """Raise BadInput, which says what to pass, unless ``model`` is a loaded transformers model."""
@@ -48,7 +52,8 @@ def runner_of(
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
     schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, kv_scales=kv_scales)
-    width, drafts = lookup if StateModules(model, schema).are_known else 0, None
+    states, drafts = StateModules(model, schema), None
+    width = lookup if states.are_known else 0
     if draft is not None:
         check_model(draft)
         draft.eval()
@@ -66,6 +71,12 @@ def runner_of(
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))
     limits = replace(limits, step_tokens=max(chunk, lookup + 1))
+    if draft is not None and limits.step_checkpoints:
+        raise BadInput(
+            "a draft runs between a step and its commit, so no step leaves states inside: leave step_checkpoints out"
+        )
+    if limits.step_checkpoints is None and states.can_leave and draft is None:
+        limits = replace(limits, step_checkpoints=STEP_CHECKPOINTS)
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
     return runner_over(model, cache), None if drafts is None else Drafter(draft, cache, drafts, chunk)
 
@@ -81,3 +92,9 @@ def next_piece(runner: Runner, sequence: Sequence, text: Tokens, chunk: int) -> 
     tokens."""
     begin, most = sequence.length, min(chunk, runner.most_tokens(sequence) or chunk)
     return text[begin : begin + min(most, runner.cache.step_limit(sequence))]
+
+
+def commit_step(sequence: Sequence, tokens: Tokens) -> None:
+    """Commit ``tokens`` of ``sequence``, which a runner computed, and the states that it left inside the step."""
+    end = sequence.length + len(tokens)
+    sequence.commit(tokens, [at for at in sequence.step_checkpoints if at <= end] or None)

@@ -75,8 +75,12 @@ class StepContext:
         """(Layer, state) -> columns of its convolution tail in transformers; known after the first step of a
         request."""
         num_tokens = len(batch.positions) // len(batch.state_indices)
-        self.last_column = min(num_tokens, batch.state_writes.shape[1]) - 1
-        """The column of ``Batch.state_writes`` for the states after the last token of each row."""
+        written = batch.state_writes.long()
+        self.num_tokens, self.last = num_tokens, written[:, min(num_tokens, written.shape[1]) - 1]
+        """``num_tokens``: new tokens of each row. ``last``: the records for the states after these, int64 ``[B]``."""
+        self.left = _left_states(batch, num_tokens, written)
+        """Number of first tokens of the rows -> (rows, records of these for the states after so many tokens), for the states
+        that the pass leaves before its end: int64 ``[n]`` each."""
         self.is_first = first == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.masked_layer = 0
@@ -97,6 +101,20 @@ class StepContext:
         if growth not in self._gathers:
             self._gathers[growth] = GroupGather(view, growth)
         return self._gathers[growth]
+
+
+def _left_states(batch: Batch, num_tokens: int, written: Tensor) -> dict[int, list[tuple[Any, Tensor]]]:
+    """Return ``StepContext.left`` for a step of ``num_tokens`` tokens of each row: the columns of ``Batch.state_writes``
+    but the last, which is ``written``, and ``Batch.checkpoints``."""
+    count = min(num_tokens, written.shape[1])
+    left: dict[int, list[tuple[Any, Tensor]]] = {
+        num_tokens - count + 1 + column: [(slice(None), written[:, column])] for column in range(count - 1)
+    }
+    rows, tokens, places = (part.long() for part in batch.checkpoints)
+    ends = tokens - batch.qo_indptr.long()[rows] + 1
+    for end in ends.unique().tolist():
+        left.setdefault(end, []).append((rows[ends == end], places[ends == end]))
+    return left
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -178,8 +196,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self._columns, self._layer = context.columns, index
         pool = context.view(index).state
         assert pool is not None
-        slots, self._written = context.batch.state_indices.long(), context.batch.state_writes.long()
-        self._pool = pool
+        slots = context.batch.state_indices.long()
+        self._pool, self._context = pool, context
         self._state_of = {name: int(name.partition("_")[2] or 0) for name in names}
         if context.is_first:
             return
@@ -196,8 +214,17 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[state] = True
             self.dtype, self.device = rows.dtype, rows.device
 
-    def save(self, column: int) -> None:
-        """Write the states as they are now to the rows of the pool in ``column`` of ``Batch.state_writes``."""
+    def save(self, num_tokens: int) -> None:
+        """Write the states as they are now, after ``num_tokens`` tokens of each row, to the records for them."""
+        context = self._context
+        if num_tokens == context.num_tokens:
+            self._write(slice(None), context.last)
+        else:
+            for chosen, records in context.left[num_tokens]:
+                self._write(chosen, records)
+
+    def _write(self, chosen: Any, records: Tensor) -> None:
+        """Write the states of the rows ``chosen`` to ``records`` of the pool."""
         for name, state in self._state_of.items():
             if name.startswith("conv"):
                 rows = self.conv_states[state]
@@ -205,7 +232,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
                 rows = rows[..., -self._pool.rows[name].shape[-1] :]
             else:
                 rows = self.recurrent_states[state]
-            self._pool.write(name, (self._written[:, column],), rows[:, None])
+            self._pool.write(name, (records,), rows[chosen][:, None])
 
     def end(self) -> None:
         """Do what follows the last ``save`` of a pass: nothing."""
@@ -231,15 +258,14 @@ class HeldStateLayer(StateLayer):
         StateLayer.__init__(self, context, index)
         self._module: Any = context.holders[index]
         if context.is_first:
-            first = self._written[:, 0]
-            rows = {name: torch.zeros_like(self._pool.read(name, (first,))[:, 0]) for name in self._state_of}
+            rows = {name: torch.zeros_like(self._pool.read(name, (context.last,))[:, 0]) for name in self._state_of}
             self.conv_states[0], self.recurrent_states[0] = rows["conv"], rows["recurrent"]
         self._module.conv1d_state = self.conv_states[0]
         self._module.rg_lru.recurrent_states = self.recurrent_states[0]
 
-    def save(self, column: int) -> None:
+    def save(self, num_tokens: int) -> None:
         self.conv_states[0], self.recurrent_states[0] = self._module.conv1d_state, self._module.rg_lru.recurrent_states
-        StateLayer.save(self, column)
+        StateLayer.save(self, num_tokens)
 
     def end(self) -> None:
         self._module.conv1d_state = self._module.rg_lru.recurrent_states = None
@@ -281,17 +307,15 @@ class StepCache(Cache):  # type: ignore[misc]
         layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
         return any(isinstance(layer, StateLayer) and all(layer.has_previous_state.values()) for layer in layers)
 
-    def leave_states(self, index: int, column: int) -> None:
-        """Write the states of layer ``index`` as they are now to the pool: those after the token of the step to which
-        ``column`` of ``Batch.state_writes`` belongs."""
-        self.layers[index].save(column)
+    def leave_states(self, index: int, num_tokens: int) -> None:
+        """Write the states of layer ``index`` as they are now, after ``num_tokens`` tokens of each row, to the pool."""
+        self.layers[index].save(num_tokens)
 
     def save_states(self) -> None:
         """Write the states of all layers after the pass to the pool."""
-        last = self._context.last_column
         for layer in self.layers:
             if isinstance(layer, StateLayer):
-                layer.save(last)
+                layer.save(self._context.num_tokens)
                 layer.end()
 
 
@@ -328,7 +352,7 @@ class OwnStates:
 
     def __init__(self, context: StepContext) -> None:
         slots = context.batch.state_indices.long()
-        self._written = context.batch.state_writes[:, context.last_column].long()
+        self._written = context.last
         self._cells = [
             [(pool, name, (slots,)) for name in pool.rows]
             for layer in context.schema.layers
@@ -340,7 +364,7 @@ class OwnStates:
                 for tensor, (pool, name, _) in zip(tensors, layer):
                     tensor.fill_(pool.rows[name].fill)
 
-    def leave_states(self, index: int, column: int) -> None:
+    def leave_states(self, index: int, num_tokens: int) -> None:
         """Not called: these states are those after the last token of a pass."""
         raise NotImplementedError("a model that passes its states around itself keeps no older ones")
 
@@ -382,7 +406,7 @@ _step: ContextVar[StepContext] = ContextVar("kvpagoda_step")
 class SavesStates(Protocol):
     """The cache that a model is given for one forward pass."""
 
-    def leave_states(self, index: int, column: int) -> None: ...
+    def leave_states(self, index: int, num_tokens: int) -> None: ...
 
     def save_states(self) -> None: ...
 

@@ -23,7 +23,7 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
-from kvpagoda.hf.model_cache import check_model, next_piece, runner_of
+from kvpagoda.hf.model_cache import check_model, commit_step, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
@@ -255,7 +255,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             tokens = next_piece(self._runner, sequence, text, self._chunk)
             sequence.extend(len(tokens))
             logits = self._runner.step([(sequence, tokens)], lengths=[len(text)])
-            sequence.commit(tokens)
+            commit_step(sequence, tokens)
             if sequence.length == len(text):
                 return logits[0]
 

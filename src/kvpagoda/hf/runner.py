@@ -92,9 +92,7 @@ class ModelRunner:
         self._padding = _padding_token(model)
         self._cache_class = OWN_STATES[family.own_states] if family.own_states else step_cache_class(model)
         self._states, self._places = StateModules(model, schema), schema.state_growth.places
-        scans = [part for part in model.modules() if hasattr(part, "A_log")]
-        projects = any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
-        self._resumes = not (projects or self._states.holders)
+        self._resumes = self._states.resume
 
     @torch.no_grad()
     def step(
@@ -150,7 +148,7 @@ class ModelRunner:
         )
         with (
             in_step(context, self._cache_class) as past,
-            self._states.in_pieces(ids.shape[1], self._places, past.leave_states),
+            self._states.in_pieces(ids.shape[1], sorted(context.left), past.leave_states),
         ):
             given: dict[str, Any] = {self._cache_name: past, "position_ids": positions}
             if self._trims_logits:

@@ -1,7 +1,8 @@
 """The modules of a transformers model that update states, run in pieces so that more states than the last can be kept.
 
 A module returns the states after the last token of a pass. Where a rewind may go back to the tokens before it, the states
-after each of the last tokens of the pass are needed: the module, and no other, then runs several times in the pass:
+after each of the last tokens of the pass are needed, and where a checkpoint is due inside the pass, those at that position:
+the module, and no other, then runs several times in the pass:
 
     the pass              t0 t1 t2 t3 t4 t5 t6 t7 t8          states are needed after t5, t6, t7 and t8
     a state module       [t0 t1 t2 t3 t4 t5][t6][t7][t8]      four calls, as a prompt and then three tokens would make
@@ -32,7 +33,9 @@ class StateModules:
     """The modules of ``model`` that update the states of the layers of ``schema``.
 
     ``holders``: layer -> the module that holds the layer's states itself between calls. ``are_known``: whether each layer
-    with recurrent or convolution states has one module that updates them, and can run in pieces.
+    with recurrent or convolution states has one module that updates them, and can run in pieces. ``resume``: whether pieces
+    of several tokens may begin anywhere in a text; else only at its beginning, see ``ModelRunner.most_tokens``.
+    ``can_leave``: whether a pass can leave all states of its texts at any position.
     """
 
     def __init__(self, model: Any, schema: Schema) -> None:
@@ -47,21 +50,25 @@ class StateModules:
         for part in model.modules():
             if (index := getattr(part, "layer_idx", None)) in wanted and _names_in(type(part)) & _UPDATES:
                 found.setdefault(index, []).append(part)
+        scans = [part for part in model.modules() if hasattr(part, "A_log")]
+        self.resume = not self.holders and not any(
+            hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans
+        )
         self.are_known = all(len(found.get(index, ())) == 1 for index in wanted)
+        kept = {kind for layer in schema.layers for kind in layer.kinds if kind.state_rows()}
+        only_these = bool(wanted) and all(isinstance(kind, Recurrent) for kind in kept)
+        self.can_leave = self.are_known and self.resume and only_these
         self._modules = {index: found[index][0] for index in wanted} if self.are_known else {}
 
     @contextmanager
-    def in_pieces(self, num_tokens: int, places: int, left: Callable[[int, int], None]) -> Iterator[None]:
-        """Inside this context, in which a pass of ``num_tokens`` tokens a row runs, each module runs in pieces: one that
-        ends ``places - 1`` tokens before the end of the pass, then one for each token. After piece ``i`` of layer ``l``,
-        but the last one, ``left(l, i)`` is called."""
-        count = min(num_tokens, places)
-        if count < 2:
+    def in_pieces(self, num_tokens: int, ends: Many[int], left: Callable[[int, int], None]) -> Iterator[None]:
+        """Inside this context, in which a pass of ``num_tokens`` tokens a row runs, each module runs in pieces that end after
+        the first ``ends`` tokens of the rows, ascending and below ``num_tokens``, and one for the rest. After the piece of
+        layer ``l`` that ends after ``n`` tokens, but not after the last, ``left(l, n)`` is called."""
+        if not ends:
             yield
             return
-        first = num_tokens - count + 1
-        ends = range(first, num_tokens + 1)
-        spans = [slice(0, first), *(slice(end - 1, end) for end in ends[1:])]
+        spans = [slice(begin, end) for begin, end in zip((0, *ends), (*ends, num_tokens))]
         with ExitStack() as stack:
             for index, part in self._modules.items():
                 own = part.forward
@@ -78,11 +85,11 @@ def _in_pieces(own: Any, num_tokens: int, spans: list[slice], left: Callable[[in
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         pieces = []
-        for number, span in enumerate(spans):
+        for span in spans:
             part = {name: _cut(value, num_tokens, span) for name, value in kwargs.items()}
             pieces.append(own(*[_cut(value, num_tokens, span) for value in args], **part))
-            if number + 1 < len(spans):
-                left(number)
+            if span.stop < num_tokens:
+                left(span.stop)
         if isinstance(pieces[0], tuple):
             return tuple(_joined(each, spans) for each in zip(*pieces))
         return _joined(pieces, spans)

@@ -38,12 +38,14 @@ _NONE = BlockNames(np.empty(0, np.intp))
 
 class IndexGroup(NamedTuple):
     """One group of an index: the names of its blocks are below ``num_rows``; an eviction frees ``num_ahead`` blocks more
-    than it is asked for. ``is_copied``: its blocks are copies of states, which checkpoints own."""
+    than it is asked for. ``is_copied``: its blocks are copies of states, which checkpoints own. ``is_private``: its blocks are
+    never cached."""
 
     growth: Growth
     num_rows: int
     num_ahead: int = 0
     is_copied: bool = False
+    is_private: bool = False
 
 
 class Kept(NamedTuple):
@@ -230,7 +232,29 @@ class States:
         return BlockNames(np.concatenate([_NONE, *(kept.states for kept in self._kept.values())]))
 
 
-Part = Texts | Window | States
+class Private:
+    """The part of a group whose blocks are never cached."""
+
+    num_cold = num_cached = num_evictable = num_spare = 0
+
+    def span(self, num_blocks: int) -> range:
+        """Return which blocks of a text are shared to go on after its first ``num_blocks``: none."""
+        return range(0)
+
+    def oldest(self) -> int | None:
+        """None: nothing is evicted."""
+        return None
+
+    def evict(self, n: int) -> Freed | None:
+        """None: nothing is evicted."""
+        return None
+
+    def names(self) -> BlockNames:
+        """Return the names of the cached blocks: none."""
+        return _NONE
+
+
+Part = Texts | Window | States | Private
 
 
 class HybridIndex:
@@ -253,7 +277,8 @@ class HybridIndex:
     ) -> None:
         self.block_size = block_size
         text_groups = [number for number, group in enumerate(groups) if not group.growth.is_bounded]
-        bounded = [number for number, group in enumerate(groups) if group.growth.is_bounded and not group.is_copied]
+        bounded = [number for number, group in enumerate(groups) if group.growth.is_bounded]
+        bounded = [number for number in bounded if not (groups[number].is_copied or groups[number].is_private)]
         copied = next((number for number, group in enumerate(groups) if group.is_copied), None)
         self.num_texts = len(text_groups)
         num_rows = self.num_texts + 2 * len(bounded) + is_numbered
@@ -269,8 +294,10 @@ class HybridIndex:
         )
         window_of = {window.number: window for window in self.windows}
         self.parts: tuple[Part, ...] = tuple(
-            self.texts if number in text_groups else window_of.get(number, self.states) for number in range(len(groups))
-        )
+            Private() if group.is_private
+            else self.texts if number in text_groups else window_of.get(number, self.states)
+            for number, group in enumerate(groups)
+        )  # fmt: skip
         self.required = tuple(window for window in self.windows if not window.growth.is_optional)
         self.optional = tuple(window for window in self.windows if window.growth.is_optional)
         #: whether a text cannot be resumed after each of its tokens
@@ -505,8 +532,11 @@ class HybridIndex:
         to be resumed at a checkpoint that keeps ``kept``."""
         needed = zip(self.windows, kept.tails, kept.needed)
         by_window = iter([BlockNames(names[len(names) - n :]) for one, names, n in needed if one in self.required])
-        skipped = (self.texts, *self.optional)
-        return [kept.states if part is self.states else next(by_window) for part in self.parts if part not in skipped]
+        return [
+            kept.states if part is self.states else next(by_window)
+            for part in self.parts
+            if part is not self.texts and part not in self.optional and not isinstance(part, Private)
+        ]
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,8 @@ class Growth:
 
     A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. With ``slack`` it is
     ``slack + 1`` such blocks, its *places*: the state after ``n`` tokens is in place ``n % places``, so that the states
-    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place.
+    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place. ``is_at_rest``: copies of
+    states in another encoding; requests hold none, checkpoints one each.
 
     ``is_optional``: a request can go on without these rows, because whoever reads them can compute them again. So a hit
     never ends earlier for lack of them, no checkpoint keeps them, and what no request reads is evicted before all else.
@@ -129,6 +130,7 @@ class Growth:
     is_state: bool = False
     slack: int = 0
     is_optional: bool = field(default=False, repr=False)
+    is_at_rest: bool = False
 
     @property
     def name(self) -> str:
@@ -136,7 +138,7 @@ class Growth:
         if self.is_optional:
             return f"optional {replace(self, is_optional=False).name}"
         if self.is_state:
-            return "state"
+            return "checkpoint" if self.is_at_rest else "state"
         if self.window is not None:
             return f"window({self.window})"
         return "full" if self.chunk is None else f"chunk({self.chunk})"
@@ -180,6 +182,8 @@ class Growth:
     @property
     def places(self) -> int:
         """How many blocks the states of one request have in turn; 1 for what is no state."""
+        if self.is_at_rest:
+            return 0
         return 1 + self.slack if self.is_state else 1
 
     def most_blocks(self, block_size: int, step: int) -> int | None:
@@ -195,3 +199,4 @@ class Growth:
 
 FULL = Growth()
 STATE = Growth(is_state=True)
+CHECKPOINT = Growth(is_state=True, is_at_rest=True)

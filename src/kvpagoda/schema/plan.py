@@ -116,7 +116,9 @@ class Plan:
     ``num_checkpoints``: the most checkpoints that are kept. ``lengths``: context lengths in tokens; ``to_dict`` counts
     the requests that fit for each. ``budget``: in bytes. If groups share memory, the memory is ``num_sectors`` sectors
     of ``sector_nbytes`` bytes; both are 0 if each group has its own share. ``order``: of the arenas. ``kernel_page``:
-    tokens of one page that kernels see. ``kernel_notes``: what was chosen for the kernels given to ``Schema.plan``.
+    tokens of one page that kernels see.
+    ``kernel_notes``: what was chosen for the kernels given to ``Schema.plan``. ``checkpoint_format``: of the copies of states
+    in checkpoints; None: that of running requests.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
@@ -140,6 +142,7 @@ class Plan:
     order: str = "block"
     kernel_page: int = 0
     kernel_notes: tuple[str, ...] = ()
+    checkpoint_format: str | None = None
 
     def __post_init__(self) -> None:
         most = max(group.num_blocks for group in self.groups)
@@ -223,7 +226,7 @@ class Plan:
         for group in self.groups:
             blocks = at_most = group.blocks_for(num_tokens)
             if room > at_most * group.block_size:
-                blocks = ceil_div(room, group.block_size)
+                blocks = ceil_div(room, group.block_size) * group.places
             if blocks > group.num_blocks:
                 hint = "open it with a smaller room and extend chunk by chunk"
                 if at_most > group.num_blocks:
@@ -240,7 +243,9 @@ class Plan:
 
     def _budget_hint(self, num_tokens: int, room: int = 0) -> str:
         """Return the end of an error text: the budget in bytes that would hold such a request."""
-        counts = [max(group.blocks_for(num_tokens), ceil_div(room, group.block_size)) for group in self.groups]
+        counts = [
+            max(group.blocks_for(num_tokens), ceil_div(room, group.block_size) * group.places) for group in self.groups
+        ]
         if self.num_sectors:
             rows, multiples = zip(*((group.layout.nbytes, group.multiple) for group in self.groups))
             need = budget_for(rows, counts, multiples)
@@ -352,7 +357,7 @@ class Plan:
                 "0 (the model's limit is lower)" if too_long else f"{number:,} requests"
             )
         for group in self.groups:
-            if more := group.places - 1:
+            if (more := group.places - 1) > 0:
                 cost = f"{more} more places for states, {format_bytes(more * group.layout.nbytes)} a request"
                 lines["verify width"] = f"{more} tokens: {cost}"
         lines["hit granularity"] = f"{self.block_size} tokens"

@@ -14,8 +14,9 @@ from typing import Any, SupportsIndex
 from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.layouts.named import names
 from kvpagoda.layouts.pages import KIND_OF_ROWS
+from kvpagoda.schema.at_rest import checked_format, layout_at_rest
 from kvpagoda.schema.config_source import config_named
-from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, dtype_name
+from kvpagoda.schema.fields import CHECKPOINT, STATE, WHOLE_TEXT, Growth, dtype_name
 from kvpagoda.schema.from_hf import draft_config, read_config, read_mtp
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
 from kvpagoda.schema.kernel_fit import fit as fitted
@@ -381,6 +382,7 @@ class Schema:
         kernels: KernelNames = (),
         kernel_page: int | None = None,
         order: str | None = None,
+        checkpoint_format: str | None = None,
     ) -> Plan:
         """Return the plan for ``budget`` (bytes, or text such as "40GiB"), or for ``num_blocks`` blocks of every group.
 
@@ -393,7 +395,8 @@ class Schema:
         ``kernels``: the kernels that read and write the cache (``kvpagoda.layouts.demands.kernels``), for all kinds of
         rows or by kind: ``"flashmla-sparse-sm100"``. Padding, ``kernel_page`` (tokens of a kernel page) and
         ``block_size`` are chosen to suit them unless given. ``order``: of the ``Arena`` (None: the layout's, else
-        block); groups never share layer-major arenas.
+        block); groups never share layer-major arenas. ``checkpoint_format``: how checkpoints keep float32 states, see
+        ``Retention``.
 
         Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError if a kernel would refuse,
         copy or misread the cache, with the kernel's rule, what would satisfy it, and the layouts that fit, which are its
@@ -415,13 +418,18 @@ class Schema:
         blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
         if max(max_requests, blocks) >= 2**31:
             raise BadInput(f"max_requests and num_blocks must be below 2^31, got {max_requests:,} and {blocks:,}")
-        is_shared = shared and order == "block" and not blocks and len(self.all_groups) > 1
+        checkpoint_format = checked_format(checkpoint_format)
+        num_groups = len(self.all_groups)
+        if checkpoint_format and layout_at_rest(self.all_groups[-1], checkpoint_format, order) is not None:
+            num_groups += 1
+        is_shared = shared and order == "block" and not blocks and num_groups > 1
         if checkpoints is None:
             is_bounded = any(group.growth.is_bounded for group in self.all_groups)
-            has_parts = bool(blocks) or (not is_shared and len(self.all_groups) > 1)
+            has_parts = bool(blocks) or (not is_shared and num_groups > 1)
             checkpoints = (max_requests if has_parts else MAX_CHECKPOINTS) if is_bounded else 0
         checkpoints = whole_number(checkpoints, "checkpoints", at_least=0)
-        groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints)
+        groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints, checkpoint_format)
+        checkpoint_format = checkpoint_format if groups[-1].growth.is_at_rest else None
         num_sectors = sector_nbytes = 0
         if blocks:
             nbytes = groups_nbytes(groups := equal_groups(groups, blocks))
@@ -434,7 +442,9 @@ class Schema:
         given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
         readers = readers_of(kernels)  # checked again: sectors may have spread the records
         assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
-        return Plan(*given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes)
+        return Plan(
+            *given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes, checkpoint_format
+        )
 
     def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str) -> Fit:
         """Return block size, kernel page and padding with which ``kernels`` can read; given sizes are kept."""
@@ -479,20 +489,25 @@ class Schema:
         return [*dict.fromkeys(filter(None, found))]
 
     def _largest_groups(
-        self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int
+        self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int, checkpoint_format: str | None
     ) -> tuple[GroupPlan, ...]:
         """Return the plan of every group, states included, with all blocks that requests and checkpoints can hold.
 
         A group whose requests have no bound gets ``WHOLE_TEXT`` blocks. A state has as many blocks as places, however
-        long the request is.
+        long the request is. With a ``checkpoint_format`` that changes them, checkpoints have a group of their own, the last.
         """
         largest = []
         for group in self.all_groups:
             law, layout = group.growth, fit.block_layout(group, order)
             size = WHOLE_TEXT if law.is_state else fit.block_size
             most, kept = law.most_blocks(size, step_tokens), law.checkpoint_blocks(size)
+            rest = layout_at_rest(group, checkpoint_format, order) if checkpoint_format else None
+            if rest is not None:
+                kept = 0
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
             largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))
+            if rest is not None:  # states are the last group
+                largest.append(GroupPlan(CHECKPOINT, rest, size, checkpoints, 0, rest.nbytes))
         return tuple(largest)
 
 
