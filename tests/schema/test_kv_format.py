@@ -11,6 +11,7 @@ from kvpagoda import KVCache, Schema
 from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.formats.encoding import INLINE, RAW, Encoding
+from kvpagoda.layouts import read, reshard
 from kvpagoda.schema import Attention, Growth, IndexKeys, Layer
 from kvpagoda.schema.kv_format import KV_FORMATS, LAYER_KINDS, as_text, parsed
 
@@ -281,3 +282,15 @@ def test_the_table_names_known_encodings_and_kinds() -> None:
     for name, each in KV_FORMATS.items():
         assert each.heads != RAW or name == "raw"
         assert each.heads.name in INLINE or each.heads.is_packed or each.heads.keeps_shape
+
+
+def test_pages_of_8_bits_are_resharded() -> None:
+    sizes = "layers=4,heads=8,head_dim=64"
+    nbytes = []
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        sides = (
+            f"vllm-flashinfer,page_size=16,{sizes},dtype={dtype},tp=2",
+            f"trtllm,page_size=32,{sizes},dtype={dtype}",
+        )
+        nbytes.append(reshard(*map(read, sides)).nbytes)
+    assert nbytes[0] == 2 * nbytes[1] > 0
