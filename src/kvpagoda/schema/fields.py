@@ -130,7 +130,7 @@ class Growth:
     is_state: bool = False
     slack: int = 0
     is_optional: bool = field(default=False, repr=False)
-    is_at_rest: bool = False
+    is_at_rest: bool = field(default=False, repr=False)
 
     @property
     def name(self) -> str:
