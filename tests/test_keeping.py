@@ -197,7 +197,7 @@ def test_a_copy_that_fails_while_publishing_fails_no_commit_and_is_made_later(
     def fail(*_: object) -> None:
         raise error("the copy failed")
 
-    monkeypatch.setattr(cache.core.memory, "copy", fail)
+    monkeypatch.setattr(cache.core.memory, "convert", fail)
     sequence.extend(12)
     sequence.commit(range(12))  # the prompt's checkpoint is due here
     assert sequence.length == 12 and not cache.stats().checkpoints
@@ -262,7 +262,7 @@ def test_an_error_of_the_library_while_publishing_goes_up(monkeypatch: pytest.Mo
         raise AssertionError("copied twice")
 
     sequence = cache.open(range(16), capacity=0)
-    monkeypatch.setattr(cache.core.memory, "copy", fail)
+    monkeypatch.setattr(cache.core.memory, "convert", fail)
     sequence.extend(12)
     with pytest.raises(AssertionError, match="copied twice"):
         sequence.commit(range(12))

@@ -143,7 +143,7 @@ def test_a_step_that_fails_leaves_the_rows_of_the_draft_right(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "draft", "message"),
     [
-        ("qwen3_next", "llama", "the model qwen3_next keeps recurrent states"),
+        ("inkling_text", "llama", "the model inkling_text keeps recurrent states"),
         ("llama", "mamba", "the draft mamba keeps states"),
         ("llama", "deepseek_v4", "the draft deepseek_v4 keeps states"),
     ],

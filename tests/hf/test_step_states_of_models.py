@@ -57,9 +57,9 @@ def generator_of(name: str, named: int | None, **arguments: Any) -> tuple[Genera
     passes: list[int] = []
     own = generator._runner.cache.batch
 
-    def counted(sequences: Any, new_tokens: Any, pad_to: Any = None) -> Any:
+    def counted(sequences: Any, new_tokens: Any, *more: Any, **named: Any) -> Any:
         passes.append(max(new_tokens))
-        return own(sequences, new_tokens, pad_to)
+        return own(sequences, new_tokens, *more, **named)
 
     generator._runner.cache.batch = counted  # type: ignore[method-assign]
     return generator, passes

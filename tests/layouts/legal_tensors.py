@@ -136,6 +136,7 @@ CASES = {
     ]),
     "vllm_triton_unified": ("any", {"kv": tensor(8, 8, 48, 256)}, {}, [
         (nhd(24), {}, "reject", "page size"),
+        ({"kv": tensor(8, 8, 48, 256)}, {"format": "gqa_int4_group"}, "garbage", "cells"),
     ]),
     "vllm_reshape_and_cache_flash": ("any", {**nhd(), "slot_mapping": tensor(7, dtype="int64")}, {"padding": -1}, [
         (nhd(**OTHER_V), {}, "garbage", "V has K's strides"),

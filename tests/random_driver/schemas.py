@@ -95,11 +95,13 @@ _SCHEMAS = {
     "drafted_full": _schema_of(_ATTENTION, _ATTENTION).drafted_by(_schema_of(Attention(2, 4, 4, "float32"), _WINDOW)),
 }  # fmt: skip
 SCHEMA_NAMES = tuple(_SCHEMAS)
+RINGS_BESIDE_STATES = ("pooled",)
 
 
 def schema_named(name: str, verify_width: int = 0) -> Schema:
-    """Return the schema of that name, with rings and windows that can rewind ``verify_width`` tokens."""
-    return _SCHEMAS[name].rewindable(verify_width)
+    """Return the schema of that name, whose rings, windows and states can rewind ``verify_width`` tokens: all but one that has
+    rings beside states."""
+    return _SCHEMAS[name].rewindable(0 if name in RINGS_BESIDE_STATES else verify_width)
 
 
 def draft_width(schema: Schema) -> int:

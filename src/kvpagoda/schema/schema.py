@@ -27,7 +27,7 @@ from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, arena_order, by_kind, choices_of
 from kvpagoda.schema.plan import GroupPlan, Plan, equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
 from kvpagoda.schema.row_formats import RowFormat, row_formats
-from kvpagoda.units import align_up, parse_bytes, whole_number
+from kvpagoda.units import align_up, instance_of, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_CHECKPOINTS = 2**16
@@ -135,6 +135,7 @@ class Schema:
         >>> [(layer.index, layer.is_draft) for layer in both.layers], len(both.groups)
         ([(0, False), (1, True)], 1)
         """
+        instance_of(draft, Schema, "a draft")
         if None not in (self.vocab_size, draft.vocab_size) and self.vocab_size != draft.vocab_size:
             raise SchemaError(
                 f"the draft {draft.name} has a vocabulary of {draft.vocab_size:,} tokens and {self.name} one of "
@@ -170,7 +171,10 @@ class Schema:
         return replace(self, layers=tuple(layer for layer in self.layers if not layer.is_draft))
 
     def draft_alone(self, name: str) -> Schema:
-        """Return the schema of its draft's layers, numbered from 0, for the draft model of type ``name``."""
+        """Return the schema of its draft's layers, numbered from 0, for the draft model of type ``name``. Raises SchemaError
+        if it has none."""
+        if not self.draft_layers:
+            raise SchemaError(f"{self.name} has no draft layers; drafted_by adds those of a draft")
         first = self.draft_layers[0].index
         return replace(self, layers=tuple(_renumbered(layer, -first) for layer in self.draft_layers), name=name)
 
