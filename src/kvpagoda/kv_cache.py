@@ -38,6 +38,7 @@ from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
+    from kvpagoda.hints import Hints, Outcome
     from kvpagoda.offload.hit import Prefetch
     from kvpagoda.recording import Recording
 
@@ -61,7 +62,8 @@ class KVCache:
     block-major memory unless ``order`` is ``"layer"``. ``poison``: fill free memory with NaN, to detect stale reads.
     ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``). ``record``: the path of
     a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
-    ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it.
+    ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``hints``: a ``kvpagoda.hints.Hints`` with a
+    clock or limits of its own; None: one is made when the first hint comes.
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
@@ -98,6 +100,7 @@ class KVCache:
         poison: bool = False,
         events: EventLog | None = None,
         record: str | os.PathLike[str] | Recording | None = None,
+        hints: Hints | None = None,
     ) -> None:
         retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
         events = None if events is None else instance_of(events, EventLog, "events")
@@ -118,6 +121,9 @@ class KVCache:
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
         self._reuse = Reuse(core, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
+        self._hints: Hints | None = None
+        if hints is not None:
+            self._hear(hints)
         if self._recording is not None:
             self._recording.follow(core)
 
@@ -151,6 +157,13 @@ class KVCache:
         """The parts of this cache, for modules of this library that build on it; not part of the public interface."""
         return self._core
 
+    def _hear(self, hints: Hints) -> None:
+        """Attach ``hints``. Raises BadInput."""
+        from kvpagoda.hints import Hints as Made
+
+        instance_of(hints, Made, "hints").attach(self._core, self._reuse)
+        self._hints = hints
+
     # -- the life of a request ---------------------------------------------------------------------------------------
 
     @exclusive
@@ -167,6 +180,7 @@ class KVCache:
         layerwise: bool = False,
         lookup: bool = True,
         publish: bool = True,
+        hints: Any = None,
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
@@ -178,7 +192,8 @@ class KVCache:
         others. ``media``: offset -> digest (at least 16 bytes) of each image that begins there. ``prefetch``: what
         ``KVCache.prefetch`` returned for the same prompt; it is used up. ``layerwise``: blocks from tiers may arrive
         layer by layer, when ``batch.layer`` asks for them, as far as staging memory suffices. ``lookup``: if False,
-        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing.
+        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing. ``hints``: an envelope of
+        hints about this request; ``sequence.hints`` has their outcomes, and none makes this call fail.
 
         What only a tier has is loaded if that is expected to be faster than computing it. Raises BadInput, NeverFits
         (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
@@ -204,8 +219,35 @@ class KVCache:
         request = Request(tokens, length, key, priority, media_ids, publishes=publish)
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
+        if self._hints is not None:
+            self._hints.before_open()
+            if prefetch is None and lookup:
+                prefetch = self._hints.prefetched(tokens[:length], key)
         self._admission.open(request, first, most, prefetch, layerwise=layerwise, lookup=lookup)
+        if hints is not None:
+            sequence.hints = self.hints.opened(request, hints, namespace)
         return sequence
+
+    @property
+    def hints(self) -> Hints:
+        """The hints of this cache: ``hints.ended()`` tells what became of promises."""
+        if self._hints is None:
+            from kvpagoda.hints import Hints
+
+            self._hear(Hints())
+        assert self._hints is not None
+        return self._hints
+
+    @exclusive
+    def apply(self, envelope: Any, namespace: AnyNamespace = None) -> list[Outcome]:
+        """Do what the actions of an envelope of hints ask for, and return one ``Outcome`` for each.
+
+        ``envelope``: as vLLM's and SGLang's ``KvHintsEnvelope``: an object of theirs, a mapping, or JSON. ``namespace``: of
+        the texts that it speaks of. ``docs/hints.md`` defines the actions. Raises nothing for any hint; StaleHandle if
+        the cache is closed."""
+        self._core.check_open()
+        self._settler.settle_waiting()
+        return self.hints.apply(envelope, namespace)
 
     @exclusive
     def prefetch(
@@ -323,6 +365,8 @@ class KVCache:
         """Forget everything that is kept for reuse, for example after new weights. Raises RetryLater while a request
         runs or is suspended. After NeedsReset it forgets every request too; their sequences are closed then."""
         self._reuse.reset()
+        if self._hints is not None:
+            self._hints.forget()
 
     @exclusive
     def flush(self, timeout: float = 10.0) -> bool:

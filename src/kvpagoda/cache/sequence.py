@@ -48,7 +48,9 @@ class Sequence:
     After ``close`` every method raises StaleHandle. A sequence that is collected unclosed is closed by a later call of its
     cache: at the latest by one that needs its slot or blocks."""
 
-    __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request")
+    __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request", "hints")
+    hints: list[Any]
+    """The outcomes of the hints with which it was opened."""
 
     def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard

@@ -165,7 +165,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         block_size=core.block_size,
         checkpoints=len(prefix.kept),
         pins=len(pins),
-        pinned_blocks=sum(pin.holding.lease.num_blocks for pin in pins),
+        pinned_blocks=prefix.num_pinned,
         groups=tuple(group_stats(core, group) for group in core.groups),
         short_hits=tuple(
             ShortHits(reason, requests, counters.short_tokens[reason])
