@@ -358,7 +358,11 @@ class KVCache:
         Records stored in tiers from now on are found by this process alone; with ``weights``, a digest of the new
         weights of all namespaces, by all processes with the same one. A namespace that outlives the process must not
         mean two adapters."""
+        if self._hints is not None:
+            self._hints.before_open()
         self._reuse.invalidate(namespaces, weights)
+        if self._hints is not None:
+            self._hints.invalidated()
 
     @either_way
     def reset(self) -> None:

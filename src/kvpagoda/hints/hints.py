@@ -130,6 +130,7 @@ class Hints:
     def before_open(self) -> None:
         """End what is over: called before each request is opened. O(1) if nothing is."""
         self._promises.expire()
+        self._promises.collect()
         if self._prefetched:
             now = self.clock()
             for key in [key for key, (_, end) in self._prefetched.items() if end <= now]:
@@ -141,9 +142,13 @@ class Hints:
             return None
         return self._prefetched.pop(_name(keys, namespace), (None, 0.0))[0]
 
+    def invalidated(self) -> None:
+        """Called when the cache ended the promises of what cannot be found any more."""
+        self._promises.collect("released")
+
     def forget(self) -> None:
         """Forget everything: called when the cache was reset."""
-        self._promises.collect()
+        self._promises.collect("released")
         self._sessions.clear()
         self._waiting.clear()
         self._session_of.clear()

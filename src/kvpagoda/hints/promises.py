@@ -28,7 +28,7 @@ class Promise:
     outcome: Outcome
     tenant: bytes
     session: str | None
-    ends_as: str = "taken"
+    ends_as: str | None = None
 
 
 class Promises:
@@ -69,11 +69,9 @@ class Promises:
             return asked.now("missing", "nothing of this text is cached that a request could start from", wanted=wanted)
         if len(self._held) >= self._limits.promises:
             return asked.now("rejected", f"{len(self._held)} promises are held, as many as may be", wanted=wanted)
-        most = core.prefix.most_pinned
-        of_tenant = int(self._limits.tenant_share * most) - self._of_tenant[namespace]
-        room = self._room(min(n, of_tenant), priority)
+        room = self._room(n, namespace, priority)
         if room <= 0:
-            held = core.prefix.num_pinned
+            held, most = core.prefix.num_pinned, core.prefix.most_pinned
             reason = f"{held} blocks of {most} are promised or pinned, {self._of_tenant[namespace]} for this namespace"
             return asked.now("rejected", reason, wanted=wanted)
         if room < match.num_blocks:
@@ -131,26 +129,33 @@ class Promises:
             self.end(promise, status)
         return found
 
-    def collect(self) -> None:
-        """Tell which promises ended since the last call, by whoever ended them."""
+    def collect(self, status: str = "taken") -> None:
+        """Tell which promises ended since the last call: those that others ended, as ``status``."""
         while self._ended:
             promise = self._held.pop(self._ended.popleft().number, None)
             if promise is not None:
                 self._of_tenant[promise.tenant] -= promise.pin.num_blocks
                 if not self._of_tenant[promise.tenant]:
                     del self._of_tenant[promise.tenant]
-                self._tell(promise.outcome.now(promise.ends_as))
+                self._tell(promise.outcome.now(promise.ends_as or status))
 
-    def _room(self, wanted: int, priority: int) -> int:
-        """Return how many of ``wanted`` blocks may be promised with ``priority``, after ending promises of lower
-        priority where that helps."""
+    def _room(self, wanted: int, tenant: bytes, priority: int) -> int:
+        """Return how many of ``wanted`` blocks may be promised to ``tenant`` with ``priority``, after ending promises of
+        lower priority where that helps. O(promises) where only those of the tenant do."""
         prefix = self._core.prefix
-        while (room := prefix.most_pinned - prefix.num_pinned) < wanted:
+        while True:
+            room = prefix.most_pinned - prefix.num_pinned
+            of_tenant = int(self._limits.tenant_share * prefix.most_pinned) - self._of_tenant[tenant]
+            if min(room, of_tenant) >= wanted:
+                return wanted
             lowest = prefix.next_pin()
-            if lowest is None or lowest.priority >= priority or lowest.number not in self._held:
-                return room
-            self.end(self._held[lowest.number], "taken")
-        return wanted
+            promise = None if lowest is None else self._held.get(lowest.number)
+            if of_tenant < room:
+                own = (one for one in self._held.values() if one.tenant == tenant)
+                promise = min(own, key=lambda one: one.pin.priority, default=None)
+            if promise is None or promise.pin.priority >= priority:
+                return max(0, min(room, of_tenant))
+            self.end(promise, "taken")
 
     def _nbytes(self, pin: Pin) -> int:
         """Return the bytes of the blocks, windows and states that ``pin`` keeps."""
