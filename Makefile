@@ -94,7 +94,7 @@ consumers:
 vllm: $(VLLM_READY)
 	$(VLLM)/bin/python tools/vllm_tests.py $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_TESTS)
 	$(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= tests/adapters/test_vllm_manager.py \
-		tests/adapters/test_vllm_options.py tests/adapters/test_vllm_connector.py
+		tests/adapters/test_vllm_options.py tests/adapters/test_vllm_connector.py tests/adapters/test_vllm_hints.py
 	$(VLLM)/bin/python -m benchmarks.vllm_engine --quick
 
 # Of torchvision, torchaudio and torchcodec, PyPI has builds for CUDA alone, which do not load beside torch for a CPU; vLLM

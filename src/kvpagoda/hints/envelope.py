@@ -65,6 +65,15 @@ def _action(action: Any) -> Action:
     return Action(identity, kind, version, field_of(action, "payload"))
 
 
+def is_known(action: Action) -> str | None:
+    """Return None for an action that is defined here in its version, else what is wrong with it."""
+    if action.action_type not in TYPES:
+        return f"no such action; known: {', '.join(TYPES)}"
+    if action.action_version.split(".")[0] != VERSION.split(".")[0]:
+        return f"{action.action_type} is known in version {VERSION}, not {action.action_version!r}"
+    return None
+
+
 def field_of(what: Any, name: str) -> Any:
     """Return the field ``name`` of a mapping or an object; None if there is none."""
     return what.get(name) if isinstance(what, Mapping) else getattr(what, name, None)

@@ -15,7 +15,8 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.errors import BadInput, KVPagodaError
-from kvpagoda.hints.envelope import DEFAULT_PRIORITY, MOST_PRIORITY, TYPES, Action, Payload, read_envelope
+from kvpagoda.hints.envelope import DEFAULT_PRIORITY, MOST_PRIORITY, Action, Payload, is_known, read_envelope
+from kvpagoda.hints.keep import Keep
 from kvpagoda.hints.options import HintLimits
 from kvpagoda.hints.outcome import Outcome
 from kvpagoda.hints.promises import Promise, Promises
@@ -39,26 +40,6 @@ class Text(NamedTuple):
     keys: Ids
     session: str | None = None
     num_prompt: int | None = None
-
-
-class Keep(NamedTuple):
-    """A promise that is asked for. ``end``: its last token (None: the end of the text). ``seconds``: None: until it is
-    released. ``answer``: what is asked for the answer of a request (None: the same)."""
-
-    asked: Outcome
-    end: int | None
-    priority: int
-    seconds: float | None
-    answer: Keep | None = None
-
-    @classmethod
-    def of(cls, asked: Outcome, payload: Payload, priority: int, seconds: float | None) -> Keep:
-        """Return what ``payload`` asks for; ``priority`` and ``seconds`` where it does not say. Raises BadInput."""
-        _, end = payload.span()
-        own = cls(asked, end, payload.priority(priority), payload.seconds(seconds))
-        if "answer" not in payload:
-            return own
-        return own._replace(answer=cls.of(asked, payload.part("answer"), own.priority, own.seconds))
 
 
 class Hints:
@@ -165,10 +146,8 @@ class Hints:
         return [self._one(Outcome(message, a.action_id, a.action_type, "accepted"), a, key, request) for a in actions]
 
     def _one(self, asked: Outcome, action: Action, namespace: bytes, request: Request | None) -> Outcome:
-        if action.action_type not in TYPES:
-            return asked.now("unknown", f"no such action; known: {', '.join(TYPES)}")
-        if action.action_version.split(".")[0] != "1":
-            return asked.now("unknown", f"{action.action_type} is known in version 1.0, not {action.action_version!r}")
+        if (wrong := is_known(action)) is not None:
+            return asked.now("unknown", wrong)
         try:
             payload = Payload(action.payload)
             outcome: Outcome = getattr(self, f"_{action.action_type[3:]}")(asked, payload, namespace, request)
