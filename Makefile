@@ -93,8 +93,11 @@ consumers:
 # vLLM's own tests run first with its own cache manager, then with ours: what passed must pass again.
 vllm: $(VLLM_READY)
 	$(VLLM)/bin/python tools/vllm_tests.py $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_TESTS)
+	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= \
+		tests/kernels/interpreted_vllm_rows.py
 	$(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= tests/adapters/test_vllm_manager.py \
-		tests/adapters/test_vllm_options.py tests/adapters/test_vllm_connector.py tests/adapters/test_vllm_hints.py
+		tests/adapters/test_vllm_options.py tests/adapters/test_vllm_connector.py tests/adapters/test_vllm_mtp.py \
+		tests/adapters/test_vllm_hints.py
 	$(VLLM)/bin/python -m benchmarks.vllm_engine --quick
 
 # Of torchvision, torchaudio and torchcodec, PyPI has builds for CUDA alone, which do not load beside torch for a CPU; vLLM

@@ -46,7 +46,7 @@ def measure(options: Options) -> list[Row]:
                 "opt": opt,
                 "closed": 100 * (hints - lru) / (opt - lru) if opt > lru else 0.0,
                 "request_us": 1e6 * took / len(trace),
-            }  # fmt: skip
+            }
         )
     return rows
 

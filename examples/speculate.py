@@ -1,7 +1,8 @@
 """Speculative decoding: commit the accepted tokens, when to rewind, and why publishing drafts costs memory.
 
 The rows of drafts are written like all others, behind the committed tokens. Only ``commit`` makes a row part of the
-text, so a rejected draft needs no clean-up: the next step overwrites it. Committing all drafts and removing the
+text, so a rejected draft needs no clean-up: the next step overwrites it. States go back by choosing an older one, which
+the plan has places for (``verify_width``). Committing all drafts and removing the
 rejected ones with ``rewind`` gives the same text. But ``commit`` makes whole blocks shareable, so that rejected drafts
 stay cached, under texts that no request will ask for.
 
@@ -14,6 +15,7 @@ import numpy as np
 from tiny_model import VOCAB, TinyModel, choose, go_on, is_exact
 
 from kvpagoda import BadInput, KVCache, Schema, Sequence
+from kvpagoda.schema import Layer, Recurrent, Rows
 
 WIDTH = 6  # drafts per step
 BLOCK = 4
@@ -80,26 +82,45 @@ def take_back(model: TinyModel, prompt: list[int]) -> tuple[list[int], int]:
     return text, model.computed_tokens - before
 
 
-def with_states() -> str:
-    """Show speculation with recurrent states. A state cannot forget a token, so ``rewind`` is refused: compute the
-    drafts in a fork, and close the fork if they are rejected. Return the error message of ``rewind``."""
-    config = dict(
-        model_type="qwen3_next", num_hidden_layers=4, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-        linear_conv_kernel_dim=4, full_attention_interval=4, vocab_size=VOCAB, max_position_embeddings=512,
-    )  # fmt: skip
-    cache = KVCache(Schema.from_hf_config(config, dtype="float32"), "1MiB", device="none", max_requests=4)
-    with cache.open(range(20)) as sequence:
-        sequence.commit(range(20))
-        child = sequence.fork()  # the drafts are computed here ...
-        child.extend(3)
-        child.commit([5, 6, 7])
-        child.close()  # ... and were rejected
+def with_states(random: np.random.Generator) -> str:
+    """Speculate in a model with states: here one number, half of the last one plus the token.
+
+    A state cannot forget a token, so a request has ``WIDTH + 1`` places for it, and a step leaves the state after each of
+    its last tokens in the next one. Return the error message of a ``rewind`` that goes back too far."""
+    kind = Recurrent((Rows("recurrent", (1,), "float32"),), verify_width=WIDTH)
+    schema = Schema((Layer(0, "sum", (kind,)),), "sums")
+    cache = KVCache(schema, "64KiB", device="cpu", block_size=BLOCK, max_requests=2)
+
+    def compute(sequence: Sequence, tokens: list[int]) -> None:
+        sequence.extend(len(tokens))
+        view = cache.batch([sequence], [len(tokens)]).layer(0)
+        places, state = view.state_writes[0].tolist(), view["recurrent"][int(view.state_indices[0])].clone()
+        for number, token in enumerate(tokens):
+            state = 0.5 * state + token
+            if len(tokens) - number <= len(places):
+                view["recurrent"][places[number - max(0, len(tokens) - len(places))]] = state
+
+    text = list(range(10))
+    with cache.open(text, reserve=200) as sequence:
+        compute(sequence, text[:-1])
+        sequence.commit(text[:-1])
+        for _ in range(20):
+            drafts = random.integers(0, VOCAB, WIDTH).tolist()
+            compute(sequence, [text[-1], *drafts])
+            accepted = int(random.integers(0, WIDTH + 1))
+            sequence.commit([text[-1], *drafts[:accepted]])  # the next step reads the state after these
+            text += [*drafts[:accepted], int(random.integers(VOCAB))]
+        compute(sequence, text[-1:] * (WIDTH + 1))
+        sequence.commit(text[-1:] * (WIDTH + 1))
+        sequence.rewind(WIDTH)
+        view = cache.batch([sequence], [1]).layer(0)
+        known = sum(token * 0.5**age for age, token in enumerate(reversed(text)))
+        assert abs(view["recurrent"][int(view.state_indices[0])].item() - known) < 1e-3, "not the state of the text"
         try:
             sequence.rewind(1)
         except BadInput as refused:
             return str(refused)
-    raise AssertionError("a recurrent state went back")
+    raise AssertionError("a state went back to where another one lies")
 
 
 def main() -> dict[str, int]:
@@ -117,7 +138,10 @@ def main() -> dict[str, int]:
     results["tokens computed, 8 rewound"] = take_back(model, prompt)[1]
     for name, value in results.items():
         print(f"{name:>34}  {value}")
-    print("\nOf a model with recurrent states:\n" + with_states())
+    print(
+        f"\nOf a model with recurrent states, after {WIDTH} tokens taken back:\n"
+        + with_states(np.random.default_rng(4))
+    )
     return results
 
 

@@ -304,9 +304,9 @@ def test_flat_indices_past_int32_need_rows_of_int64() -> None:
 
 def test_help_lists_the_index_arrays() -> None:
     told = inspect.getdoc(Batch) or ""
-    for number, name in enumerate(("qo_indptr", "positions", "state_indices"), 1):
+    for number, name in enumerate(("qo_indptr", "positions", "state_indices", "state_writes"), 1):
         assert f"{number}  {name} " in told
-    for number, name in enumerate(ARRAYS, 7):
+    for number, name in enumerate(ARRAYS, 8):
         assert f"{number}  {name} " in told
         assert inspect.getdoc(getattr(LayerView, name)) == inspect.getdoc(getattr(GroupArrays, name))
 

@@ -209,6 +209,11 @@ FORMATS = {
         Attention(2, 64, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),
         Attention(2, 64, 64, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
     ),
+    "packed heads": (
+        Attention(2, 64, 64, "bfloat16", encoding=Encoding("gqa_nvfp4")),
+        Attention(2, 64, 64, "bfloat16", Growth(window=10), Encoding("gqa_int4_group")),
+    ),
+    "heads packed apart": (Attention(2, 96, 64, "bfloat16", encoding=Encoding("gqa_int8_head")),),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import evict, head_cases, heads, hybrid, hybrid_peers, swap  # noqa: E402
+from benchmarks import evict, head_cases, heads, hybrid, hybrid_peers, swap, top_k  # noqa: E402
 from benchmarks.__main__ import NAMES  # noqa: E402
 from benchmarks.__main__ import main as benchmarks_main  # noqa: E402
 from benchmarks.peers import tasks  # noqa: E402
@@ -59,10 +59,21 @@ def test_every_benchmark_runs_in_a_tiny_size(
     if name in ("shared_store", "adapters", "vllm_connector") and not found["rows"]:
         pytest.skip(str(found["absent"]))
     assert found["rows"] and found["quick"] and found["machine"]["numpy"] == np.__version__
-    measured = ("us", "seconds", "us_a_block", "p50_ms", "bytes_a_block", "hit_percent", "lru", "bits_per_byte")
+    measured = (
+        "us",
+        "seconds",
+        "us_a_block",
+        "p50_ms",
+        "bytes_a_block",
+        "hit_percent",
+        "lru",
+        "bits_per_byte",
+        "spread",
+    )
     for row in found["rows"]:
         figures = [row[key] for key in measured if key in row]
         assert figures and all(figure > 0 for figure in figures[:1]), row
+        assert row.get("warm_is_cold", True), row
     # benchmarks that compare with peers: "ours" is installed, "nanovllm" is not
     if name not in ("policies", "one_budget", "adapters") and found["versions"]:
         assert set(found["versions"]) == {"ours"} and "nanovllm" in found["absent"]["nanovllm"]
@@ -268,3 +279,16 @@ def test_hybrid_layers_cost_little_more_than_full_attention(name: str) -> None:
     times = [[hybrid.serve(one, block_size, work, 200_000)[0] for one in (schema, FULL)] for _ in range(5)]
     over = sorted(layers for layers, _ in times)[2] / sorted(full for _, full in times)[2]
     assert over <= 1.6 * MARGIN, over
+
+
+def test_the_error_of_quantised_rows_with_an_indexer_is_other_tokens() -> None:
+    """Read with the selection of raw rows, fp8 rows of DeepSeek-V3.2 err no more than those of DeepSeek-V3. Indexer keys
+    change what is selected and nothing else."""
+    rows = [
+        *top_k.rows_of(top_k.Case("fp8", 128, 0)),
+        *top_k.rows_of(top_k.Case("fp8", 128, 16)),
+    ]
+    errors = {(row["quantised"], row["selection"]): row["rms_error"] for row in rows}
+    v3, own, held = errors["latents", "all"], errors["latents and keys", "own"], errors["latents and keys", "held"]
+    assert held < 1.5 * v3 < 0.3 * own, errors
+    assert errors["keys", "held"] == 0 < errors["keys", "own"]

@@ -67,6 +67,13 @@ def test_plan_as_json_divides_over_ranks(llama: Path, here: Command) -> None:
     ]
 
 
+def test_plan_takes_a_format_for_each_layer_kind(here: Command) -> None:
+    made = json.loads(here("plan", "gpt-oss-20b", "--kv-format", "full=fp8,window=raw", "--json").stdout)
+    assert made["bytes_per_token"] == 36_864 and [one["format"] for one in made["formats"]] == ["fp8_e4m3", "raw"]
+    wrong = here("plan", "gpt-oss-20b", "--kv-format", "chunk=fp8")
+    assert wrong.returncode == 2 and "a gpt_oss model has none; it has: 12 window, 12 full" in wrong.stderr
+
+
 @pytest.mark.parametrize(("name", "per_token"), [("deepseek-v4-flash", 3514), ("deepseek-v4-pro", 5031)])
 def test_plan_knows_presets(name: str, per_token: int, here: Command) -> None:
     made = json.loads(here("plan", name, "--kv-format", "fp8", "--json").stdout)
@@ -81,7 +88,8 @@ def test_presets_are_configs_of_known_models() -> None:
     for name, entry in presets().items():
         config = entry["config"]
         schema = Schema.from_hf_config(config)
-        assert len(schema.layers) == config["num_hidden_layers"] and schema.max_positions and schema.vocab_size
+        assert len(schema.layers) == config["num_hidden_layers"] and schema.vocab_size
+        assert schema.max_positions or not schema.groups  # states take texts of any length
         assert find_preset(entry["hub"]) == (name, config) == find_preset(name.upper())
         per_token[name] = schema.bytes_per_token
     assert len(per_token) >= 20
@@ -90,6 +98,11 @@ def test_presets_are_configs_of_known_models() -> None:
         "gpt-oss-120b": 36 * 8 * 64 * 4, "qwen3-next-80b-a3b": 12 * 2 * 256 * 4,
     }  # fmt: skip
     assert {name: per_token[name] for name in published} == published
+
+
+def test_plan_says_which_presets_are_unverified(here: Command) -> None:
+    assert "unverified: neither vLLM" in here("plan", "rwkv7-world-2.9b").stderr
+    assert "unverified" not in here("plan", "kimi-k3").stderr
 
 
 def test_plan_takes_a_preset_by_its_name_on_the_hub(here: Command) -> None:

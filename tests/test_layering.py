@@ -16,7 +16,7 @@ LEVELS = [
     "compat", "console", "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
-    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},
+    "hf": {"transformers", "safetensors"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},
     "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "kernels": {"triton"}, "lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
@@ -25,7 +25,7 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats.codec", "formats.quantise", "formats.small_floats", "kernels",
+    "formats.codec", "formats.quantise", "formats.small_floats", "formats.tensor_scale", "kernels",
     "layouts.packed", "doctor", "hf",
     "memory.arena", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.pool", "adapters.mini_sglang", "adapters.connector.block_rows",

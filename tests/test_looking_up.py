@@ -402,22 +402,28 @@ def test_completed_blocks_are_published_by_whoever_reads_the_tree_or_lacks_memor
     cache.check()
 
 
+@pytest.mark.parametrize("width, more", [(0, 0), (3, 0), (3, 2), (3, 3)])
 @pytest.mark.parametrize("kinds", [(STATE,), (FULL, STATE), (FULL, WINDOW, STATE)])
-def test_a_prompt_starts_from_the_state_of_a_running_request(kinds: tuple[LayerKind, ...]) -> None:
-    schema = Schema(tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test")
+def test_a_prompt_starts_from_the_state_of_a_running_request(
+    kinds: tuple[LayerKind, ...], width: int, more: int
+) -> None:
+    """Also if the running request is ``more`` tokens ahead, but has the older state in another place still."""
+    layers = tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds))
+    schema = Schema(layers, "test").rewindable(width)
     cache = KVCache(schema, num_blocks=600, block_size=16, max_requests=4, device="cpu")
     text = np.arange(4096, dtype=np.int32)
     ahead = cache.open(text, capacity=0)
-    ahead.extend(2048)
-    ahead.commit(text[:2048])
+    ahead.extend(2048 + more)
+    ahead.commit(text[: 2048 + more])
     layer = cache.layer(len(kinds) - 1)
     rows = layer["recurrent"]
-    rows[cache.core.states.rows(np.array([ahead.slot]))] = 7.0
+    rows[cache.core.states.rows(np.array([ahead.slot]), np.array([2048]))] = 7.0
     with cache.fence([ahead]):  # a step may be writing its states
         assert cache.open(text[:3000], capacity=0).cached_tokens == 0
     behind = cache.open(text[:3000], capacity=0)
     assert behind.cached_tokens == 2048 and len(cache.core.prefix.kept) == 1
-    assert (rows[cache.core.states.rows(np.array([behind.slot]))] == 7.0).all()
+    behind.extend(1)
+    assert (rows[cache.batch([behind], [1]).state_indices.long()] == 7.0).all()
     assert cache.open(text[:1000], capacity=0).cached_tokens == 0  # this prompt ends before that state
     cache.check()
 

@@ -23,6 +23,7 @@ WINDOW = Attention(1, 2, 2, "float32", Growth(window=10))
 SLACK = Attention(1, 2, 2, "float32", Growth(window=6, slack=3))
 CHUNK = Attention(1, 2, 2, "float32", Growth(chunk=12))
 STATE = Recurrent((Rows("recurrent", (3,), "float32"),))
+DEEP = Recurrent((Rows("recurrent", (3,), "float32"),), verify_width=2)
 KINDS: dict[str, tuple[LayerKind, ...]] = {
     "full": (FULL,),
     "window": (WINDOW,),
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[LayerKind, ...]] = {
     "state": (STATE,),
     "full and state": (FULL, STATE),
     "mixed": (FULL, WINDOW, SLACK, CHUNK, STATE),
+    "states that go back": (FULL, SLACK, DEEP),
 }
 SIZES: dict[str, dict[str, Any]] = {
     "full": {"num_blocks": 30},
@@ -38,6 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "state": {"num_blocks": 8, "checkpoints": 2},
     "full and state": {"budget": "2KiB", "checkpoints": 3},
     "mixed": {"budget": "3KiB", "checkpoints": 3},
+    "states that go back": {"budget": "3KiB", "checkpoints": 3},
 }
 NAMES = ("cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_start")
 
@@ -71,8 +74,19 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
     assert batch.positions.tolist() == [p for b in before for p in range(b, b + n)] + [0] * padding
     assert batch.step.request_slots.tolist() == [slot for slot in slots for _ in range(n)] + [-1] * padding
     assert batch.step.request_ids.tolist() == np.repeat(np.arange(num_rows), counts).tolist()
-    states = [int(cache.core.states.rows(np.array([slot]))[0]) for slot in slots] + [0] * padding
+    group = cache.core.states.group
+    places = [[0] if group is None else group.held_places(slot).tolist() for slot in slots]
+    width = 1 if group is None else group.places
+    states = [own[b % width] for own, b in zip(places, before)] + [0] * padding
     assert batch.state_indices.tolist() == states
+    last = [
+        range(b + n - width + 1 if n > width else b + 1, b + n + 1) for b in before
+    ]  # lengths whose states are left
+    written = [[own[length % width] for length in lengths] for own, lengths in zip(places, last)]
+    left = batch.state_writes.tolist()
+    assert [row[: len(own)] for row, own in zip(left, written)] == written
+    assert left[len(places) :] == [[0] * width] * padding and batch.state_writes.shape == (num_rows, width)
+    assert n > width or [row[-1] for row in left] == states
     assert batch.step.state_rows is not None
     assert batch.step.state_rows.tolist() == np.repeat(states, counts).tolist()
     for layer in cache.schema.layers:
@@ -233,7 +247,7 @@ def test_addresses_stay_and_unchanged_values_are_not_written() -> None:
         batch = together.extend()
         views = [batch.layer(0), batch.layer(1)]
         tensors = [getattr(view, name) for view in views for name in (*NAMES, "block_table")]
-        tensors += [batch.positions, batch.qo_indptr, batch.state_indices]
+        tensors += [batch.positions, batch.qo_indptr, batch.state_indices, batch.state_writes]
         tensors += [batch.step.request_slots, batch.step.request_ids, batch.step.state_rows]
         seen.add(tuple(tensor.data_ptr() for tensor in tensors))
         cache.batch([first], [1]).layer(0).block_table.zero_()  # another batch has arrays of its own

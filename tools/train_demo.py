@@ -75,20 +75,28 @@ def paragraphs(text: str) -> Iterator[str]:
             yield line
 
 
-def corpus() -> tuple[str, str]:
-    """Return (training text, held-out text). Whether a paragraph is held out depends on its content alone."""
+def python_paragraphs() -> list[str]:
+    """Return the paragraphs of the language topics of Python's documentation, sorted."""
     from pydoc_data.topics import topics
 
+    return sorted({line for text in topics.values() for line in paragraphs(text)})
+
+
+def is_held_out(line: str) -> bool:
+    """Whether a paragraph is not trained on; its content alone decides."""
+    return blake2b(line.encode(), digest_size=1).digest()[0] < 6
+
+
+def corpus() -> tuple[str, str]:
+    """Return (training text, held-out text)."""
     own: list[str] = []
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "LOG.md"):
         own += paragraphs(path.read_text())
     for path in (ROOT / "src").rglob("*.py"):
         own += [line for text in docstrings(path) for line in paragraphs(text)]
-    python = [line for text in topics.values() for line in paragraphs(text)]
     kept, held = [], []
-    for line in sorted(dict.fromkeys(own)) + sorted(dict.fromkeys(python)):
-        is_held = blake2b(line.encode(), digest_size=1).digest()[0] < 6
-        (held if is_held else kept).append(line)
+    for line in sorted(dict.fromkeys(own)) + python_paragraphs():
+        (held if is_held_out(line) else kept).append(line)
     random.Random(0).shuffle(held)
     return "\n".join(kept), "\n".join(held)[:HELD_OUT_BYTES]
 

@@ -21,6 +21,7 @@ from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
 from kvpagoda.schema import Schema
 from kvpagoda.schema.config_source import config_named
+from kvpagoda.schema.kv_format import KVFormatNames, as_text, parsed
 from kvpagoda.schema.presets import presets
 from kvpagoda.units import format_bytes
 from kvpagoda.version import installed
@@ -36,6 +37,7 @@ except ImportError:
 
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
 CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('kvpagoda plan --presets' lists them)"
+KV_FORMAT = "raw; or fp8, int8, nvfp4 and others, for all layers, or by layer kind: full=fp8,window=raw"
 Tiers = Annotated[
     list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB or redis://HOST:PORT; repeat for several tiers")
 ]
@@ -96,8 +98,11 @@ def plan(
     pp: Annotated[int, typer.Option(help="number of pipeline stages")] = 1,
     stage: Annotated[int, typer.Option(help="the pipeline stage to plan, from 0")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, typer.Option(help="raw, fp8 (packed rows of engines), mxfp4, nvfp4 or int8")] = "raw",
+    kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
     layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
+    ] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
     kernel_page: Annotated[int | None, typer.Option(help="tokens per kernel page (default: a block)")] = None,
     lengths: Annotated[str, typer.Option(help="request lengths in tokens")] = "1024,8192,32768,131072",
@@ -110,7 +115,7 @@ def plan(
     with one_line_errors():
         from kvpagoda import console
 
-        schema = _schema(config, dtype, kv_format)
+        schema = _schema(config, dtype, parsed(kv_format), draft)
         schema = (schema if layout is None else schema.laid_out(_words(layout))).split(tp=tp, pp=pp, rank=stage)
         sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
         try:
@@ -119,6 +124,8 @@ def plan(
             text, fits, _ = str(error).partition("it fits with layout=")
             raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
+        if (why := presets().get(schema.name, {}).get("unverified")) is not None:
+            typer.echo(f"{schema.name} is unverified: {why}", err=True)
 
 
 def _words(text: str) -> list[str]:
@@ -134,14 +141,19 @@ def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
         raise BadInput(f"{option} takes whole numbers of {unit} with commas between, got {text!r}") from None
 
 
-def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
-    """Return the schema of ``config``: a config file, a folder that holds one, or a preset. Raises BadInput."""
+def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str | None = None) -> Schema:
+    """Return the schema of ``config``: a config file, a folder that holds one, or a preset; with the layers of ``draft``.
+    Raises BadInput."""
     if config.lower() not in PRESETS or Path(config).exists():
         name, data = config_named(config, PRESETS)
-        schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
+        schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format, draft=draft)
         return schema if name is None else replace(schema, name=name)
     if dtype is not None and kv_format != "raw":
-        raise BadInput(f"--dtype {dtype} is for raw rows: those of --kv-format {kv_format} have dtypes of their own")
+        raise BadInput(
+            f"--dtype {dtype} is for raw rows: those of --kv-format {as_text(kv_format)} have dtypes of their own"
+        )
+    if draft is not None:
+        raise BadInput(f"--draft needs a config of the model, which the preset {config} has not; give its config.json")
     schema = PRESETS[config.lower()](kv_format)
     return schema if dtype is None else schema.cast(dtype)
 
@@ -187,7 +199,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 tokens are sampled")] = 0.0,
     seed: Annotated[int, typer.Option(help="seed of the sampled tokens")] = 0,
     lookup: Annotated[int, typer.Option(help="the most tokens to propose by prompt lookup in a step")] = 0,
-    kv_format: Annotated[str, typer.Option(help="raw; or fp8, mxfp4, nvfp4, int8 if layers have such rows")] = "raw",
+    kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
     tier: Tiers = None,
     dtype: Annotated[str, typer.Option(help="dtype in which to load --model")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
@@ -211,7 +223,8 @@ def generate(
         report.run(
             model, prompts, as_json,
             dict(
-                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format,
+                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup,
+                kv_format=parsed(kv_format),
                 tiers=[tier_from_text(text) for text in tier or ()],
             ),
             dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,

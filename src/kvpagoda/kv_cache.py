@@ -14,6 +14,7 @@ from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.below import NoTiers
+from kvpagoda.cache.breakpoints import breakpoints_of
 from kvpagoda.cache.core import Core, Settings
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, exclusive
@@ -110,9 +111,12 @@ class KVCache:
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
             checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
+            checkpoint_format=retention.checkpoint_format,
         )  # fmt: skip
         memory = _memory(plan, device, truth(poison, "poison"), bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
+        if plan.checkpoint_format is not None:
+            fingerprint += f" {plan.checkpoint_format}"
         below = _tiers(tiers, plan, identity, fingerprint, events)
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
         self._core = core = Core(plan, memory, settings)
@@ -180,6 +184,7 @@ class KVCache:
         layerwise: bool = False,
         lookup: bool = True,
         publish: bool = True,
+        checkpoints: Any = None,
         hints: Any = None,
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
@@ -192,8 +197,11 @@ class KVCache:
         others. ``media``: offset -> digest (at least 16 bytes) of each image that begins there. ``prefetch``: what
         ``KVCache.prefetch`` returned for the same prompt; it is used up. ``layerwise``: blocks from tiers may arrive
         layer by layer, when ``batch.layer`` asks for them, as far as staging memory suffices. ``lookup``: if False,
-        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing. ``hints``: an envelope of
-        hints about this request; ``sequence.hints`` has their outcomes, and none makes this call fail.
+        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing. ``checkpoints``:
+        positions of the prompt, in tokens, at which others should be able to resume: the ends of a system prompt, of a
+        tool's result. They are rounded down to whole blocks; ``Sequence.checkpoints`` says what became of each. With
+        full attention alone nothing must be kept for them. ``hints``: an envelope of hints about this request;
+        ``sequence.hints`` has their outcomes, and none makes this call fail.
 
         What only a tier has is loaded if that is expected to be faster than computing it. Raises BadInput, NeverFits
         (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
@@ -217,6 +225,10 @@ class KVCache:
         key, media_ids = core.namespaces.key(namespace), {} if media is None else core.media.ids(media, length)
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=publish)
+        if checkpoints is not None:
+            request.breakpoints = breakpoints_of(checkpoints, core.max_context)
+        if hints is not None:
+            self.hints.ask_checkpoints(request, hints)
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
         if self._hints is not None:
@@ -277,7 +289,8 @@ class KVCache:
 
         The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
         longer step is correct, but no request can resume at that position; ``stats().passed_boundaries`` counts these.
-        Only models with states have such positions. Raises StaleHandle for a closed or suspended sequence."""
+        With ``Retention.rounds_states`` it also ends at multiples of the hit grid. Only models with states have such
+        positions. Raises StaleHandle for a closed or suspended sequence."""
         limits = [self._settler.step_limit(request) for request in requests_of(sequences, self._core)]
         return limits[0] if isinstance(sequences, Sequence) else np.array(limits, np.int64)
 
@@ -293,15 +306,23 @@ class KVCache:
 
     @exclusive
     def batch(
-        self, sequences: Many[Sequence], new_tokens: Many[SupportsIndex], pad_to: SupportsIndex | None = None
+        self,
+        sequences: Many[Sequence],
+        new_tokens: Many[SupportsIndex],
+        pad_to: SupportsIndex | None = None,
+        *,
+        firsts: Many[SupportsIndex] | None = None,
     ) -> Batch:
         """Return the index arrays of a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``.
 
         ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one
-        token, slot -1, length 0, and writes to block 0. The arrays (see ``help(Batch)``) lie in static buffers: they
+        token, slot -1, length 0, and writes to block 0. ``firsts``: the position of each sequence's first token in the
+        step (None: its length), for steps of a draft: before that it computes rows of committed tokens that its own group
+        lacks (``seq.match.lacking_from``; rows of other groups are shared and must not be written), behind it those of
+        the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static buffers: they
         are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
-        return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
+        return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to, firsts)
 
     @exclusive
     def persistent_batch(

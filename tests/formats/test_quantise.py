@@ -99,6 +99,18 @@ def test_a_scale_that_rounds_to_zero():
     assert codes[0].tolist() == [0, 0x80] + [0] * 6 and codes[1].tolist() == [0xF7] + [0x77] * 7
 
 
+def test_a_scale_that_rounds_to_zero_with_codes_of_zero():
+    """NVFP4 of heads: groups below 2^-10 times 6 are zeros, with the signs of their elements."""
+    rule, _ = RULES["gqa_nvfp4__emulated"]
+    x = torch.zeros(3, 1, 16)
+    x[0, 0, 3], x[2, 0, 0] = -0.0, 6.0
+    x[1, 0, :3] = torch.tensor([1e-3, -1e-3, 0.0])
+    codes, stored = quantise(x, rule)
+    assert stored.tolist() == [[0], [0], [0x38]]
+    assert codes.tolist() == [[0, 0x80] + [0] * 6, [0x80] + [0] * 7, [7] + [0] * 7]
+    assert not dequantise(codes, stored, rule)[:2].any()
+
+
 def test_non_finite_groups_as_computed():
     rule, _ = RULES["dsv4_584__flashmla"]
     x = torch.ones(3, 1, 4)

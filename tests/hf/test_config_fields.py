@@ -205,7 +205,7 @@ def check(model: Any, changes: dict[str, Any], seed: int, monkeypatch: pytest.Mo
 
 def after_a_rewind(model: Any, text: list[int]) -> list[int]:
     """Greedy tokens of a text behind which others were computed, committed and taken back."""
-    runner = runner_of(model, len(text), 3, "raw", dict(num_blocks=40, max_requests=2, poison=True))
+    runner, _ = runner_of(model, len(text), 3, "raw", dict(num_blocks=40, max_requests=2, poison=True))
     wrong, found = np.array([5, 6, 7], np.int32), list[int]()
 
     def advance(tokens: Any) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ pytest.importorskip("transformers")
 
 from json_schema import schema_of, violations
 from kvpagoda.errors import SchemaError
+from kvpagoda.formats.encoding import RAW
+from kvpagoda.hf import calibrated_scales
 from kvpagoda.hf.embedded import (
     FOLDER,
     NUM_PROMPTS,
@@ -24,9 +28,11 @@ from kvpagoda.hf.embedded import (
     held_out_text,
 )
 from kvpagoda.hf.generator import Generator
-from kvpagoda.hf.held_out import Cost, format_cost
+from kvpagoda.hf.held_out import Cost, format_cost, logits_and_bits
 from kvpagoda.hf.sampling import Sampling
-from kvpagoda.schema.from_hf import KV_FORMATS
+from kvpagoda.schema import Schema
+from kvpagoda.schema.kv_format import KV_FORMATS
+from models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = held_out_text()[:768]
@@ -74,6 +80,30 @@ def test_it_predicts_text_that_it_was_not_trained_on() -> None:
     assert whole < 3.0, "8 bits without a model"
 
 
+def test_it_measures_models_with_heads_too() -> None:
+    """Across steps and pieces: the second piece is read without the first. A window has no room for a whole piece."""
+    net, text = tiny_model("gemma3_text", vocab_size=256), held_out_text()[:1300]
+    logits, bits = logits_and_bits(net, Schema.from_hf_config(net.config, dtype="float32"), text)
+    pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None].split(1024, dim=1)
+    with torch.no_grad():
+        whole = [net(input_ids=piece).logits[0] for piece in pieces]
+    torch.testing.assert_close(logits, torch.cat(whole), rtol=0, atol=1e-3)
+    loss = sum(
+        torch.nn.functional.cross_entropy(found[:-1], piece[0, 1:], reduction="sum").item()
+        for found, piece in zip(whole, pieces)
+    )
+    assert bits == pytest.approx(loss / 1298 / math.log(2), abs=1e-3)
+
+
+def test_scales_are_calibrated_on_texts_longer_than_a_window_has_room_for() -> None:
+    net = tiny_model("gemma3_text", vocab_size=256)
+    ids = np.frombuffer(held_out_text()[:1024], np.uint8)
+    scales = calibrated_scales(net, [ids], step=128)
+    assert sorted(scales) == list(range(net.config.num_hidden_layers)) and all(
+        k > 0 and v > 0 for k, v in scales.values()
+    )
+
+
 @pytest.mark.parametrize("kv_format", MOST)
 def test_what_a_form_of_the_cache_costs_is_bounded(kv_format: str) -> None:
     cost = format_cost(model(), kv_format, TEXT, raw())
@@ -84,7 +114,7 @@ def test_what_a_form_of_the_cache_costs_is_bounded(kv_format: str) -> None:
 
 
 def test_every_form_has_a_bound() -> None:
-    assert {*MOST} == {*KV_FORMATS} - {"raw"}
+    assert {*MOST} == {name for name, form in KV_FORMATS.items() if form.entries != RAW}
     with pytest.raises(SchemaError, match="unknown kv_format 'fp3'"):
         format_cost(model(), "fp3", TEXT)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,7 +13,12 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from kvpagoda.formats import decode, encode  # noqa: E402
+from kvpagoda.formats.encoding import Encoding  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
+from kvpagoda.hf.runner import ModelRunner  # noqa: E402
+from kvpagoda.kv_cache import KVCache  # noqa: E402
+from kvpagoda.schema import Schema  # noqa: E402
 from models import FAMILIES, tiny_model  # noqa: E402
 from more_models import MORE  # noqa: E402
 
@@ -53,3 +59,38 @@ def check(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(generator, "_ends", frozenset())
     prompts.append(torch.randint(2, 100, (14,), generator=source).tolist() * 2)
     assert generator.generate(prompts, NEW) == [with_own_cache(model, prompt) for prompt in prompts]
+
+
+class Rounded(DynamicCache):  # type: ignore[misc]
+    """transformers' own cache, into which latents and indexer keys go as they read back from fp8 codes."""
+
+    def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update(rounded(key), value, *args, **kwargs)
+
+    def update_indexer(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update_indexer(rounded(key), *args, **kwargs)
+
+
+def rounded(rows: Any) -> Any:
+    encoding = Encoding("fp8", group=128)
+    return decode(encoding, encode(encoding, rows), rows.dtype)
+
+
+@torch.no_grad()
+def test_fp8_logits_are_those_of_transformers_cache_with_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fp8 latents and keys cost is their rounding, and nothing else: with the model's own attention, which adds in
+    the same order, the logits are equal bit for bit."""
+    model = tiny_model("deepseek_v32", kv_lora_rank=128, index_head_dim=128)
+    ids, ours, theirs = np.arange(60, dtype=np.int32) * 7 % 97 + 2, [], []
+    cache = KVCache(Schema.from_hf_config(model.config, kv_format="fp8", dtype="float32"), num_blocks=9)
+    runner, own = ModelRunner(model, cache), Rounded(config=model.config)
+    monkeypatch.setattr(runner, "_attention", None)
+    with cache.open(ids, lookup=False) as sequence:
+        for step in np.split(ids, [40, 41, 57]):
+            ours.append(runner.step([(sequence, step)], [len(step)]))
+            sequence.commit(step)
+            taken = torch.from_numpy(step).long()[None]
+            theirs.append(model(input_ids=taken, past_key_values=own, use_cache=True).logits[0])
+    assert torch.equal(torch.cat(ours), torch.cat(theirs))
+    raw = model(input_ids=torch.from_numpy(ids).long()[None]).logits[0]
+    assert (torch.cat(ours) - raw).square().mean().sqrt() > 0.1, "rows were rounded"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from kvpagoda import Retention
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from test_every_family import tiny  # noqa: E402
 from test_generator import greedy, model_of  # noqa: E402
 
 from kvpagoda.errors import BadInput  # noqa: E402
@@ -20,6 +23,12 @@ from kvpagoda.hf.generator import propose  # noqa: E402
 from models import VOCAB  # noqa: E402
 
 NEW = 14
+STATES = ["qwen3_next", "mamba2", "nemotron_h", "kimi_linear", "lfm2", "falcon_h1"]
+HYBRIDS = """bailing_hybrid bamba falcon_mamba granitemoehybrid jamba lfm2_moe lfm3 mamba minimax olmo_hybrid
+qwen3_5_moe_text qwen3_5_text recurrent_gemma zamba zamba2 zaya""".split()
+"""All other model types with states that go back."""
+PATTERN = [1, 2, 1, 3, 1, 4, 5, 2]
+"""What follows 1 or 2 depends on the tokens before it."""
 
 
 def naive(text: list[int], most: int) -> list[int]:
@@ -58,7 +67,9 @@ def recomputed(name: str) -> list[list[int]]:
     return [greedy(model_of(name), prompt, NEW) for prompt in prompts()]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v4", *STATES]
+)
 def test_tokens_stay_those_of_plain_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proposals that are right for 0 to 9 tokens and then wrong, in a pool where rows are recycled and poisoned."""
     answers = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), recomputed(name))}
@@ -92,11 +103,82 @@ def test_a_text_that_repeats_itself_takes_half_the_steps() -> None:
     assert len(steps) == 40 - generator.num_accepted <= 20 and generator.num_accepted < generator.num_proposed
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
-def test_models_with_recurrent_states_compute_token_by_token(name: str) -> None:
-    generator = Generator(model_of(name), num_blocks=60, lookup=4)
-    assert generator.generate(prompts()[4:5], NEW) == recomputed(name)[4:5]
+@functools.cache
+def learned(name: str) -> Any:
+    """A model that has learned by heart what follows what in ``PATTERN``: it must remember more than the last token."""
+    model = copy.deepcopy(model_of(name)).train()
+    text = torch.tensor([PATTERN * 4])
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimiser.zero_grad()
+        logits = model(input_ids=text, use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, text[0, 1:])
+        loss.backward()
+        optimiser.step()
+        if loss < 0.02:
+            break
+    return model.eval()
+
+
+def passes_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return a list to which each further pass of ``model`` appends the shape of its token ids."""
+    shapes: list[tuple[int, ...]] = []
+    body = model.get_input_embeddings()
+    own = body.forward
+    monkeypatch.setattr(body, "forward", lambda ids: shapes.append(tuple(ids.shape)) or own(ids))
+    return shapes
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_go_back_and_a_text_that_repeats_itself_takes_fewer_passes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real proposals, most of them right: a text of a learned pattern, and one in which it is broken again and again."""
+    model = learned(name)
+    broken = [token if i % 5 else 7 for i, token in enumerate(PATTERN * 3)]
+    texts, new = [PATTERN * 2 + PATTERN[:3], broken], 40
+    expected, passes = [greedy(model, text, new) for text in texts], passes_of(model, monkeypatch)
+    counts = {}
+    for lookup in (0, 4):
+        generator = Generator(model, num_blocks=60, max_requests=1, lookup=lookup, poison=True)
+        passes.clear()
+        assert generator.generate(texts, new) == expected
+        generator.cache.check()
+        counts[lookup] = len(passes)
+    assert 0 < generator.num_accepted < generator.num_proposed
+    assert counts[4] == counts[0] - generator.num_accepted < 0.6 * counts[0], counts
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm", "inkling_text"])
+def test_states_of_modules_that_are_not_known_are_computed_token_by_token(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RWKV and xLSTM pass their states around themselves; Inkling has four modules with states in each layer."""
+    model = tiny(name, monkeypatch)
+    generator = Generator(model, num_blocks=60, lookup=4)
+    assert generator.cache.plan.rewinds[0][2] == 0 == generator.cache.plan.groups[-1].places - 1
+    assert generator.generate(prompts()[4:5], 5) == [greedy(model, prompts()[4], 5)]
     assert generator.num_proposed == 0
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_model_whose_states_are_known_verifies_several_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are right for a while: the states after each of them must be those of plain decoding."""
+    model = tiny(name, monkeypatch)
+    expected = [greedy(model, prompt, 9) for prompt in prompts()[1:4]]
+    texts = [prompt + new for prompt, new in zip(prompts()[1:4], expected)]
+
+    def partly_right(text: np.ndarray, most: int) -> np.ndarray:
+        own = next(one for one in texts if one[:3] == text[:3].tolist() and len(one) > len(text))
+        proposed = np.array(own[len(text) :][:most], np.int32)
+        proposed[len(text) % 4 :] += 1
+        return proposed % VOCAB
+
+    monkeypatch.setattr("kvpagoda.hf.generator.propose", partly_right)
+    generator = Generator(model, num_blocks=60, max_requests=3, prefill_chunk=7, lookup=3, poison=True)
+    monkeypatch.setattr(generator, "_ends", frozenset())
+    assert generator.generate(prompts()[1:4], 9, lambda stats: generator.cache.check()) == expected
+    assert 5 < generator.num_accepted < generator.num_proposed
 
 
 def test_verifying_takes_one_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from vllm_specs import EXPLAINED, RESULT, ours  # noqa: E402
 
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
-from kvpagoda.schema.families import families, refused  # noqa: E402
+from kvpagoda.schema.families import families, mtp_layers, refused, served_types  # noqa: E402
+from kvpagoda.schema.presets import presets  # noqa: E402
 from models import FAMILIES, tiny_config  # noqa: E402
 from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
 
@@ -38,6 +41,9 @@ The column *together* says which decoding requests share a forward pass in `kvpa
   ranks tokens,
 - `none`: no requests, because the model's code mixes the rows of a batch.
 
+The last column says what the multi-token prediction (MTP) layers of a model keep, where they are known: with
+`Schema.from_hf_config(config, draft="mtp")` they are [draft layers](drafts.md) of its schema.
+
 Generated tokens equal those of the model's own forward pass without a cache. There are four exceptions and limits:
 
 - LongRoPE (Phi-3-mini-128k, Phi-3.5-MoE, Phi-4-mini): a text that grows past `original_max_position_embeddings` is
@@ -53,6 +59,26 @@ Generated tokens equal those of the model's own forward pass without a cache. Th
   clamped.
 - Text only: images and sounds of multimodal models are not supported.
 """
+BESIDE = """
+## Beside vLLM's own specs
+
+`tests/hf/vllm_specs.py` lets vLLM {vllm} build each of {asked} tiny models from its config, and adds up what its layers say
+that they keep: bytes of a token for each growth law, and of a request's states. {same} types keep the same bytes, {differ}
+others for the reasons below. States of recurrent layers are float32 in both (`mamba_ssm_cache_dtype`); vLLM's default is
+the model's dtype, unless the checkpoint's config names another.
+
+| type | bytes here | bytes in vLLM | why |
+|---|---|---|---|"""
+SERVED_HEAD = """
+## Served by engines, without a causal model in transformers
+
+Plans and caches alone: `kvpagoda.hf.Generator` has no model to run. The configs are presets (`kvpagoda plan --presets`).
+`index_tail` is a state: the keys of the open pool of an indexer that makes one key of several tokens. Of a model with a
+window over what is generated alone (R-SWA, unlimited-ocr) all rows stay, as in vLLM's blocks until they are evicted: the
+growth laws know positions, not where a prompt ends.
+
+| preset | type | bytes | beside |
+|---|---|---|---|"""
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),
     "big_bird": "as a decoder, attention_type original_full",
@@ -69,6 +95,14 @@ def kept(kind: LayerKind) -> str:
         return "compressed entries" if kind.ratio else "ring"
     assert isinstance(kind, Recurrent | Shared)
     return "state" if isinstance(kind, Recurrent) else "K/V of another layer"
+
+
+def mtp(text: str) -> str:
+    """What the MTP layers of type ``text`` keep, in a few words."""
+    config = tiny_config(text, **MORE.get(text, {})).to_dict()
+    row = mtp_layers()[text]
+    drafts = Schema.from_hf_config({**config, row["number"][0]: 1}, draft="mtp").draft_layers
+    return ", ".join(dict.fromkeys(kept(kind) for layer in drafts for kind in layer.kinds))
 
 
 def growth(kind: Attention | Latent) -> str:
@@ -110,6 +144,7 @@ def table() -> str:
         keeps = list(dict.fromkeys(kept(kind) for layer in schema.layers for kind in layer.kinds))
         notes = [NOTES[text]] if text in NOTES else []
         notes += [f"its text part, {text}"] if text != name else []
+        notes += [f"MTP layers: {mtp(text)}"] if text in mtp_layers() else []
         covered.append(f"| {name} | {', '.join(keeps)} | {is_together(name, text, schema)} | {'; '.join(notes)} |")
     return "\n".join(
         [
@@ -118,9 +153,52 @@ def table() -> str:
             *covered,
             f"\n## Refused: {len(other)}\n\n| type | because |\n|---|---|",
             *other,
+            beside_vllm(),
             "",
         ]
     )
+
+
+def beside_vllm() -> str:
+    """What vLLM's own specs say of the same configs, as ``vllm_specs.py`` recorded it."""
+    found = json.loads(RESULT.read_text())
+    rows: dict[str, Any] = found["types"]
+    same = [name for name, row in rows.items() if "ours" in row and row["ours"] == row["vllm"]]
+    differ = [f"| {name} | {figures(rows[name]['ours'])} | {figures(rows[name]['vllm'])} | {EXPLAINED[name]} |"
+              for name in rows if "ours" in rows[name] and name not in same]  # fmt: skip
+    absent: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if "absent" in row:
+            absent.setdefault(row["absent"], []).append(name)
+    return "\n".join(
+        [
+            BESIDE.format(vllm=found["vllm"], asked=len(rows), same=len(same), differ=len(differ)),
+            *differ,
+            f"\nvLLM {found['vllm']} builds no model of {sum(map(len, absent.values()))} types:\n",
+            *(f"- {why}: {', '.join(names)}" for why, names in sorted(absent.items())),
+            f"\nThe same bytes: {', '.join(same)}.",
+            SERVED_HEAD,
+            *(
+                f"| {name} | {row['config']['model_type']} | {figures(ours(name))} | {compared_with(name, found)} |"
+                for name, row in presets().items()
+                if row["config"]["model_type"] in {*served_types(), "kimi_linear"}
+            ),
+        ]
+    )
+
+
+def compared_with(name: str, found: dict[str, Any]) -> str:
+    """What an engine says of a preset, or why none was asked."""
+    if (why := presets()[name].get("unverified")) is not None:
+        return f"unverified: {why}"
+    row = found["presets"][name]
+    same = row["ours"] == row["vllm"]
+    return f"vLLM {found['vllm']}: {'the same' if same else figures(row['vllm']) + '; ' + EXPLAINED[name]}"
+
+
+def figures(kept: dict[str, float]) -> str:
+    """Bytes by growth law, as text."""
+    return ", ".join(f"{name} {nbytes:,.3f}".rstrip("0").rstrip(".") for name, nbytes in kept.items())
 
 
 def test_the_table_of_model_types_is_up_to_date() -> None:

@@ -29,7 +29,7 @@ def test_the_cache_holds_the_states_that_transformers_hands_back(
     name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny(name, monkeypatch, **changes)
-    runner = runner_of(model, 32, 0, "raw", dict(num_blocks=8, max_requests=2, poison=True))
+    runner, _ = runner_of(model, 32, 0, "raw", dict(num_blocks=8, max_requests=2, poison=True))
     with runner.cache.open(TOKENS) as sequence, torch.no_grad():
         argument = "state" if name == "rwkv" else "cache_params"
         past: Any = None

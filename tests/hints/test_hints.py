@@ -214,6 +214,22 @@ def test_a_demoted_text_leaves_the_device_and_is_found_in_its_tier(schema: str) 
     cache.close()
 
 
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_checkpoints_are_kept_where_a_hint_asks_for_them(schema: str) -> None:
+    cache = cache_of(schema, num_blocks=40)
+    asked = envelope(act("kv.checkpoint", {"positions": [8, 13]}), act("kv.checkpoint", {"positions": ["x"]}))
+    sequence = cache.open(text(1, 21), capacity=0, reserve=21, hints=asked)
+    assert [one.status for one in sequence.hints] == ["accepted", "rejected"]
+    assert (sequence.hints[0].tokens, sequence.hints[0].wanted) == (13 if schema == "full" else 12, 13)
+    while sequence.length < 21:
+        n = min(4, 21 - sequence.length, cache.step_limit(sequence))
+        sequence.extend(n)
+        sequence.commit(text(1, 21)[sequence.length : sequence.length + n])
+    sequence.close()
+    assert serve(cache, [*text(1, 8), *text(2, 9)]) == 8
+    assert only(cache.apply(asked)[:1]).status == "rejected"
+
+
 def test_a_prefetched_text_is_taken_by_the_request_with_that_prompt() -> None:
     clock = Clock()
     cache = cache_of(clock=clock, tiers=[host_tier("64KiB")])

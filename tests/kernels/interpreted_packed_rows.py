@@ -1,6 +1,7 @@
 """Run with TRITON_INTERPRET=1 in a process of its own (``test_triton.py`` does): the kernels on CPU tensors."""
 
 import numpy as np
+import parts_cases
 import pytest
 import torch
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for, rows_with_odd_ones
@@ -8,7 +9,7 @@ from triton.runtime import interpreter
 
 from kvpagoda.formats.dialects import dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.kernels.packed_rows import append_parts, append_rows, gather_parts, gather_rows
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel
 
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
@@ -64,6 +65,27 @@ def test_gather_gives_the_numbers_of_the_reference(format, dialect, dtype, monke
     assert torch.equal(given.isnan(), wanted.isnan()), "NaN in the same places; its bits are the device's"
     bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
     assert torch.equal(given.nan_to_num(3.0).view(bits), wanted.nan_to_num(3.0).view(bits))
+
+
+@pytest.mark.parametrize("case", parts_cases.IDS)
+def test_rows_in_arrays_of_their_own_are_those_of_the_reference(case, monkeypatch):
+    encoding, dim = parts_cases.CASES[case]
+    rows, slots = parts_cases.rows_of(dim), torch.tensor(SLOTS, dtype=torch.int32)
+
+    def run():
+        parts, memory = parts_cases.parts_of(encoding, dim)
+        append_parts(rows, slots, parts)
+        outs = [torch.full(rows.shape, 7, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        for out in outs:
+            gather_parts(out, slots, parts)
+        return memory, outs
+
+    memory, outs = run()
+    monkeypatch.setenv(VARIABLE, "reference")
+    wanted, others = run()
+    assert torch.equal(memory, wanted), (memory != wanted).nonzero()[:8]
+    for out, other in zip(outs, others):
+        assert torch.equal(out.nan_to_num(3.0), other.nan_to_num(3.0)) and torch.equal(out.isnan(), other.isnan())
 
 
 def test_replay_writes_the_same_bytes_and_follows_its_buffers():

@@ -61,7 +61,7 @@ def expected(format, dialect, slots=tuple(SLOTS)):
     for row, slot in zip(rows_for(format), slots):
         if 0 <= slot < PAGES * PAGE:
             alone = pack(row[None, None], format, page_size=1, dialect=dialect)[0]
-            one, many = packing.places(1), packing.places(PAGE)
+            one, many = packing.places(1, heads), packing.places(PAGE, heads)
             for part in one:
                 for head in range(heads):
                     for cell in range(packing.cells):

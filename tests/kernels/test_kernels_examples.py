@@ -10,7 +10,9 @@ import pytest
 from kvpagoda.kernels.dispatch import VARIABLE
 
 
-@pytest.mark.parametrize("name", ["append_swa", "copy_rows", "dispatch", "flatten_table", "packed_rows"])
+@pytest.mark.parametrize(
+    "name", ["append_swa", "copy_rows", "dispatch", "flatten_table", "packed_rows", "scaled_rows", "state_steps"]
+)
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     failed, tried = doctest.testmod(importlib.import_module(f"kvpagoda.kernels.{name}"))

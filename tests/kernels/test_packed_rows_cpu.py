@@ -6,16 +6,22 @@ import subprocess
 import sys
 
 import numpy as np
+import parts_cases
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.extra import numpy
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_ones
 
+from kvpagoda.errors import LayoutError
+from kvpagoda.formats import decode, encode
 from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import append_constants, append_rows, gather_rows
+from kvpagoda.kernels.packed_rows import Grid, append_constants, append_parts, append_rows, gather_parts, gather_rows
 
 pytest.importorskip("numba", reason="numba is not installed")
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
+NOWHERE = Grid(1, 1, 1, (0, 0, 0), (0, 0, 0), (0, 0, 0))
 
 
 def both(monkeypatch, run):
@@ -75,6 +81,88 @@ def test_padded_rows_alone_write_nothing_and_read_zeros(format, dialect, monkeyp
     assert all(both(monkeypatch, run))
 
 
+@pytest.mark.parametrize("case", parts_cases.IDS)
+def test_rows_in_arrays_of_their_own_are_those_of_the_codec(case, monkeypatch):
+    """Bytes as ``encode`` gives them, and numbers as ``decode`` does, in both dtypes; other bytes stay."""
+    encoding, dim = parts_cases.CASES[case]
+    rows, slots = parts_cases.rows_of(dim), torch.tensor(SLOTS)
+
+    def run():
+        parts, memory = parts_cases.parts_of(encoding, dim)
+        append_parts(rows, slots, parts)
+        outs = [torch.full(rows.shape, 7, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        for out in outs:
+            gather_parts(out, slots, parts)
+        return memory, outs
+
+    (memory, outs), (wanted, others) = both(monkeypatch, run)
+    assert torch.equal(memory, wanted), (memory != wanted).nonzero()[:8]
+    vectors, live = rows.view(len(rows), parts_cases.HEADS, dim), (slots >= 0) & (slots < 12)
+    for out, other in zip(outs, others):
+        back = decode(encoding, encode(encoding, vectors), out.dtype).flatten(1).masked_fill_(~live[:, None], 0)
+        for one in (out, other):
+            assert torch.equal(one.nan_to_num(3.0), back.nan_to_num(3.0)) and torch.equal(one.isnan(), back.isnan())
+
+
+def test_rows_of_float32_are_encoded_exactly_in_arrays_of_their_own():
+    encoding = parts_cases.CASES["fp8-80"][0]
+    parts, _ = parts_cases.parts_of(encoding, 80)
+    rows = torch.randn(1, 160, generator=torch.Generator().manual_seed(2))
+    out = torch.zeros(1, 160)
+    append_parts(rows, torch.tensor([3]), parts)
+    gather_parts(out, torch.tensor([3]), parts)
+    wanted = decode(encoding, encode(encoding, rows.view(1, 2, 80)), torch.float32)
+    assert torch.equal(out, wanted.flatten(1))
+    assert not torch.equal(wanted, decode(encoding, encode(encoding, rows.bfloat16().view(1, 2, 80)), torch.float32))
+
+
+@pytest.mark.parametrize("case", ["fp8-80", "nvfp4-112"])
+@settings(deadline=None, max_examples=40)
+@given(bits=numpy.arrays(np.int16, (len(SLOTS), parts_cases.HEADS * 112)))
+def test_any_bits_of_rows_give_the_bytes_of_the_reference(case, bits):
+    """inf, NaN, subnormals and zeros of both signs are among them."""
+    encoding, dim = parts_cases.CASES[case]
+    rows = torch.from_numpy(bits).view(torch.bfloat16)[:, : parts_cases.HEADS * dim]
+    found = []
+    for backend in ("numba", "reference"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, backend)
+            parts, memory = parts_cases.parts_of(encoding, dim)
+            append_parts(rows, torch.tensor(SLOTS), parts)
+            out = torch.zeros(rows.shape)
+            gather_parts(out, torch.tensor(SLOTS), parts)
+            found.append((memory, out.isnan(), out.nan_to_num(3.0)))
+    assert all(map(torch.equal, *found))
+
+
+WIDTHS = (64, 80, 96, 112, 128, 192, 256, 512)
+"""Elements of a head, of models that there are."""
+
+
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("format", ["gqa_fp8_head", "gqa_int8_head", "gqa_int4_group", "gqa_nvfp4"])
+def test_heads_of_every_model_are_written_and_read(format, head_dim, monkeypatch):
+    """The bytes of the reference; or, if groups do not divide a head, an error that says which sizes there are."""
+    how = {"page_size": PAGE, "head_dim": head_dim}
+    rows = torch.randn(len(SLOTS), 2 * 2 * head_dim, generator=torch.Generator().manual_seed(head_dim)).bfloat16()
+    pages, out = torch.zeros(3, PAGE * 2 * 2 * (head_dim + 4), dtype=torch.uint8), torch.zeros(rows.shape)
+    if format == "gqa_int4_group" and head_dim % 32:
+        with pytest.raises(LayoutError, match="a multiple of 32"):
+            append_rows(rows, torch.tensor(SLOTS), pages, format, **how)
+        return
+
+    def run():
+        append_rows(rows, torch.tensor(SLOTS), pages.zero_(), format, **how)
+        gather_rows(pages, torch.tensor(SLOTS), out, format, **how)
+        return pages.clone(), out.clone()
+
+    given, wanted = both(monkeypatch, run)
+    assert all(map(torch.equal, given, wanted))
+    live = [i for i, slot in enumerate(SLOTS) if 0 <= slot < 12]
+    error = (given[1][live] - rows[live].float()).norm() / rows[live].float().norm()
+    assert error < {"gqa_int8_head": 0.01, "gqa_fp8_head": 0.04}.get(format, 0.15)
+
+
 @pytest.mark.parametrize("head_dim", [6, 5], ids=["no power of two", "odd: the reference"])
 def test_heads_of_any_width_are_written_and_read(head_dim, monkeypatch):
     rows = torch.randn(len(SLOTS), 4 * head_dim, generator=torch.Generator().manual_seed(head_dim)).bfloat16()
@@ -96,15 +184,12 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
     from kvpagoda.lanes import rows as lanes
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    at = dialect_for_heads("gqa_int8_head", None, 2), 1, 1
-    constants = json.dumps(
-        {name: value for name, value in vars(append_constants(*at)).items() if not name.endswith("_AT")}
-    )
+    constants = json.dumps(vars(append_constants(dialect_for_heads("gqa_int8_head", None, 2), NOWHERE)))
 
     def found():
         loop = lanes.vector_loop.__wrapped__(constants)
-        pages, parts = np.zeros(64, np.uint8), lanes.Parts(1, 1, 2, 12, 6, 12, 12, 0, 2, 0, 2, 4, 12, 1)
-        loop(np.zeros(4, np.uint16), pages, np.zeros(1, np.int32), parts)
+        memory, strides = np.zeros(64, np.uint8), lanes.Strides(1, 1, 4, (0, 2, 0), (12, 12, 12), (12, 12, 12))
+        loop(np.zeros(4, np.uint16), memory, np.zeros(1, np.int32), strides, np.array([[0, 0, 0], [6, 6, 6]]))
         return sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values())
 
     assert [found(), found()] == [(0, 1), (1, 0)]
@@ -131,7 +216,7 @@ def test_loops_have_names_of_their_own():
     compiled in two processes once had one name in a third, which could not use the second."""
     from kvpagoda.lanes import rows as lanes
 
-    constants = [vars(append_constants(dialect_of("v32_656", dialect), 1, 1)) for dialect in TWO]
+    constants = [vars(append_constants(dialect_of("v32_656", dialect), NOWHERE)) for dialect in TWO]
     loops = [lanes.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
     assert loops[0].__qualname__ != loops[1].__qualname__
     assert loops[0].__name__ != loops[1].__name__

@@ -60,9 +60,8 @@ def test_a_page_is_as_long_as_its_name_says_and_is_read_back(format, dialect, pa
     heads = 3 if format.startswith("gqa") else 1
     rows = random_rows(format, 2, page_size, heads)
     pages = pack(rows, format, page_size=page_size, dialect=dialect)
-    row_nbytes = {"gqa_fp8_head": 136, "gqa_int8_head": 136, "gqa_int4_group": 80}.get(format) or int(
-        format.split("_")[-1]
-    )
+    of_heads = {"gqa_fp8_head": 136, "gqa_int8_head": 136, "gqa_int4_group": 80, "gqa_nvfp4": 72}
+    row_nbytes = of_heads.get(format) or int(format.split("_")[-1])
     assert pages.shape == (2, page_size * heads * row_nbytes) and pages.dtype == torch.uint8
     back = unpack(pages, format, page_size=page_size, dialect=dialect)
     assert back.shape == rows.shape and back.dtype == torch.float32

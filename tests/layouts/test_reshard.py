@@ -326,3 +326,31 @@ def test_heads_are_found_in_a_remote_page_where_vllm_finds_them(vectors: dict[st
 def test_many_random_pairs(first: int) -> None:
     for seed in range(first, first + 50_000):
         check_random(seed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "format"),
+    [
+        ("vllm-int8-head", "gqa_int8_head"),
+        ("vllm-fp8-head", "gqa_fp8_head"),
+        ("vllm-nvfp4", "gqa_nvfp4"),
+        ("kvpagoda-int4", "gqa_int4_group"),
+    ],
+)
+def test_scales_go_with_their_heads(layout: str, format: str) -> None:
+    """Pages of 4 heads are divided over 2 ranks: each rank has the pages of its heads, packed anew, byte for byte."""
+    torch = pytest.importorskip("torch")
+    from kvpagoda.layouts import pack
+
+    sizes = dict(layers=1, page_size=16, head_dim=64, heads=4)
+    rows = torch.randn(2, 16, 2, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()  # K or V, head
+    whole = pack(rows.flatten(2), format, page_size=16).numpy().ravel()
+    source, targets = named(layout, tokens=32, **sizes), named(layout, tokens=32, **sizes).split(tp=2)
+    memories = [np.zeros(target.nbytes, np.uint8) for target in targets]
+    reshard(source, targets).run([whole], memories)
+    for rank, memory in enumerate(memories):
+        mine = rows[:, :, :, 2 * rank : 2 * rank + 2].flatten(2).contiguous()
+        assert np.array_equal(memory, pack(mine, format, page_size=16).numpy().ravel())
+    back = np.zeros_like(whole)
+    reshard(targets, source).run(memories, [back])
+    assert np.array_equal(back, whole)

@@ -23,7 +23,7 @@ from .schemas import SCHEMA_NAMES, schema_named
 
 MAX_CONTEXT = 72
 LAYOUTS = {
-    **dict.fromkeys(("full", "sliding", "gemma", "mixed"), ("trtllm", "vllm-blhnc", "vllm-lhbnc", "vllm-bhlnc")),
+    **dict.fromkeys(("full", "sliding", "gemma", "mixed", "fp8_heads"), ("trtllm", "vllm-blhnc", "vllm-lhbnc", "vllm-bhlnc")),
     "mla": ("kvpagoda-mla",), "qwen3_next": ("gdn-state-kv", "vllm-gdn-conv-sd", "transformers"),
 }  # fmt: skip
 """Schema -> layouts that its rows may have instead of its own."""
@@ -58,6 +58,8 @@ class Settings:
     layout: str | None
     coarse: int
     slack: int
+    step_checkpoints: int
+    checkpoint_format: str | None
 
 
 def settings_of(schema: str, seed: int) -> Settings:
@@ -81,10 +83,12 @@ def settings_of(schema: str, seed: int) -> Settings:
         pin_share=one(0.5, 1.0),
         swap=one(None, None, "4KiB"),
         settled=one(True, True, True, False),
-        kernel_page=None if schema == "deepseek_v4" else one(None, None, 2, 4),
+        kernel_page=None if schema in ("deepseek_v4", "pooled") else one(None, None, 2, 4),
         layout=one(None, *LAYOUTS.get(schema, ())),
         coarse=one(1024, 4, 16),
         slack=one(512, 4, 16),
+        step_checkpoints=one(0, 1, 3),
+        checkpoint_format=one(None, None, "bfloat16", "bfloat16" if schema == "deepseek_v4" else "int8"),
     )  # fmt: skip
     return replace(settings, order=None) if settings.layout in ("vllm-lhbnc", "vllm-bhlnc") else settings
 
@@ -97,6 +101,7 @@ def budget_of(settings: Settings, schema: Schema) -> int:
             plan = schema.plan(
                 nbytes, settings.max_requests, settings.block_size, step_tokens=settings.step_tokens,
                 checkpoints=settings.checkpoints, order=settings.order, kernel_page=settings.kernel_page,
+                checkpoint_format=settings.checkpoint_format,
             )  # fmt: skip
             if plan.fits(min(settings.num_long, settings.max_requests), 48):
                 return nbytes
@@ -116,8 +121,13 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[K
             max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
             policy=settings.policy,
             tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
-            limits=Limits(MAX_CONTEXT, settings.step_tokens, settings.swap),
-            retention=Retention(settings.checkpoints, settings.checkpoint_every, settings.pin_share),
+            limits=Limits(
+                MAX_CONTEXT, settings.step_tokens, settings.swap, step_checkpoints=settings.step_checkpoints
+            ),
+            retention=Retention(
+                settings.checkpoints, settings.checkpoint_every, settings.pin_share,
+                checkpoint_format=settings.checkpoint_format,
+            ),
         )  # fmt: skip
     return cache, drivers
 
@@ -225,6 +235,17 @@ def staging_in_use(cache: KVCache) -> list[int]:
 def num_moves(cache: KVCache) -> int:
     """Return how often blocks were moved so that a sector could change its group."""
     return cache.core.capacity.num_moves
+
+
+def has_places(cache: KVCache) -> bool:
+    """Return whether the states of a request lie in several places in turn."""
+    return cache.core.states.places > 1
+
+
+def state_places(handle: Any) -> Any:
+    """Return the places of a running sequence's states in turn: int32 ``[places]``, ``[0]`` if there are none."""
+    group = handle._lifecycle.core.states.group
+    return np.empty(0, np.int32) if group is None else group.held_places(handle.slot)
 
 
 def prompt_length(handle: Any) -> int:

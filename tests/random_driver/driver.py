@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import keeping, life, steps, wrong
-from .caches import Failing, Settings, failing_memory, is_suspended, make_cache, num_moves
+from .caches import Failing, Settings, failing_memory, is_suspended, make_cache, num_moves, state_places
 from .faults import Fault, Refused
 from .oracle import DIALECTS, Oracle, StepTexts
 from .schemas import SCHEMA_NAMES, draft_width, rewind_width
@@ -49,7 +49,7 @@ class Driver:
         """Make a new cache, in which nothing runs."""
         self.cache, self.tier_drivers = make_cache(self.settings, self.folder, self.weights)
         schema, self.longest = self.cache.schema, self.cache.max_context
-        self.oracle = Oracle(schema, self.cache.plan.kernel_page)
+        self.oracle = Oracle(schema, self.cache.plan.kernel_page, self.settings.checkpoint_format is not None)
         self.draft_width, self.rewind_width = draft_width(schema), rewind_width(schema)
         self.epochs = Epochs(self.weights)
         self.requests: dict[Any, Request] = {}  # the open ones, by handle
@@ -213,6 +213,11 @@ class Driver:
         for dialect in DIALECTS:
             for shown in self.oracle.shown(batch, texts, dialect):
                 shown.verify(requests)
+        width = self.rewind_width or 0
+        firsts = [min(one.length, max(one.started_at, one.highest - width)) for one in requests]
+        for shown in self.oracle.older(self.cache, requests, firsts, [state_places(one.handle) for one in requests]):
+            shown.verify(requests)
+            self.counts["older states compared"] += len(shown.rows) - len(requests)
 
 
 @contextmanager

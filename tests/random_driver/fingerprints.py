@@ -16,8 +16,8 @@ import numpy.typing as npt
 Marks = npt.NDArray[np.uint64]
 """uint64 ``[n]``: one for each token of a text."""
 
-_BITS = {"float32": 24, "float64": 53, "int32": 31, "uint8": 8}
-"""dtype -> so many bits that it holds every non-negative number of these bits exactly."""
+_BITS = {"float32": 24, "float64": 53, "int32": 31, "uint8": 8, "float8_e4m3fn": 8, "float8_e5m2": 8}
+"""dtype -> so many bits that it holds every non-negative number of these bits exactly; of 8-bit floats, the bits of a code."""
 _LONGEST = 4096
 _random = np.random.default_rng(0xF1D0)
 _TOKENS = _random.integers(0, 2**64, 1000, np.uint64)
@@ -53,6 +53,7 @@ class Stamp:
         bits = _BITS.get(dtype)
         if bits is None:
             raise ValueError(f"no exact numbers are known for {dtype}; the driver's schemas are float32")
+        dtype = "uint8" if dtype.startswith("float8") else dtype
         self._factor = np.array([_digest(("field", layer, field)) | 1], np.uint64)
         self._shift, self._dtype = np.array([64 - bits], np.uint64), np.dtype(dtype)
 

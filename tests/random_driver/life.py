@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 
-from .caches import is_prefetched, prompt_length, staging_in_use
+from .caches import has_places, is_prefetched, prompt_length, staging_in_use
 from .faults import Fault, Refused
 from .oracle import DIALECTS, StepTexts
 from .texts import NAMESPACES, Request, Tokens, epoch_of, on_epoch
@@ -35,12 +37,13 @@ def begin(
         *([NeverFits] if may_never else []),
         *([] if is_idle and not may_never else [RetryLater]),
     )
-    return started(driver, number, handle, namespace, tokens, media, int(total))
+    return started(driver, number, handle, namespace, tokens, media, int(total), settings)
 
 
 def started(
-    driver: Driver, number: int, handle: Any, namespace: Any, tokens: Tokens, media: dict[int, bytes], total: int
-) -> Request:
+    driver: Driver, number: int, handle: Any, namespace: Any, tokens: Tokens, media: dict[int, bytes], total: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Request:  # fmt: skip
     """Return the driver's record of the request that ``open`` returned as ``handle``."""
     request = Request(number, handle, driver.epochs.seed(namespace), namespace, tokens, media, total)
     request.length = request.num_written = request.highest = request.started_at = handle.length
@@ -52,8 +55,11 @@ def started(
     driver.require(
         request.length == handle.cached_tokens < len(tokens), f"{request} starts with {handle.cached_tokens}"
     )
+    compute_lacking(driver, request)
     if handle.capacity > request.length:
         look(driver, request)
+    asked = [one.asked for one in handle.checkpoints]
+    driver.require(asked == [*settings.get("checkpoints", ())], f"{request} says {handle.checkpoints}")
     return request
 
 
@@ -63,6 +69,18 @@ def look(driver: Driver, request: Request) -> None:
     request.reached(request.length + 1)
     for shown in driver.oracle.shown(batch, StepTexts([request], [1], [()]), driver.one(*DIALECTS)):
         shown.verify([request])
+
+
+def compute_lacking(driver: Driver, request: Request) -> None:
+    """Compute the rows that optional groups lack of what ``request`` starts from."""
+    first = request.handle.match.lacking_from
+    if first is None or first >= request.length:
+        return
+    count = request.length - first
+    batch = driver.cache.batch([request.handle], [count], firsts=[first])
+    driver.counts["tokens computed for optional groups"] += count
+    request.reached(request.length)
+    driver.oracle.write_optional(batch, request, first)
 
 
 def namespace_of(driver: Driver) -> Any:
@@ -87,6 +105,9 @@ def open_one(driver: Driver) -> None:
         settings["priority"] = driver.between(0, 4)
     if driver.settings.tiers != "none" and driver.chance(0.4):
         settings["layerwise"] = True
+    if driver.chance(0.4):
+        most = min(len(tokens) + 1, driver.longest)
+        settings["checkpoints"] = [driver.between(0, most) for _ in range(driver.between(0, 4))]
     begin(driver, tokens, media, namespace_of(driver), **settings)
 
 
@@ -186,6 +207,8 @@ def rewind_one(driver: Driver) -> None:
     request.cut(to)
     request.reserve = None  # blocks that it shared may need copies, which nothing reserved
     driver.right_length(request.handle, request)
+    if request.handle.capacity > to:
+        look(driver, request)
 
 
 def extend_one(driver: Driver) -> None:
@@ -224,6 +247,8 @@ def suspend(driver: Driver, request: Request, whole: bool) -> None:
     )  # fmt: skip
     driver.require(not request.fences, "a fenced sequence was suspended")
     request.is_suspended, request.num_written = True, request.length
+    if has_places(driver.cache):
+        request.started_at = request.length  # older states are not copied
     request.version += 1
 
 
@@ -254,6 +279,8 @@ def resume(driver: Driver, request: Request) -> None:
     if "reserve" in settings:
         request.reserve = max(before, settings["reserve"])
     driver.right_length(request.handle, request)
+    if lost:
+        compute_lacking(driver, request)
     if request.handle.capacity > request.length:
         look(driver, request)
 

@@ -2,11 +2,12 @@
 
 The schema alone says which text a row depends on. In a field of a block with one row for every m tokens, row r of block
 c belongs to the text up to token (c * rows + r + 1) * m - 1, once that token is written. A field of a state with n rows
-is a ring: row p % n belongs to the text up to token p; with one row, it is the state after the whole text.
+is a ring: row p % n belongs to the text up to token p; with one row, it is the state after the whole text. A state with
+several places has a record for each of its last lengths, which belongs to the text of that length.
 
 Some rows are not compared, because nothing says what they hold: rows before the first position that the layer's next
 token reads; entries whose m tokens are not all written; rows of a ring that rewound tokens may have overwritten (of n
-rows with ``rewinds`` v only the newest n - v count); blocks that no request holds; padding.
+rows with ``rewinds`` v only the newest n - v count); places of longer texts; blocks that no request holds; padding.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvpagoda.schema import Growth, Layer, Schema
 
@@ -30,7 +32,7 @@ FLASH_ATTENTION, FLASH_INFER = DIALECTS = ("FlashAttention", "FlashInfer")
 @dataclass(frozen=True)
 class Field:
     """One array of a layer. ``tokens_per_row``: for a block. ``count``: rows of a state, of which the newest ``kept``
-    are always valid; all hold ``fill`` at first."""
+    are always valid; all hold ``fill`` at first. ``places``: records in which the state of one request lies in turn."""
 
     name: str
     stamp: Stamp
@@ -38,6 +40,7 @@ class Field:
     count: int = 1
     kept: int = 1
     fill: float = 0.0
+    places: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,22 @@ class Shown:
             )
 
 
+def _array(field: Any) -> Array:
+    """The memory of a field; of 8-bit floats, which numpy lacks, their codes."""
+    found: Array = (field.view(torch.uint8) if str(field.dtype).startswith("torch.float8") else field).numpy()
+    return found
+
+
+def left_states(batch: Any) -> list[tuple[int, int, int]]:
+    """Return (row of the batch, position, state row) of each state that the step leaves at a position inside of it."""
+    named, positions = batch.checkpoints, batch.positions.numpy()
+    rows, tokens, places = (part.numpy() for part in named)
+    starts = batch.qo_indptr.numpy()
+    if not ((starts[rows] <= tokens) & (tokens < starts[rows + 1] - 1)).all():
+        raise WrongBytes(f"states are left after tokens {tokens} of rows {rows}, whose tokens begin at {starts}")
+    return [*zip(rows.tolist(), (positions[tokens] + 1).tolist(), places.tolist())]
+
+
 class StepTexts:
     """The texts of a step's rows: ``counts[i]`` tokens after the committed ones of ``requests[i]``. If ``news[i]`` is
     not empty, these tokens count as written from now on."""
@@ -98,7 +117,9 @@ class StepTexts:
 class Oracle:
     """Fills and compares what the batches of one schema show."""
 
-    def __init__(self, schema: Schema, page_size: int) -> None:
+    def __init__(self, schema: Schema, page_size: int, is_rounded: bool = False) -> None:
+        """``is_rounded``: states must be numbers that checkpoints in fewer bytes keep as they are."""
+        self._is_rounded = is_rounded
         self._layers, self._size = schema.layers, page_size
         self._by_index = schema.by_index
         self._blocks = {layer.index: self._block_fields(layer) for layer in schema.layers}
@@ -112,12 +133,16 @@ class Oracle:
         ]
 
     def _state_fields(self, layer: Layer) -> list[Field]:
-        back = layer.rewinds or 0
         return [
             Field(
-                field.name, Stamp(layer.index, field.name, field.dtype), 1, rows.count, max(0, rows.count - back), rows.fill
+                field.name,
+                Stamp(layer.index, field.name, "uint8" if self._is_rounded and field.dtype == "float32" else field.dtype),
+                1, rows.count,
+                rows.count if kind.state_places() > 1 else max(0, rows.count - (kind.rewinds() or 0)), rows.fill,
+                kind.state_places(),
             )
-            for rows in layer.state_rows()
+            for kind in layer.kinds
+            for rows in kind.state_rows()
             for field in rows.fields(rows.count)
         ]  # fmt: skip
 
@@ -127,7 +152,7 @@ class Oracle:
         """Return all that the next tokens of the step's rows may read. ``new``: with what the step has just written."""
         found: list[Shown] = []
         places: dict[Growth, tuple[Array, ...]] = {}
-        of_row = batch.state_indices.numpy()
+        of_row, written = batch.state_indices.numpy(), batch.state_writes.numpy()
         for layer in self._layers:
             owner = self._by_index[layer.owner]
             view = batch.layer(layer.index)
@@ -141,9 +166,56 @@ class Oracle:
                     )
             if layer is owner:
                 for field in self._states[owner.index]:
-                    array = view[field.name].numpy()
-                    found += self._state(f"layer {layer.index} state {field.name}", array, of_row, field, step, new)
+                    what, array = f"layer {layer.index} state {field.name}", _array(view[field.name])
+                    if field.places == 1:
+                        found += self._state(what, array, of_row, field, step, new)
+                    elif new:
+                        rows, positions, marks, at = self._left(field, step)
+                        expected = field.stamp(marks)
+                        found.append(Shown(what, array, written[rows, at], at * 0, expected, rows, positions))
+                    else:
+                        lengths = np.array(step.before)
+                        found.append(self._after(what, array, field, step.marks, of_row[: len(lengths)], lengths))
         return found
+
+    def older(self, cache: Any, requests: list[Request], firsts: list[int], places: list[Array]) -> list[Shown]:
+        """Return the states of ``requests[i]`` after each of ``firsts[i]`` tokens to those that it has committed, which
+        lie in ``places[i]`` in turn."""
+        if not any(field.places > 1 for fields in self._states.values() for field in fields):
+            return []
+        rows = np.concatenate(
+            [np.full(one.length + 1 - first, i) for i, (one, first) in enumerate(zip(requests, firsts))]
+        )
+        lengths = np.concatenate([_UP[first : one.length + 1] for one, first in zip(requests, firsts)])
+        at = np.array([places[row][length % len(places[row])] for row, length in zip(rows, lengths)])
+        marks = [requests[row].marks(requests[row].length) for row in rows]
+        return [
+            self._after(
+                f"layer {index} older state {field.name}", _array(view[field.name]), field, marks, at, lengths, rows
+            )
+            for index, fields in self._states.items()
+            if any(field.places > 1 for field in fields)
+            for view in [cache.layer(index)]
+            for field in fields
+        ]
+
+    @staticmethod
+    def _after(
+        what: str, array: Array, field: Field, marks: list[Marks], at: Array, lengths: Array, rows: Array | None = None
+    ) -> Shown:
+        """Return the states in records ``at`` of a field, those after ``lengths[i]`` tokens of the text of ``marks[i]``."""
+        last = np.array([own[length - 1] if length else 0 for own, length in zip(marks, lengths)], np.uint64)
+        expected = np.where(lengths > 0, field.stamp(last), np.array(field.fill, array.dtype))
+        rows = np.arange(len(lengths)) if rows is None else rows
+        return Shown(what, array, at, at * 0, expected, rows, lengths - 1)
+
+    @staticmethod
+    def _left(field: Field, step: StepTexts) -> tuple[Array, Array, Marks, Array]:
+        """Return the tokens after which the step leaves states: rows, positions, marks, and columns of
+        ``state_writes``."""
+        firsts = [max(before, end - field.places) for before, end in zip(step.before, step.ends)]
+        rows, positions, marks = step.part(firsts, step.ends)
+        return rows, positions, marks, positions - np.array(firsts)[rows]
 
     def _places(self, view: Any, growth: Growth, step: StepTexts, dialect: str, new: bool) -> tuple[Array, ...]:
         """Return (blocks, rows of the batch, positions, marks) of the tokens that the step reads in one group."""
@@ -164,7 +236,7 @@ class Oracle:
             places = tuple(column[whole] for column in places)
         blocks, rows, positions, marks = places
         return Shown(
-            what, view[field.name].numpy(), blocks, positions % self._size // per, field.stamp(marks), rows, positions
+            what, _array(view[field.name]), blocks, positions % self._size // per, field.stamp(marks), rows, positions
         )
 
     def _state(self, what: str, array: Array, of_row: Array, field: Field, step: StepTexts, new: bool) -> list[Shown]:
@@ -187,6 +259,7 @@ class Oracle:
         """Write the rows and states of the step's new tokens, and 77 where padded rows write."""
         _, positions, marks = step.part(step.before, step.ends)
         of_row, num_padded = batch.state_indices.numpy(), len(batch.state_indices) - len(step.before)
+        written = batch.state_writes.numpy()
         for layer in self._layers:
             if layer.owner != layer.index:
                 continue
@@ -194,7 +267,7 @@ class Oracle:
             if layer.growth is not None:
                 where = view.slot_mapping.numpy()
                 for field in self._blocks[layer.index]:
-                    array, per = view[field.name].numpy(), field.tokens_per_row
+                    array, per = _array(view[field.name]), field.tokens_per_row
                     at, own = where[: len(positions)], marks
                     if per > 1:
                         whole = (positions + 1) % per == 0
@@ -203,12 +276,35 @@ class Oracle:
                     if num_padded:
                         array[where[len(positions) :] // self._size] = 77
             for field in self._states[layer.index]:
-                array = view[field.name].numpy()
+                array = _array(view[field.name])
+                for row, position, place in left_states(batch):
+                    newest = _UP[max(0, position - field.count) : position]
+                    array[place] = field.fill
+                    self._put(
+                        array, np.full(len(newest), place), newest % field.count, field.stamp(step.marks[row][newest])
+                    )
+                if field.places > 1:
+                    rows, _, state_marks, at = self._left(field, step)
+                    self._put(array, written[rows, at], at * 0, field.stamp(state_marks))
+                    if num_padded:
+                        array[written[len(step.before) :]] = 77
+                    continue
                 firsts = [max(before, end - field.count) for before, end in zip(step.before, step.ends)]
                 newest, at, state_marks = step.part(firsts, step.ends)
                 self._put(array, of_row[newest], at % field.count, field.stamp(state_marks))
                 if num_padded:
                     array[of_row[len(step.before) :]] = 77
+
+    def write_optional(self, batch: Any, request: Request, first: int) -> None:
+        """Write the rows of tokens ``first ..`` of ``request`` that its optional groups lack: ``batch`` is of these."""
+        positions, marks = _UP[first : request.length], request.marks(request.length)[first:]
+        for layer in self._layers:
+            if layer.owner == layer.index and layer.growth is not None and layer.growth.is_optional:
+                view = batch.layer(layer.index)
+                where = view.slot_mapping.numpy()
+                for field in self._blocks[layer.index]:
+                    assert field.tokens_per_row == 1 and len(where) == len(positions)
+                    self._put(view[field.name].numpy(), where // self._size, where % self._size, field.stamp(marks))
 
     @staticmethod
     def _put(array: Array, first: Array, second: Array, values: Array) -> None:
@@ -230,6 +326,7 @@ class Oracle:
         _same("state_indices of padded rows", batch.state_indices[len(step.before) :], [0] * padding)
         if any(self._states.values()) and len({*states[: len(step.before)].tolist()} - {0}) < len(step.before):
             raise WrongBytes(f"two requests share a state row, or have the padding's: {states.tolist()}")
+        self._check_writes(batch, states, step)
         seen: set[Growth] = set()
         for layer in self._layers:
             if layer.growth is None or layer.growth in seen:
@@ -249,6 +346,18 @@ class Oracle:
             _same("kv_indptr", view.kv_indptr, np.cumsum([0, *(np.array(columns) - starts), *[0] * padding]))
             if len({*view.slot_mapping.numpy()[: len(rows)].tolist()}) < len(rows):
                 raise WrongBytes("two new tokens go to the same place")
+
+    def _check_writes(self, batch: Any, states: Array, step: StepTexts) -> None:
+        """Compare ``state_writes`` with ``state_indices``: a row has as many records as places, one of which it reads."""
+        written, n = batch.state_writes.numpy(), len(step.before)
+        places = max([field.places for fields in self._states.values() for field in fields], default=1)
+        if written.shape != (len(states), places) or written[n:].any():
+            raise WrongBytes(f"state_writes of {n} rows with {places} places are {written.tolist()}")
+        if any(self._states.values()) and len({*written[:n].flatten().tolist()} - {0}) < n * places:
+            raise WrongBytes(f"two requests write one state, or the padding's: {written.tolist()}")
+        for row, (before, end) in enumerate(zip(step.before, step.ends)):
+            if states[row] not in written[row] or (end - before <= places and written[row, -1] != states[row]):
+                raise WrongBytes(f"row {row} reads state {states[row]}, and writes {written[row].tolist()}")
 
 
 def _same(what: str, found: Any, expected: Any) -> None:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpagoda.schema import Attention, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+from kvpagoda.schema import (
+    Attention,
+    Encoding,
+    Growth,
+    IndexKeys,
+    Latent,
+    Layer,
+    LayerKind,
+    Recurrent,
+    Rows,
+    Schema,
+    Shared,
+)
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _BASE: dict[str, Any] = dict(
@@ -41,12 +53,18 @@ def _schema_of(*kinds: LayerKind | tuple[LayerKind, ...]) -> Schema:
 
 
 _ATTENTION, _WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=10))
+_TENSOR, _INLINE = Encoding("fp8_e4m3", scale=0.02), Encoding("int8")
+_PACKED = Encoding("gqa_int8_head", head_dim=4)
 _STATES = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
 _SCHEMAS = {
     "full": _schema_of(_ATTENTION),
     "sliding": _schema_of(_WINDOW, _WINDOW),
     "gemma": Schema.from_hf_config(_GEMMA, dtype="float32"),
     "mla": _schema_of(Latent(8, 4, "float32", indexer=IndexKeys(4)), Latent(8, 4, "float32", indexer=IndexKeys(4))),
+    "pooled": _schema_of(
+        Latent(8, 0, "float32", indexer=IndexKeys(4, pool=4, parts=2)),
+        Attention(1, 4, 4, "float32", indexer=IndexKeys(4, pool=2)), _STATES,
+    ),
     "qwen3_next": Schema.from_hf_config(_QWEN3_NEXT, dtype="float32"),
     "deepseek_v4": Schema.from_hf_config(_DEEPSEEK_V4, dtype="float32"),
     "mamba": Schema.from_hf_config(_MAMBA, dtype="float32"),
@@ -54,6 +72,27 @@ _SCHEMAS = {
         Attention(2, 4, 4, "float32"), _WINDOW, (Attention(2, 4, 4, "float32"), _STATES),
         Attention(1, 4, 4, "float32", Growth(chunk=12)), Shared(0), Shared(1),
     ),
+    "scaled": _schema_of(
+        Attention(1, 8, 8, "bfloat16", encoding=Encoding("gqa_fp8_head", head_dim=8)),
+        Attention(1, 32, 32, "bfloat16", encoding=Encoding("gqa_int4_group", head_dim=32)),
+        Attention(1, 32, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),
+        Attention(2, 20, 12, "float32", Growth(window=10), Encoding("gqa_int8_head")),
+        Attention(2, 32, 32, "bfloat16", Growth(window=10), Encoding("gqa_nvfp4")),
+        Attention(2, 16, 32, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
+        Attention(1, 8, 4, "float32", Growth(chunk=12), Encoding("int8")),
+    ),
+    "fp8_heads": _schema_of(
+        Attention(2, 4, 4, "float32", encoding=_TENSOR, v_encoding=_TENSOR.with_scale(0.5)),
+        Attention(1, 4, 4, "float32", Growth(window=10), Encoding("fp8_e5m2")), Shared(0),
+    ),
+    "scaled_heads": _schema_of(
+        Attention(2, 4, 4, "float32", encoding=_INLINE), Attention(1, 4, 4, "bfloat16", Growth(window=10), _PACKED),
+        (Attention(2, 4, 4, "float32", encoding=_TENSOR), _STATES), _ATTENTION, Shared(1),
+    ),
+    "drafted": _schema_of(_WINDOW, _WINDOW).drafted_by(  # both groups of the draft are optional
+        _schema_of(_ATTENTION, Attention(1, 4, 4, "float32", Growth(window=7)))
+    ),
+    "drafted_full": _schema_of(_ATTENTION, _ATTENTION).drafted_by(_schema_of(Attention(2, 4, 4, "float32"), _WINDOW)),
 }  # fmt: skip
 SCHEMA_NAMES = tuple(_SCHEMAS)
 

@@ -14,7 +14,7 @@ from kvpagoda.errors import BadInput, StaleHandle
 from .caches import is_suspended
 from .faults import Fault, Refused
 from .life import begin, close, crowd, make_room, open_one, resume, suspend
-from .oracle import DIALECTS, Shown, StepTexts
+from .oracle import DIALECTS, Shown, StepTexts, left_states
 from .texts import Request, Tokens
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ def compute(driver: Driver, batch: Any, requests: list[Request], news: list[Toke
     if driver.chance(0.3):
         driver.oracle.check_arrays(batch, step, num_rows)
     driver.oracle.write(batch, step)
+    for request in requests:
+        request.left.clear()
+    for row, position, _ in left_states(batch):
+        requests[row].left.add(position)
+        driver.counts["states left in a step"] += 1
     if driver.chance(0.3):
         for shown in driver.oracle.shown(batch, step, driver.one(*DIALECTS), new=True):
             shown.verify(requests)
@@ -40,8 +45,12 @@ def commit(driver: Driver, request: Request, count: int) -> None:
     """Commit the next ``count`` tokens that were written."""
     tokens = request.tokens[request.length : request.length + count]
     given: Any = tokens.tolist() if driver.chance(0.3) else tokens.copy()
+    asked, end = {*request.handle.step_checkpoints}, request.length + count
+    left = [one for one in sorted(asked & request.left) if one <= end and driver.chance(0.8)]
+    named = {"checkpoints": left} if left or driver.chance(0.2) else {}
     driver.attempt(
-        f"#{request.number}.commit({tokens.tolist()}) at {request.length}", lambda: request.handle.commit(given)
+        f"#{request.number}.commit({tokens.tolist()}, {left}) at {request.length}",
+        lambda: request.handle.commit(given, **named),
     )
     request.length += count
     driver.right_length(request.handle, request)
@@ -309,6 +318,8 @@ def in_flight(driver: Driver, requests: list[Request]) -> list[Shown]:
         return []
     counts = [request.num_written - request.length for request in requests]
     batch = driver.cache.batch([request.handle for request in requests], counts)
+    for request in requests:
+        request.left.clear()  # this batch names other places
     texts = StepTexts(requests, counts, [()] * len(requests))
     return driver.oracle.shown(batch, texts, driver.one(*DIALECTS), new=True)
 

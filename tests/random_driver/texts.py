@@ -58,6 +58,7 @@ class Request:
         self.fences = 0
         self.is_suspended = self.is_closed = False
         self.version = 0  # changes with every write
+        self.left: set[int] = set()  # positions at which its newest step left states
         self.is_blank = True  # nothing was ever written to its states
         self._marks: Marks | None = None
 

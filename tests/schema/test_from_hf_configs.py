@@ -205,10 +205,10 @@ def test_fp8_is_the_packed_rows_of_kernels_where_a_model_has_rows_of_their_sizes
             schema.plan("64GiB", kernels=kernels)
 
 
-@pytest.mark.parametrize("config", [LLAMA_8B, KIMI_LINEAR])
-def test_fp8_of_kinds_without_a_packed_form(config: dict[str, Any]) -> None:
-    with pytest.raises(SchemaError, match="kv_format is 'fp8'; only MLA latents and DeepSeek-V4 entries"):
-        Schema.from_hf_config(config, kv_format="fp8")
+def test_fp8_of_models_with_heads_and_with_states_beside_latents() -> None:
+    llama, kimi = (Schema.from_hf_config(config, kv_format="fp8") for config in (LLAMA_8B, KIMI_LINEAR))
+    assert llama.bytes_per_token == 32 * 2 * 8 * 128
+    assert kimi.bytes_per_token == 7 * 656 and kimi.state_layout == Schema.from_hf_config(KIMI_LINEAR).state_layout
 
 
 def test_unknown_format() -> None:

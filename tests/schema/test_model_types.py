@@ -14,7 +14,9 @@ import pytest
 from kvpagoda.schema.families import RULES, Family, heads, layer_types, model_types, read_family, states
 
 TABLE = json.loads(files("kvpagoda.schema.families").joinpath("model_types.json").read_text("utf-8"))
-INLINE = {name: row["family"] for name, row in TABLE["model_types"].items() if not isinstance(row["family"], str)}
+SERVED = json.loads(files("kvpagoda.schema.families").joinpath("served_types.json").read_text("utf-8"))
+ROWS = {**TABLE["model_types"], **SERVED["model_types"]}
+INLINE = {name: row["family"] for name, row in ROWS.items() if not isinstance(row["family"], str)}
 SPELLED = {**TABLE["families"], **INLINE}
 PARTS = {"conv", "delta", "recurrent", "inner_channels", "has_rope"}
 """Functions that rules are made of."""
@@ -33,9 +35,10 @@ def test_the_file_says_where_its_figures_come_from() -> None:
 
 
 def test_rows_are_sorted_and_have_a_family_and_defaults() -> None:
-    rows = TABLE["model_types"]
-    assert list(rows) == sorted(rows)
-    for name, row in rows.items():
+    for table in (TABLE, SERVED):
+        assert list(table["model_types"]) == sorted(table["model_types"])
+    assert not TABLE["model_types"].keys() & SERVED["model_types"].keys()
+    for name, row in ROWS.items():
         assert row.keys() == {"family", "defaults"}, name
         assert all(type(value) in (int, float, str, bool, list) for value in row["defaults"].values()), name
         assert isinstance(row["family"], dict) or row["family"] in TABLE["families"], name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,7 @@ from kvpagoda.schema import (
     Shared,
 )  # fmt: skip
 from kvpagoda.schema.sectors import sector_size
+from kvpagoda.units import format_bytes
 
 
 def schema_of(*kinds: LayerKind | tuple[LayerKind, ...]) -> Schema:
@@ -218,13 +221,60 @@ def test_a_model_of_states_alone_has_no_context_limit() -> None:
     assert "not limited by memory" in str(plan)
 
 
+def test_a_rewind_of_states_costs_a_place_for_each_token_and_nothing_else() -> None:
+    """A request has ``verify_width + 1`` states, a checkpoint one; without ``verify_width`` the plan is as it was."""
+    schema = schema_of(FULL, STATE)
+    plain, deep = (schema.rewindable(width).plan(num_blocks=9, max_requests=3, checkpoints=5) for width in (0, 4))
+    states = plain.groups[1].layout.nbytes
+    assert [plan.groups[1].num_blocks for plan in (plain, deep)] == [3 + 5, 3 * 5 + 5]
+    assert [plan.blocks_wanted(40) for plan in (plain, deep)] == [[3, 1], [3, 5]]
+    assert deep.groups[0] == plain.groups[0] and deep.nbytes - plain.nbytes == 3 * 4 * states
+    assert [plan.to_dict()["state_bytes_per_request"] for plan in (plain, deep)] == [states, 5 * states]
+    more = {*str(deep).splitlines()} - {*str(plain).splitlines()}
+    assert [line for line in more if "verify width" in line] == [
+        f"verify width         4 tokens: 4 more places for states, {format_bytes(4 * states)} a request"
+    ]
+    assert "verify width" not in str(plain)
+    assert schema.rewindable(4).fingerprint == schema.fingerprint  # checkpoints of both are the same bytes
+    assert schema.rewindable(4).rewindable(0) == schema and schema.rewindable(0).plan(num_blocks=9) == schema.plan(
+        num_blocks=9
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_budget_must_hold_all_places_of_the_states(shared: bool) -> None:
+    for layers in ((FULL, STATE), (STATE,)):
+        schema = schema_of(*layers).rewindable(7)
+        with pytest.raises(NeverFits) as refused:
+            schema.plan(1, 2, shared=shared)
+        needed = refused.value.needed
+        assert isinstance(needed, int)
+        with pytest.raises(NeverFits):
+            schema.plan(needed // 2, 2, shared=shared)
+        assert schema.plan(needed, 2, shared=shared).fits(1, 1)
+
+
+def test_states_that_move_do_not_lie_beside_states_that_are_written_in_place() -> None:
+    ring, sinks = Compressed(8, 6, "float32", 4), replace(WINDOW, num_sinks=2)
+    for other in (ring, sinks):
+        schema = schema_of(FULL, STATE, other)
+        assert schema.rewindable(0) == schema
+        with pytest.raises(
+            SchemaError, match=r"layer 2 \(\w+\) 1, layer 1 \(Recurrent\) 4; give verify_width=0"
+        ) as refused:
+            schema.rewindable(3)
+        assert (refused.value.needed, refused.value.available) == (3, 0)
+
+
 def test_every_kind_says_how_many_tokens_it_takes_back() -> None:
     ring = Compressed(8, 6, "float32", 4, verify_width=3)
     schema = schema_of(FULL, (WINDOW, STATE), Latent(64, 16, "bfloat16"), ring, STATE, Shared(0))
     assert [layer.rewinds for layer in schema.layers] == [None, 0, None, 3, 0, None]
     assert schema.plan(num_blocks=9).rewinds == ((1, "Attention", 0), (3, "Compressed", 3), (4, "Recurrent", 0))
-    assert schema.rewindable(5).layers[3].rewinds == 5
+    assert schema_of(FULL, ring).rewindable(5).layers[1].rewinds == 5
     assert schema.cast("bfloat16").layers[3].rewinds == 3
+    states = schema_of(FULL, (WINDOW, STATE), STATE).rewindable(5)
+    assert [layer.rewinds for layer in states.layers] == [None, 5, 5]
     for width in (-1, 1.5, True, None):
         with pytest.raises(SchemaError, match="verify_width must be a whole number"):
             schema.rewindable(width)

@@ -11,7 +11,18 @@ import pytest
 import kvpagoda.schema as room
 
 MODULES = [found.name for found in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")]
-WITH_EXAMPLES = {"fields", "kinds", "layers", "layout", "plan", "schema", "sectors", "families"}
+WITH_EXAMPLES = {
+    "fields",
+    "kv_format",
+    "row_formats",
+    "kinds",
+    "layers",
+    "layout",
+    "plan",
+    "schema",
+    "sectors",
+    "families",
+}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvpagoda import Identity, KVCache, Limits, Retention, Schema
-from kvpagoda.schema import Attention, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Shared
+from kvpagoda.schema import Attention, Encoding, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Shared
 from kvpagoda.tiers import TierSpec
 
 
@@ -42,7 +42,7 @@ MAMBA = dict(
 HEAD, WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=10))
 STATE = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
 WIDTH = 4
-"""How many tokens windows and rings can rewind."""
+"""How many tokens windows, rings and states can rewind."""
 
 
 class Kind(NamedTuple):
@@ -75,13 +75,28 @@ KINDS = {
     ),
     "qwen3_next": Kind(lambda: of_config(QWEN3_NEXT), {"budget": "24KiB"}, rewinds=False),
     "deepseek_v4": Kind(lambda: of_config(DEEPSEEK_V4, verify_width=WIDTH), {"budget": "420KiB"}, block_size=8),
-    "mamba": Kind(lambda: of_config(MAMBA), {"budget": "16KiB"}, rewinds=False, shares=False, evicts=False),
+    "mamba": Kind(lambda: of_config(MAMBA, verify_width=WIDTH), {"budget": "40KiB"}, shares=False, evicts=False),
     "mixed": Kind(
         lambda: schema_of(
             HEAD, WINDOW, (HEAD, STATE), Attention(1, 4, 4, "float32", Growth(chunk=12)), Shared(0)
         ).rewindable(WIDTH),
         {"budget": "16KiB"},
-        rewinds=False,
+    ),
+    "scaled": Kind(
+        lambda: schema_of(
+            Attention(1, 8, 8, "bfloat16", encoding=Encoding("gqa_int8_head", head_dim=8)),
+            Attention(1, 16, 32, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
+        ).rewindable(WIDTH),
+        {"budget": "16KiB"},
+    ),
+    "fp8_heads": Kind(
+        lambda: of_config(GEMMA, kv_format={"full": "fp8_e5m2", "window": "fp8"}, verify_width=WIDTH),
+        {"budget": "4KiB"},
+    ),
+    "drafted": Kind(  # its draft has a group of its own
+        lambda: schema_of(HEAD, HEAD).drafted_by(schema_of(HEAD, WINDOW)).rewindable(WIDTH),
+        {"budget": "16KiB"},
+        partial=True,
     ),
 }
 SLOTS = 4
@@ -92,7 +107,7 @@ def make_cache(kind: str, tiers: tuple[TierSpec, ...] = ()) -> KVCache:
     size = KINDS[kind].block_size
     return KVCache(
         schemas(kind), device="cpu", max_requests=SLOTS, block_size=size, poison=True, tiers=tiers, identity=Identity("w"),
-        limits=Limits(step_tokens=2 * size), retention=Retention(4, 1), **KINDS[kind].size,
+        limits=Limits(step_tokens=2 * size, step_checkpoints=2), retention=Retention(4, 1), **KINDS[kind].size,
     )  # fmt: skip
 
 

@@ -41,6 +41,14 @@ def open_a_hit(scene: Scene) -> Any:
     return (yield from opened(scene, scene.words(1, 3), least=scene.size, capacity=2 * scene.size + 1))
 
 
+@operation("open, positions from the caller")
+def open_with_breakpoints(scene: Scene) -> Any:
+    scene.leave(scene.words(1, 2))
+    text = scene.words(1, 3)
+    asked = [scene.size // 2, scene.size, 2 * scene.size, 3 * scene.size, 4 * scene.size]
+    return (yield from opened(scene, text, least=scene.size, capacity=2 * scene.size + 1, checkpoints=asked))
+
+
 @operation("open, a part of a block", only=lambda kind: kind.partial)
 def open_a_part_of_a_block(scene: Scene) -> Any:
     scene.leave(scene.words(1, 2))

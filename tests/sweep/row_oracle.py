@@ -72,16 +72,34 @@ class RowOracle:
             view = batch.layer(layer.index)
             if layer.growth is not None:
                 self._slot_mapping(view, before, counts)
-            for rows in layer.block_rows():
+            for field in (field for rows in layer.block_rows() for field in rows.fields(1)):
                 salt += 1
                 for i in range(len(texts)):
-                    self._block_field(view, layer, rows.name, i, prints[i], before[i], salt)
+                    self._block_field(view, layer, field.name, i, prints[i], before[i], salt)
             for rows in layer.state_rows():
                 salt += 1
                 for i, text in enumerate(texts):
-                    self._state_field(view, layer.index, rows, i, text.state, prints[i][-1], salt)
+                    if view.state_writes.shape[1] > 1:
+                        self._states_in_turn(view, layer.index, rows, i, prints[i], before[i], salt)
+                    else:
+                        self._state_field(view, layer.index, rows, i, text.state, prints[i][-1], salt)
         for text, end in zip(texts, prints):
             text.state = end[-1]
+
+    def write_optional(self, batch: kvpagoda.Batch, text: Text, first: int, end: int) -> None:
+        """Write the rows of tokens ``first .. end - 1`` of ``text``, which ``batch`` is of, in all optional groups."""
+        prints, salt, size, rows = text.fingerprints(end), 0, self._cache.block_size, np.arange(first, end)
+        for layer in self._cache.schema.layers:
+            if layer.owner != layer.index:
+                continue
+            for field in layer.block_rows():
+                salt += 1
+                if layer.growth is not None and layer.growth.is_optional:
+                    view = batch.layer(layer.index)
+                    memory, nbytes = self._view(view, layer.index, field.name)
+                    blocks = view.block_table[0].numpy()[rows // size]
+                    memory[blocks, rows % size] = _pattern(prints[rows], salt, nbytes).reshape(-1, *memory.shape[2:])
+            salt += len(layer.state_rows())
 
     def _view(self, view: Any, index: int, name: str) -> tuple[np.ndarray[Any, Any], int]:
         known = self._views.get((index, name))
@@ -121,6 +139,20 @@ class RowOracle:
         ]
         found = view.slot_mapping[: len(expected)].tolist()
         assert found == expected, f"slot_mapping {found} is not that of the block table, {expected}"
+
+    def _states_in_turn(
+        self, view: Any, index: int, rows: Any, i: int, prints: np.ndarray[Any, Any], before: int, salt: int
+    ) -> None:
+        """Compare the state with which request ``i`` begins the step, and write those after its last tokens, each to a
+        place of its own."""
+        memory, nbytes = self._view(view, index, rows.name)
+        row, places = int(view.state_indices[i]), view.state_writes[i].tolist()
+        states = _pattern(prints, salt, nbytes * memory.shape[1])
+        is_same = memory[row].reshape(-1) == states[before - 1] if before else view[rows.name][row] == rows.fill
+        assert is_same.all(), f"layer {index} {rows.name}: request {i} has another state than that of {before} tokens"
+        self.num_compared += 1
+        for place, state in zip(places, states[before:][-len(places) :]):
+            memory[place] = state.reshape(memory.shape[1:])
 
     def _state_field(
         self, view: Any, index: int, rows: Any, i: int, state: np.uint64 | None, after: np.uint64, salt: int

@@ -94,7 +94,15 @@ class Scene:
         assert 0 <= sequence.length == sequence.cached_tokens < len(tokens), "what is cached is a true beginning"
         self._starts_at(text, sequence.length)
         self.requests.append(Request(sequence, text))
+        self._compute_lacking(self.requests[-1])
         return self.requests[-1]
+
+    def _compute_lacking(self, request: Request) -> None:
+        """Compute the rows that optional groups lack of what ``request`` starts from."""
+        length, first = request.sequence.length, request.sequence.match.lacking_from
+        if first is not None and first < length:
+            batch = self.cache.batch([request.sequence], [length - first], firsts=[first])
+            self.oracle.write_optional(batch, request.text, first, length)
 
     @staticmethod
     def _starts_at(text: Text, length: int) -> None:
@@ -105,6 +113,7 @@ class Scene:
         length = request.sequence.length
         if length < len(request.text.tokens):
             self._starts_at(request.text, length)
+            self._compute_lacking(request)
             self.compute(request)
 
     def forked(self, child: Sequence, parent: Request) -> None:

@@ -37,6 +37,15 @@ def batch(scene: Scene) -> Any:
     return (yield from batched(scene, requests, [2, 1]))
 
 
+@operation("batch, states left in the step")
+def batch_that_leaves_states(scene: Scene) -> Any:
+    request = scene.open(scene.words(1, 2.5), capacity=0)
+    outcome = yield from batched(scene, [request], [2 * scene.size])
+    has_states = scene.cache.core.states.group is not None
+    assert bool(request.sequence.step_checkpoints) == has_states or not scene.is_undisturbed
+    return outcome
+
+
 @operation("batch, layers that come in", tier=True)
 def batch_of_layers_that_come_in(scene: Scene) -> Any:
     scene.leave(scene.words(1, 3))

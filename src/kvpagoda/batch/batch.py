@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence as Many
 from functools import cached_property
 from itertools import islice
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
 from kvpagoda.batch.step import Step, StepRows
 from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepBuffers, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
@@ -121,6 +122,8 @@ class GroupArrays:
         first = batch.rows.zeros
         if group.growth.is_bounded:
             first = np.minimum(group.growth.first_needed(batch.before) // batch.block_size, batch.columns)
+            if batch.rows.goes_back:  # to tokens whose windows began before what the row has
+                first = np.maximum(first, [group.first[slot] if slot >= 0 else 0 for slot in batch.rows.slots])
         return batch.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
 
     def _put(self, what: str, values: Array, dtype: type = np.int32) -> Any:
@@ -140,9 +143,9 @@ class LayerView:
     """The memory of one layer and, in a batch, the index arrays of its group. Nothing is copied.
 
     ``view["k"]``: a field of the layer's blocks, ``[kernel pages, rows, *shape]``, or of its states, indexed by
-    ``state_indices``. ``page_size``: tokens per kernel page, the unit of fields and tables. ``blocks`` and ``state``:
-    the layer's pools, None for a kind that the layer does not keep; their addresses do not change while the cache
-    lives.
+    ``state_indices`` and ``state_writes``. ``page_size``: tokens per kernel page, the unit of fields and tables.
+    ``blocks`` and ``state``: the layer's pools, None for a kind that the layer does not keep; their addresses do not
+    change while the cache lives.
 
     ``step``, ``qo_indptr``, ``state_indices`` and the arrays below are described in ``Batch`` and valid as long as the
     batch is. A view from ``KVCache.layer`` belongs to no batch: its ``step`` is None, and accessing an index array
@@ -167,15 +170,34 @@ class LayerView:
         self._group = next((group for group in core.groups if group.growth == layer.growth), None)
 
     @property
+    def state_writes(self) -> Any:
+        """int32 ``[B, places]``: where the step leaves states; see ``Batch``. Raises BadInput if the view has no batch,
+        and StaleHandle."""
+        if self._batch is None:
+            raise self._without_batch()
+        return self._batch.state_writes
+
+    @property
+    def checkpoints(self) -> StepCheckpoints:
+        """Where the step leaves states at positions inside of it. Raises BadInput if the view has no batch, and
+        StaleHandle."""
+        if self._batch is None:
+            raise self._without_batch()
+        return self._batch.checkpoints
+
+    @property
     def arrays(self) -> GroupArrays:
         """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
         if self._group is None:
             raise BadInput(f"{self._name} keeps no blocks, so it has no block table")
         if self._batch is None:
-            raise BadInput(
-                f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays"
-            )
+            raise self._without_batch()
         return self._batch.arrays(self._group)
+
+    def _without_batch(self) -> BadInput:
+        return BadInput(
+            f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays"
+        )
 
     def write(self, **rows: Any) -> None:
         """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
@@ -302,6 +324,19 @@ class LayerView:
         return f"layer {self.layer.index} ({self.layer.label})"
 
 
+class StepCheckpoints(NamedTuple):
+    """Where a step leaves states at positions inside of it, so that it need not end there: int32 ``[n]`` each.
+
+    A recurrence that passes token ``tokens[i]``, the number of a new token in the step, which lies in row ``rows[i]``, leaves
+    its states after this token in the record ``places[i]`` of the state pools, in every layer. The commit of the row then
+    names the position: ``sequence.commit(ids, sequence.step_checkpoints)``. An engine that does not, or that leaves out a
+    position, loses no more than the checkpoint. Empty unless ``Limits.step_checkpoints`` is above 0."""
+
+    rows: Any
+    tokens: Any
+    places: Any
+
+
 class Batch:
     """The index arrays of one step: ``B`` rows (padded rows last) and ``T`` new tokens, one row after another.
 
@@ -310,24 +345,32 @@ class Batch:
          of the step             shape        meaning
       1  qo_indptr               [B + 1]      where the new tokens of each row begin
       2  positions               [T]          the position of each new token in its request
-      3  state_indices           [B]          the record of each row in the state pools; 0 for padded rows
-      4  step.request_ids        [T]          the row of each new token
-      5  step.request_slots      [T]          the slot of its request; -1 for padded rows
-      6  step.state_rows         [T]          state_indices of its row
+      3  state_indices           [B]          the state that each row begins with: its record in the state pools; 0
+                                              for padded rows
+      4  state_writes            [B, places]  the records for the states that the step leaves; 0 for padded rows
+      5  step.request_ids        [T]          the row of each new token
+      6  step.request_slots      [T]          the slot of its request; -1 for padded rows
+      7  step.state_rows         [T]          state_indices of its row
 
          of a layer: batch.layer(i), the same for all layers of a group
-      7  block_table             [B, columns] block ids                                              FlashAttention
-      8  cache_seqlens           [B]          tokens of the row, the new ones included; 0 if padded  FlashAttention
-      9  slot_mapping            [T]          the slot that each new token is written to             both; see write
-     10  kv_indptr               [B + 1]      where each row begins in kv_indices                    FlashInfer
-     11  kv_indices              [cells]      block ids, one row after another                       FlashInfer
-     12  kv_last_page_len        [B]          tokens in the row's last block; 0 if padded            FlashInfer
-     13  kv_start                [B]          position of the row's first token in kv_indices        windows and chunks
+      8  block_table             [B, columns] block ids                                              FlashAttention
+      9  cache_seqlens           [B]          tokens of the row, the new ones included; 0 if padded  FlashAttention
+     10  slot_mapping            [T]          the slot that each new token is written to             both; see write
+     11  kv_indptr               [B + 1]      where each row begins in kv_indices                    FlashInfer
+     12  kv_indices              [cells]      block ids, one row after another                       FlashInfer
+     13  kv_last_page_len        [B]          tokens in the row's last block; 0 if padded            FlashInfer
+     14  kv_start                [B]          position of the row's first token in kv_indices        windows and chunks
 
-    All are int32 (9 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
-    no memory. They are in static buffers and valid until the next batch; 7 to 13 are built on first access. A
-    persistent batch with ``tokens_per_row`` has the same shapes in every step: 7 then has all columns of the table, 11
+    All are int32 (10 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
+    no memory. They are in static buffers and valid until the next batch; 4 and 8 to 14 are built on first access. A
+    persistent batch with ``tokens_per_row`` has the same shapes in every step: 8 then has all columns of the table, 12
     as many cells as all rows can have.
+
+    ``places`` is 1, and 4 is 3 as a column, unless the schema can rewind states (``Schema.rewindable``). Then it is
+    ``verify_width + 1``. A step reads the state of a row once, from 3, and leaves the states after each of its last
+    ``places`` new tokens: of a row with n of them, the state after token j is written to column j if n <= places, else
+    that after token ``n - places + j``. Columns from n on are not written. In rows with n <= places the last column is
+    the record of 3, so it must be read before it is written.
     """
 
     def __init__(
@@ -338,13 +381,16 @@ class Batch:
         requests: Many[Request],
         rows: StepRows,
         before: Array,
+        named: Many[tuple[int, int, BlockNames]] = (),
     ) -> None:
         """Prepare a step of ``rows.counts[i]`` tokens of row ``i`` after its first ``before[i]``, int64 ``[B]``.
 
-        ``requests``: those of the rows that are not padded. The caller has made room for the new tokens.
+        ``requests``: those of the rows that are not padded. The caller has made room for the new tokens. ``named``: see
+        ``Settler.name_states``.
         """
         buffers.number += 1
         self.core, self._schema, self._requests = core, schema, requests
+        self._named = named
         self._current = buffers.number, core.capacity.num_moves
         self._stopped, self.block_size = core.counters.stopped, core.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
@@ -359,7 +405,7 @@ class Batch:
             for column in (self.lengths, self.columns, self.last_page_len):
                 column[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
-        states = core.states.rows(rows.slots)
+        states = core.states.rows(rows.slots, before)
         self.state_indices = buffers.put("state_indices", states)
         slots, positions = buffers.put("request_slots", rows.slot_of), buffers.put("positions", positions)
         ids = buffers.put("request_ids", rows.row_of)
@@ -371,6 +417,28 @@ class Batch:
     def positions(self) -> Any:
         """int32 ``[T]``: the position of each new token in its request."""
         return self.step.positions
+
+    @cached_property
+    def state_writes(self) -> Any:
+        """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
+        self.check_current()
+        written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
+        return self.buffers.put("state_writes", written.reshape(-1)).reshape(written.shape)
+
+    @cached_property
+    def checkpoints(self) -> StepCheckpoints:
+        """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
+        self.check_current()
+        put, group = self.buffers.put, self.core.step_states.group
+        rows = np.array([row for row, _, _ in self._named], np.int64)
+        tokens = np.array([position for _, position, _ in self._named], np.int64) - 1
+        tokens += self.rows.indptr[rows] - self.before[rows]
+        places = np.empty(0, np.int32)
+        if group is not None and self._named:
+            places = group.places_of(BlockNames(np.concatenate([block for _, _, block in self._named])))
+        return StepCheckpoints(
+            put("checkpoint_rows", rows), put("checkpoint_tokens", tokens), put("checkpoint_places", places)
+        )
 
     def layer(self, index: int) -> LayerView:
         """Return the view of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
@@ -403,6 +471,7 @@ def batch_of(
     requests: Many[Request],
     new_tokens: Many[SupportsIndex],
     pad_to: SupportsIndex | None,
+    firsts: Many[SupportsIndex] | None = None,
 ) -> Batch:
     """Return the batch of a step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
     given = islice(items_of(new_tokens), len(requests) + 1)
@@ -415,17 +484,29 @@ def batch_of(
     if len({*requests}) != len(requests):
         raise BadInput("a sequence appears twice in the batch")
     ends: list[int] = []
-    for request, new in zip(requests, counts):
+    starts = [request.length for request in requests] if firsts is None else _starts(requests, firsts)
+    for request, start, new in zip(requests, starts, counts):
         request.check_running()
-        ends.append(request.length + new)
+        ends.append(start + new)
         if ends[-1] > (capacity := request.capacity):
-            text = f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
+            text = f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first"
             raise BadInput(text)
     padding = rows - len(requests)
     slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
-    step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests))
+    step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests), goes_back=firsts is not None)
     before = np.array(ends + [1] * padding, np.int64) - step.counts
     for request, end in zip(requests, ends):
         if end > request.written:
             request.written = end
-    return Batch(lifecycle.core, buffers, schema, requests, step, before)
+    named: Many[tuple[int, int, BlockNames]] = ()
+    if lifecycle.core.settings.limits.step_checkpoints and firsts is None:
+        named = lifecycle.settler.name_states(requests, ends)
+    return Batch(lifecycle.core, buffers, schema, requests, step, before, named)
+
+
+def _starts(requests: Many[Request], firsts: Many[SupportsIndex]) -> list[int]:
+    """Return ``firsts`` as the positions where the tokens of a step begin. Raises BadInput."""
+    given = [*islice(items_of(firsts), len(requests) + 1)]
+    if len(given) != len(requests):
+        raise BadInput(f"{len(requests)} sequences need as many firsts, got {len(given)}")
+    return [whole_number(first, "firsts of a sequence", 0) for first in given]

@@ -17,11 +17,14 @@ class StepRows:
     ``slots`` int64 ``[B]``: -1 for padded rows, which come last. ``counts`` int64 ``[B]``: new tokens of each row. The
     arrays must not be changed: an array that is the same object as in the step before is not copied to its buffer
     again. ``num_sequences``: rows that are not padded. ``is_fixed``: whether index arrays always have their greatest
-    width.
+    width. ``goes_back``: whether some tokens of the step may be committed already.
     """
 
-    def __init__(self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False) -> None:
+    def __init__(
+        self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False, goes_back: bool = False
+    ) -> None:
         self.slots, self.counts, self.num_sequences, self.is_fixed = slots, counts, num_sequences, is_fixed
+        self.goes_back = goes_back
         self.indptr = np.concatenate(([0], np.cumsum(counts)))
         self.row_of = np.repeat(np.arange(len(slots)), counts)
         self.offsets = np.arange(len(self.row_of)) - self.indptr[self.row_of]

@@ -49,6 +49,7 @@ class BlockGroup:
         places: FixedPlaces | None = None,
     ) -> None:
         self.plan, self.growth, self.block_size, self.index = plan, plan.growth, plan.block_size, index
+        self.places = plan.places  #: blocks that a request holds for each of ``block_size`` tokens; 1 unless for states
         self.name = f"group {plan.name!r}" if name is None else name
         first_id = plan.first_id if first_id is None else first_id
         self._places = FixedPlaces() if places is None else places

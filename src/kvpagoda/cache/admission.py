@@ -104,7 +104,7 @@ class Admission:
         self._check_slot()
         self._settler.settle_waiting()
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
-        held = [ceil_div(length, group.block_size) - group.first[slot] for group in core.groups]
+        held = [ceil_div(length, group.block_size) * group.places - group.first[slot] for group in core.groups]
         self._begin(child, [max(*blocks) for blocks in zip(wanted, held)], length, _always(Forked(core, parent)))
         self._settler.plan(child)
         child.tally.requests += 1
@@ -127,7 +127,10 @@ class Admission:
         self._check_slot()
         if is_whole:
             capacity = max(length, suspended.capacity if capacity is None else capacity)
-            held = [ceil_div(capacity, group.block_size) - first for group, first in zip(core.groups, suspended.firsts)]
+            held = [
+                ceil_div(capacity, group.block_size) * group.places - first
+                for group, first in zip(core.groups, suspended.firsts)
+            ]
             reserved = [max(blocks) for blocks in zip(reserved, held)]
             self._begin(request, reserved, capacity, self._swapped(match, suspended, reserved))
             self._settler.settle(request)
@@ -225,6 +228,8 @@ class Admission:
             if own is None or found is None:
                 core.guard.change(core.prefix.index.release, holding)
                 return False
+            if source.scratch is not None:
+                own[source.scratch] = BlockPlaces(own[source.scratch][:-1])  # free again
             shared = [group.places_of(named) for group, named in zip(core.groups, names)]
             is_same = isinstance(source, Swapped)
             if (residency := core.prefix.residency) is not None:
@@ -244,9 +249,12 @@ class Admission:
         needs: list[int] = []
         more: list[int] = []
         for group, span, most in zip(core.groups, source.shared, reserved):
-            need, lacking = -(-capacity // group.block_size) - span.stop, most - len(span)
+            need, lacking = -(-capacity // group.block_size) * group.places - span.stop, most - len(span)
             needs.append(need if need > 0 else 0)
             more.append(lacking if lacking > needs[-1] else needs[-1])
+        if source.scratch is not None:
+            needs[source.scratch] += 1
+            more[source.scratch] += 1
         if not core.capacity.make_room(needs, more):
             return None
         return [BlockPlaces(group.free.peek(need)) for group, need in zip(core.groups, needs)]

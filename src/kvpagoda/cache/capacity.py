@@ -29,6 +29,7 @@ from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.cache.request import Request
+from kvpagoda.cache.step_states import StepStates
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix.hybrid import Freed
@@ -60,6 +61,7 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._tiers, self._memory, self._guard, self._running, self._events = tiers, memory, guard, running, events
+        self.step_states = StepStates(None)  #: blocks that steps in flight named; ``Core`` sets it
         self._tells_freed = bool(tiers.levels) or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
@@ -216,8 +218,11 @@ class Capacity:
 
     def _fixed_places(self, group: BlockGroup) -> BlockPlaces:
         """Return the places in ``group`` whose blocks may not move now: those of fenced requests. int32."""
-        fenced = [slot for slot, request in self._running.items() if request.num_fences]
-        return BlockPlaces(np.concatenate([np.empty(0, np.int32), *(group.held_places(slot) for slot in fenced)]))
+        fenced = [request for request in self._running.values() if request.num_fences]
+        places = [np.empty(0, np.int32), *(group.held_places(request.slot) for request in fenced)]
+        if group is self.step_states.group:
+            places += [self.step_states.places(request) for request in fenced]
+        return BlockPlaces(np.concatenate(places))
 
     # -- applying ----------------------------------------------------------------------------------------------------
 
@@ -331,4 +336,7 @@ class Capacity:
             raise CheckFailed(f"more blocks are reserved than could be free; groups short of their own: {lack}")
         for group in self._groups:
             absent = np.empty(0, np.int32) if self._sectors is None else self._sectors.absent_ids(group)
-            group.check(group.places_of(self._prefix.cached[group.index].names()), absent)
+            elsewhere = [group.places_of(self._prefix.cached[group.index].names())]
+            if group is self.step_states.group:
+                elsewhere.append(self.step_states.places())
+            group.check(BlockPlaces(np.concatenate(elsewhere)), absent)

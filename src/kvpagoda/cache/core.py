@@ -21,6 +21,7 @@ from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request, State, TextPart
 from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.cache.states import NoStates, States
+from kvpagoda.cache.step_states import StepStates
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.no_memory import NoMemory
@@ -73,7 +74,7 @@ class Core:
             BlockGroup(
                 group,
                 plan.max_requests,
-                1 if group.growth.is_state else columns,
+                group.places if group.growth.is_state else columns,
                 index=index,
                 places=places_for(group.num_rows, may_move=bool(plan.num_sectors)),
             )
@@ -82,6 +83,10 @@ class Core:
         grid = settings.limits.hit_grid
         if grid > 1 and grid % plan.block_size:
             raise BadInput(f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}")
+        if settings.retention.rounds_states and grid < 2:
+            raise BadInput(
+                "rounds_states rounds at multiples of Limits.hit_grid, which is 1; set it to the prefill chunk"
+            )
         has_states = any(group.growth.is_state for group in self.groups)
         points = ResumePoints.of(plan.block_size, grid, settings.retention.checkpoint_every, has_states=has_states)
         self.prefix = PrefixCache(
@@ -89,7 +94,12 @@ class Core:
             max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
-        self.states = NoStates() if self.prefix.states is None else States(self.prefix.states, len(self.groups), memory)
+        states = next((group for group in self.groups if group.growth.is_state), None)
+        self.states = NoStates()
+        if states is not None and self.prefix.states is not None:
+            self.states = States(states, self.prefix.states, len(self.groups), memory)
+        self.step_states = StepStates(states)
+        self._held = tuple(group for group in self.groups if group.places)
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
         swap = settings.limits.swap
         swap_nbytes = plan.nbytes if swap is None else int(swap)
@@ -107,8 +117,16 @@ class Core:
         self.tiers = settings.tiers(self.prefix, self.media, memory)
         self.events = NoEvents() if settings.events is None else settings.events
         self.capacity = Capacity(
-            self.groups, self.sectors, self.prefix, self.tiers, memory, self.guard, self.running, self.events
+            self.groups,
+            self.sectors,
+            self.prefix,
+            self.tiers,
+            memory,
+            self.guard,
+            self.running,
+            self.events,
         )
+        self.capacity.step_states = self.step_states
         #: their ``observable`` methods can be observed
         self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
         if settings.events is not None:
@@ -137,7 +155,7 @@ class Core:
     def allocated(self, request: Request) -> None:
         """Set for how many tokens ``request`` has room, after its blocks changed. Cannot fail. O(groups)."""
         capacity, slot = self.max_context, request.slot
-        for group in self.groups:
+        for group in self._held:
             group_capacity = group.end[slot] * group.block_size
             if group_capacity < capacity:
                 capacity = group_capacity
@@ -161,6 +179,8 @@ class Core:
             group.close(slot)
         for group, places in owned:
             self.capacity.release(group, places)
+        if self.step_states.named:
+            self.give_back(request, [*self.step_states.named.get(request, ())])
         self.prefix.index.leave(read)
         self.prefix.tree.unpin(request.lease)
         if request.own_length < request.prompt_length:  # the rest of its prompt will not be computed
@@ -178,6 +198,13 @@ class Core:
         self.counters.stopped += 1
         guard.is_torn = False
 
+    def give_back(self, request: Request, depths: list[int]) -> None:
+        """Free the blocks that steps of ``request`` named for the states after ``depths`` blocks. Cannot fail."""
+        group = self.step_states.group
+        for depth in depths:
+            assert group is not None
+            self.capacity.release(group, group.places_of(self.step_states.pop(request, depth)))
+
     def _publish_last(
         self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, BlockPlaces]]
     ) -> list[tuple[BlockGroup, BlockPlaces]]:
@@ -189,13 +216,17 @@ class Core:
         """
         begin = request.lease.num_blocks
         try:
-            duplicates = self.prefix.publish(request.slot, request.lease, *last, request.priority, is_late=True)
+            duplicates = self.prefix.publish(
+                request.slot, request.lease, *last, request.priority, is_late=True, has_optional=False
+            )
         except MemoryError:
             return owned
         if request.namespace not in self.stale:
             self.events.published(request, begin)
         count = request.lease.num_blocks - begin
-        return duplicates + [(group, BlockPlaces(places[count:])) for group, places in owned]
+        return duplicates + [
+            (group, places if group.growth.is_optional else BlockPlaces(places[count:])) for group, places in owned
+        ]
 
     def clear(self) -> None:
         """Forget every request and everything cached, also after an interrupt in the middle of a change."""
@@ -207,6 +238,7 @@ class Core:
         self.suspended.clear()
         self.stale.clear()
         self.waiting.clear()
+        self.step_states.clear()
         self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
         self.counters.stopped += 1
         for group in self.groups:

@@ -59,7 +59,7 @@ class Counters:
             tally = self._by_key[namespace]
         except KeyError:
             tally = self.tally(namespace)
-        known, resumable, limited_by, groups, _, loaded = match
+        known, resumable, limited_by, groups, _, loaded, _ = match
         tally.prompt += prompt
         tally.cached += resumable
         if loaded:

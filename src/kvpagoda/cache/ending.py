@@ -46,7 +46,7 @@ class Ending:
             request.state, request.handle = State.CLOSED, None
             core.guard.is_torn = False
         else:
-            if request in core.waiting and (core.bounded or core.tiers.levels):
+            if request in core.waiting and (core.bounded or core.prefix.windows or core.tiers.levels):
                 self._settler.settle(request)
             self._settler.ending(request)
             core.release(request, last=self._settler.last_blocks(request))

@@ -173,7 +173,10 @@ class EventLog(NoEvents):
 
     def _gone(self, freed: Freed) -> Gone:
         full = self.followed.full
-        blocks: list[tuple[int, AnyIds]] = [(number, names) for number, names in freed.blocks if len(names)]
+        is_told = [not growth.is_optional for _, growth in self.followed.groups]
+        blocks: list[tuple[int, AnyIds]] = [
+            (number, names) for number, names in freed.blocks if len(names) and is_told[number]
+        ]
         blocks.sort(key=lambda item: item[0] == full)
         if freed.numbers is not None and len(freed.numbers):
             blocks.append((TEXT, freed.numbers))
@@ -192,7 +195,9 @@ class EventLog(NoEvents):
         prefix, end = self._prefix, request.lease.num_blocks
         try:
             low, groups = begin, list[tuple[int, int, AnyIds]]()
-            for group, _ in prefix.windows:
+            for group, window in prefix.windows:
+                if window.growth.is_optional:
+                    continue  # what nobody needs for a hit, no router needs to know
                 first = group.first[request.slot]
                 groups.append((group.index, first, group.names_between(request.slot, first, end)))
                 low = min(low, first)
@@ -267,6 +272,8 @@ class EventLog(NoEvents):
             above = node.parent.ids[row, -1:] if node.start else node.ids[row, :0]
             groups = list[tuple[int, int, AnyIds]]()
             for group, window in prefix.windows:
+                if window.growth.is_optional:
+                    continue
                 cells = window.cells_of(node.ids)
                 groups.append((group.index, node.start, cells[0] * window.are_there(cells)))
             if states is not None:

@@ -29,6 +29,11 @@ def _check_slots(core: Core) -> None:
     for request in core.suspended:
         if request.slot != -1 or request.state is not State.SUSPENDED or request.rows is not None:
             raise CheckFailed(f"a suspended request is {request.state.value} in slot {request.slot}")
+    for request, blocks in core.step_states.named.items():
+        if request.state not in (State.RUNNING, State.CLOSING) or not core.step_states.wrote.get(request, set()) <= {
+            *blocks
+        }:
+            raise CheckFailed(f"a request that is {request.state.value} has blocks {[*blocks]} for states of a step")
     for group in core.groups:
         idle = [slot for slot in np.flatnonzero(np.array(group.end)).tolist() if slot not in core.running]
         idle += [slot for slot in np.flatnonzero(np.array(group.reserved)).tolist() if slot not in core.running]
@@ -77,13 +82,14 @@ def _check_request(core: Core, request: Request) -> None:
         raise CheckFailed(f"{where}: {text}")
     for group in core.groups:
         first, end = group.first[request.slot], group.end[request.slot]
-        if (
-            first * group.block_size > group.growth.first_needed(request.length)
-            or end * group.block_size < request.length
-        ):
+        if first * group.block_size > group.growth.first_needed(
+            request.length
+        ) or end * group.block_size < request.length * (group.places > 0):
             raise CheckFailed(f"{where}: {group.name} has only blocks {first}..{end - 1} of its text")
+        if group.places and end % group.places:
+            raise CheckFailed(f"{where}: {group.name} has {end} blocks for states, which take {group.places}")
     if request.capacity != min(
-        [core.max_context, *(group.end[request.slot] * group.block_size for group in core.groups)]
+        [core.max_context, *(group.end[request.slot] * group.block_size for group in core.groups if group.places)]
     ):
         raise CheckFailed(f"{where}: its blocks do not have room for the {request.capacity} tokens that it counts")
     full = core.full

@@ -18,6 +18,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.admission import Admission
+from kvpagoda.cache.breakpoints import positions_of
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.request import Request
@@ -72,7 +73,7 @@ class Lifecycle:
             core.allocated(core.running[slot])
         core.guard.is_torn = False
 
-    def commit(self, request: Request, token_ids: Any) -> None:
+    def commit(self, request: Request, token_ids: Any, checkpoints: Any = None) -> None:
         """Record that the rows of the next tokens are written; see ``Sequence.commit``."""
         if request.rows is not None:
             request.detach()
@@ -93,13 +94,30 @@ class Lifecycle:
             index = same.argmin()
             if not same[index]:
                 raise BadInput(f"commit names token {ids[index]} at {length + index}, the prompt has {known[index]}")
+        written = None if checkpoints is None else self._written(request, checkpoints, end)
         if count > left:
             request.append(ids)
         request.own_length = end
+        if written:
+            core.step_states.commit(request, written)
         if end >= request.settle_at:
             self.settler.settle(request)
         elif end // core.block_size > length // core.block_size:
             core.waiting[request] = None
+
+    def _written(self, request: Request, checkpoints: Any, end: int) -> set[int]:
+        """Return after how many blocks of ``request`` a step left states, which are ``checkpoints`` in tokens. ``end``: the
+        tokens that are committed with it. Raises BadInput for positions that the step did not name."""
+        size, asked = self.core.block_size, self.core.step_states.positions(request, self.core.block_size)
+        positions = positions_of(checkpoints)
+        for position in positions:
+            if position not in asked or position > end:
+                text = (
+                    f"commit up to {end} tokens says that the states after {position} were written; the step named "
+                    f"{[*asked][:16]}"
+                )
+                raise BadInput.with_hint(text, "name positions of Sequence.step_checkpoints", needed=position)
+        return {position // size for position in positions}
 
     # -- rewinding ---------------------------------------------------------------------------------------------------
 
@@ -118,26 +136,36 @@ class Lifecycle:
         due = [depth for depth in request.due if depth <= columns]
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
+        if self.core.step_states.named:
+            self.core.guard.change(self.core.give_back, request, [*self.core.step_states.named.get(request, ())])
         request.written = max(request.written, request.own_length)
         request.due, request.epochs = due, epochs
         request.own_length, request.media_ids = length, media_ids
+        request.rounded_at = -1
         request.prompt_length = min(request.prompt_length, length)
         del request.block_hashes[columns + 1 :]
         self.settler.plan(request)
         self.ending.tidy()
 
     def _check_rewindable(self, request: Request, length: int) -> None:
-        """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens."""
+        """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens: a later token wrote
+        over it, or the request started from more tokens."""
         core, slot = self.core, request.slot
-        written, cached = max(request.written, request.own_length), request.match.resumable
-        short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(cached, written - n)]
+        written, oldest = max(request.written, request.own_length), request.oldest
+        short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(oldest, written - n)]
         if short:
             layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
-            raise BadInput(
-                f"{request.own_length} tokens can be rewound to {max(cached, written - min(n for _, _, n in short))}, "
-                f"not to {length}: of {written} tokens written after {cached} cached ones, these layers take back at "
-                f"most: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
-            )
+            least = min(n for _, _, n in short)
+            furthest, hint = max(oldest, written - least), f"plan with a verify_width of {written - length}"
+            if furthest == oldest:
+                hint = "it began there, as a hit, a fork or after a suspend; open the shorter text instead"
+            elif not least:
+                hint += ", or fork before tokens that may be taken back"
+            raise BadInput.with_hint(
+                f"{request.own_length} tokens can be rewound to {furthest}, not to {length}: of {written} tokens written "
+                f"after the first {oldest}, these layers take back at most: {layers}",
+                hint, needed=request.own_length - length, available=max(0, request.own_length - furthest),
+            )  # fmt: skip
         for group in core.groups:
             first = group.growth.first_needed(length) // group.block_size
             if first < group.first[slot]:
@@ -224,6 +252,8 @@ class Lifecycle:
         self.settler.settle(request)
         self.settler.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, request.capacity, whole)
+        if core.states.places > 1:
+            request.oldest = request.own_length
         core.release(request, suspended)
         self.ending.tidy()
 
@@ -239,9 +269,9 @@ def _lacking(
     lacking: list[tuple[BlockGroup, int, int]] = []
     needs, more = [0] * len(groups), [0] * len(groups)
     for index, group in enumerate(groups):
-        size, held, begins, reserved = group.block_size, group.end, group.first, group.reserved
+        size, places, held, begins, reserved = group.block_size, group.places, group.end, group.first, group.reserved
         for slot, end in ends.items():
-            n = -(-end // size) - held[slot]
+            n = -(-end // size) * places - held[slot]
             if n > 0:
                 lacking.append((group, slot, n))
                 needs[index] += n

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpagoda.errors import BadInput, shown
-from kvpagoda.units import parse_bytes, real_number, utf8, whole_number
+from kvpagoda.schema.at_rest import checked_format
+from kvpagoda.units import parse_bytes, real_number, truth, utf8, whole_number
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,27 @@ class Retention:
     have windows or states (default: as many as fit in memory; see ``Schema.plan``). ``checkpoint_every``: also keep one
     at every multiple of this many blocks of a prompt, besides those at the ends of prompts and answers and where texts
     were seen to diverge (0: none besides). ``pin_share``: the share of the cache's blocks that ``KVCache.pin`` may
-    keep, 0 to 1. Raises BadInput."""
+    keep, 0 to 1.
+
+    ``checkpoint_format``: keep float32 states in fewer bytes, ``"bfloat16"`` or ``"int8"`` (``kvpagoda.schema.at_rest``):
+    more checkpoints fit, and a request that starts from one computes with rounded states. Running requests keep theirs as
+    they are. ``rounds_states``: with it, the states of running requests are rounded too, wherever a commit ends at a
+    multiple of ``Limits.hit_grid``: then a warm run gets the bits of a cold one. Raises BadInput."""
 
     checkpoints: int | None = None
     checkpoint_every: int = 0
     pin_share: float = 0.5
+    checkpoint_format: str | None = None
+    rounds_states: bool = False
 
     def __post_init__(self) -> None:
         if real_number(self.pin_share, "pin_share") > 1:
             raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {self.pin_share}")
         _whole(self, "checkpoint_every", 0)
+        checked_format(self.checkpoint_format)
+        object.__setattr__(self, "rounds_states", truth(self.rounds_states, "rounds_states"))
+        if self.rounds_states and self.checkpoint_format is None:
+            raise BadInput("rounds_states rounds as checkpoint_format does, and there is none; give one")
         if self.checkpoints is not None:
             _whole(self, "checkpoints", 0)
 
@@ -60,18 +72,23 @@ class Limits:
     for one block. ``swap``: bytes of host memory for suspended requests, as a number or as text such as ``"4GiB"``
     (default: as many as the plan takes); allocated when it is first needed. ``hit_grid``: hits end at multiples of this
     many tokens, a multiple of the block size. Set it to the engine's prefill chunk: a warm run then computes in the
-    same chunks as a cold one, and gets the same bits. Raises BadInput."""
+    same chunks as a cold one, and gets the same bits. ``step_checkpoints``: at how many positions inside a step of one request
+    the engine can leave a copy of the states (``Batch.checkpoints``); with 0 or None a step ends where one is due. Raises
+    BadInput."""
 
     max_context: int | None = None
     step_tokens: int = 512
     swap: int | str | None = None
     hit_grid: int = 1
+    step_checkpoints: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_context is not None:
             _whole(self, "max_context", 1, bits=31)
         _whole(self, "step_tokens", 1)
         _whole(self, "hit_grid", 1)
+        if self.step_checkpoints is not None:
+            _whole(self, "step_checkpoints", 0, bits=31)
         if isinstance(self.swap, str):
             object.__setattr__(self, "swap", parse_bytes(self.swap))
         elif self.swap is not None:

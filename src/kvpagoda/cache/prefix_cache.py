@@ -35,6 +35,7 @@ from kvpagoda.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.prefix.hybrid import Freed, Holding, HybridIndex, IndexGroup, Window
 
 EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
+_NONE = BlockNames(np.empty(0, np.intp))
 _SHARE = 32  # at most 1/32 of a window group
 MOST_PRIORITY = 100
 """The priority of pins that users make themselves."""
@@ -64,6 +65,9 @@ class PrefixMatch(NamedTuple):
     """The name of the checkpoint on the device whose states the request starts with, if any."""
     loaded: int = 0
     """The part of ``resumable`` that came from tiers below the device."""
+    lacking_from: int | None = None
+    """The first of the ``resumable`` tokens of which an optional group, one of draft layers alone, lacks the rows that
+    the request still reads: who reads them computes them again, from there on. None: none is lacking."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +116,14 @@ class PrefixCache:
     ) -> None:
         self.points = points
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
-        self.states = next((group for group in groups if group.growth.is_state), None)
-        self.bounded = tuple(group for group in groups if group.growth.is_bounded)
+        of_states = [group for group in groups if group.growth.is_state]
+        self.states = of_states[-1] if of_states else None  #: the group of the copies that checkpoints keep
+        self._private = of_states[:-1]
+        self.bounded = tuple(
+            group
+            for group in groups
+            if group.growth.is_bounded and not group.growth.is_optional and group not in self._private
+        )  #: groups that limit where a text can be resumed
         self.block_size, self._fresh_policy, self._groups = block_size, copied(policy), tuple(groups)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
@@ -130,7 +140,13 @@ class PrefixCache:
 
     def _start(self, policy: str | EvictionPolicy) -> None:
         groups = [
-            IndexGroup(group.growth, group.plan.num_rows, num_evicted_ahead(group), group.growth.is_state)
+            IndexGroup(
+                group.growth,
+                group.plan.num_rows,
+                num_evicted_ahead(group),
+                group is self.states,
+                group in self._private,
+            )
             for group in self._groups
         ]
         capacity = max(1, self._capacity)
@@ -167,6 +183,12 @@ class PrefixCache:
         groups = {name: num_blocks * size for name, num_blocks in zip(self._names, most)}
         return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups, None if last is None else last[1])
 
+    def lacking_from(self, columns: Many[range], num_tokens: int) -> int | None:
+        """Return the first of ``num_tokens`` tokens whose row an optional group still reads and lacks, if it shares
+        ``columns[i]`` of group i; None if there is none."""
+        stops = [columns[window.number].stop * self.block_size for window in self.index.optional]
+        return min((stop for stop in stops if stop < num_tokens), default=None)
+
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
         """Return what can be reused of ``match`` without a copy, if there is no room for copies or their sources."""
         grid = self.points.grid
@@ -176,10 +198,19 @@ class PrefixCache:
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def publish(
-        self, slot: int, lease: Lease, keys: Ids, text: Ids | None, priority: int, *, is_late: bool = False
+        self,
+        slot: int,
+        lease: Lease,
+        keys: Ids,
+        text: Ids | None,
+        priority: int,
+        *,
+        is_late: bool = False,
+        has_optional: bool = True,
     ) -> list[tuple[BlockGroup, BlockPlaces]]:
         """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
         New blocks count as used now (``is_late``: with those before them), others as used when the request was opened.
+        ``has_optional``: whether those of optional groups are whole; if not, they stay the request's own.
 
         Returns, by group, blocks of the request that duplicate cached ones: the caller frees them. Raises MemoryError,
         changing nothing."""
@@ -188,9 +219,12 @@ class PrefixCache:
         texts: AnyIds = np.empty((0, end - begin), np.int32)
         if full is not None:
             texts = full.names_at(BlockPlaces(full.table.cells[slot, begin:end]))[None]
+        kept_back = () if has_optional else self.index.optional
         own = [
             group.names_at(BlockPlaces(group.table.cells[slot, max(group.first[slot], group.shared[slot]) : end]))
-            for group, _ in self.windows
+            if window not in kept_back
+            else _NONE
+            for group, window in self.windows
         ]
         published = self.index.publish(lease, keys, texts, own, text=text, priority=priority, is_late=is_late)
         duplicates: list[tuple[BlockGroup, BlockPlaces]] = []
@@ -203,7 +237,9 @@ class PrefixCache:
             if self.residency is not None:
                 is_new = slice(None) if published.doubles is None else ~published.doubles[0]
                 self.residency.published(full.index, texts[0][is_new])
-        for (group, _), given, names in zip(self.windows, own, published.windows):
+        for (group, window), given, names in zip(self.windows, own, published.windows):
+            if window in kept_back:
+                continue
             if names is given:
                 group.share(slot, end)
             else:
@@ -235,7 +271,7 @@ class PrefixCache:
             )
             raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - self.num_pinned)
         _, found = self.found(match)
-        spans = [part.span(found.resumable // self.block_size) for part in self.cached]
+        spans = self.index.columns(match, found.resumable)
         windows = self.index.names_in(match.ids, spans)
         holding = self.index.hold(match, match.num_blocks, windows, found.checkpoint)
         self._num_made += 1

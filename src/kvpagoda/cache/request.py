@@ -9,6 +9,7 @@ from weakref import ref
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.breakpoints import Breakpoints
 from kvpagoda.cache.counters import Tally
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_cache import PrefixMatch
@@ -39,12 +40,16 @@ class Request:
     Tokens. ``tokens``: the buffer, int32; the first ``prompt_length`` are the prompt, the first ``length`` are
     committed. ``own_length``: committed tokens without those that only ``rows`` has yet. ``capacity``: how many tokens,
     the committed ones included, every group has blocks for. ``written``: the most tokens that a batch or a commit
-    reached; rings and states hold the last of these. ``rows``: the persistent batch that commits for it, if any.
+    reached; rings and states hold the last of these. ``oldest``: how many tokens the states that it began with belong
+    to, or those with which it was suspended; it has none of fewer tokens. ``rows``: the persistent batch that commits
+    for it, if any.
 
     Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``settle_at``: how many
-    tokens it has when a commit settles it (``cache/settling.py``). ``publishes``: whether
+    tokens it has when a commit settles it (``cache/settling.py``). ``rounded_at``: after how many tokens its states were
+    rounded last, see ``Retention.rounds_states``. ``publishes``: whether
     others may find what it computes; False once it continues with other weights than it started with. ``due``: after
-    how many blocks of its prompt a checkpoint is still to be kept, ascending. ``kept``: names of the checkpoints that
+    how many blocks of its prompt a checkpoint is still to be kept, ascending. ``breakpoints``: the positions that its caller
+    asked for; None: none. ``kept``: names of the checkpoints that
     it uses. ``tail``: the name of the checkpoint that moves along with its end; -1: none. ``block_hashes``: hashes that
     name its blocks in tiers: the root, then one for each block that was needed so far.
 
@@ -57,9 +62,9 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids", "namespace",
-        "num_fences", "on_end", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows",
-        "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
+        "block_hashes", "breakpoints", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids",
+        "namespace", "num_fences", "oldest", "on_end", "opened_at", "own_length", "priority", "prompt_length", "publishes",
+        "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -73,15 +78,17 @@ class Request:
         publishes: bool = True,
     ) -> None:
         self.tokens, self.prompt_length = tokens, prompt_length
-        self.own_length = self.capacity = self.written = 0
+        self.own_length = self.capacity = self.written = self.oldest = 0
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
         self.match = _NO_MATCH
         self.lease: Lease
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.settle_at = 0, 0
+        self.rounded_at = -1
         self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.due: list[int] = []
+        self.breakpoints: Breakpoints | None = None
         self.kept: list[int] = []
         self.tail = -1
         self.block_hashes: list[bytes] = []
@@ -153,7 +160,7 @@ class Request:
             self.media_ids = {index: media for index, media in self.media_ids.items() if index < self.own_length}
             self.epochs = self.epochs_until(found.resumable)
         self.match = found
-        self.own_length = self.written = found.resumable
+        self.own_length = self.written = self.oldest = found.resumable
 
     def enter_epoch(self, epoch: int) -> None:
         """Compute all further tokens with the weights of ``epoch``. The request stops publishing, since its text now

@@ -51,6 +51,12 @@ class ResumePoints:
             depths.add(end // self.coarse * self.coarse)
         return sorted({at for at in (depth // self.grid * self.grid for depth in depths) if begin < at <= end})
 
+    def rounded(self, position: int, *, is_bounded: bool) -> int:
+        """Return the last position, in tokens, up to ``position`` after which a request may start. ``is_bounded``: it may
+        start after whole blocks alone."""
+        unit = self.grid * self.block_size if is_bounded else self.grid_tokens
+        return position // unit * unit
+
     def is_worth_keeping(self, depth: int, resumable: int) -> bool:
         """Return whether a checkpoint after ``depth`` blocks may be resumed, and saves much beside one after
         ``resumable``, whose states a request has only there."""

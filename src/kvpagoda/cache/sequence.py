@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from weakref import ref
 
+from kvpagoda.cache.breakpoints import Breakpoint
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -98,6 +99,21 @@ class Sequence:
         return self._request.match.resumable
 
     @property
+    def checkpoints(self) -> tuple[Breakpoint, ...]:
+        """What became of each position that ``open(checkpoints=..)`` asked for, in that order; () without any."""
+        request = self._request
+        if request.breakpoints is None:
+            return ()
+        return request.breakpoints.told(request.due, self._lifecycle.core.block_size)
+
+    @property
+    def step_checkpoints(self) -> tuple[int, ...]:
+        """The positions, in tokens, at which the newest batch of this sequence asks its step to leave the states; see
+        ``Batch.checkpoints``. () once they are committed."""
+        core = self._lifecycle.core
+        return core.step_states.positions(self._request, core.block_size) if core.step_states.named else ()
+
+    @property
     def epochs(self) -> list[tuple[int, int]]:
         """Which weights the tokens were computed with: (first position, epoch), ascending; see ``KVCache.epoch``. The
         last entry is the epoch of the tokens that are computed next."""
@@ -129,18 +145,19 @@ class Sequence:
             lifecycle.extend({request.slot: end})
 
     @while_running
-    def commit(self, token_ids: Any) -> None:
-        """Say that the rows of the next ``len(token_ids)`` tokens are written.
+    def commit(self, token_ids: Any, checkpoints: Any = None) -> None:
+        """Say that the rows of the next ``len(token_ids)`` tokens are written. ``checkpoints``: of ``step_checkpoints``, the
+        positions at which the step left its states too, in the places that ``Batch.checkpoints`` names; others are not kept.
 
         Whole blocks become shareable, and window groups free the blocks that slid out. Inside the prompt ``token_ids``
-        must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle."""
-        self._lifecycle.commit(self._request, token_ids)
+        must be the prompt's own. Raises BadInput (no room, other ids, other positions), StaleHandle."""
+        self._lifecycle.commit(self._request, token_ids, checkpoints)
 
     @while_running
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:
         """Start a second request with the same committed tokens, which may then continue differently.
 
-        Whole blocks are shared; the partial block and state rows are copied. ``reserve``: the most tokens that the new
+        Whole blocks are shared; the partial block and the newest states are copied. ``reserve``: the most tokens that the new
         request may have (default: the committed ones). Raises RetryLater if no slot or no room is free, or while this
         sequence is fenced, and StaleHandle; nothing changed then."""
         wanted = 0 if reserve is None else whole_number(reserve, "reserve")
@@ -159,8 +176,9 @@ class Sequence:
         Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far; the
         message names the layers. How far is counted from the last token that any batch wrote, committed or not. Such a
         layer cannot go back behind what the request started from either: a checkpoint, or the sequence it was forked
-        from. Raises OutOfBlocks if a shared block must be copied and no block is free, RetryLater while fenced, and
-        StaleHandle. Nothing changed then."""
+        from; and states that have several places (``Schema.rewindable``) not behind a suspend. Raises OutOfBlocks if a
+        shared block must be copied and no block is free, RetryLater while fenced, and StaleHandle. Nothing changed
+        then."""
         self._lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
 
     @while_running
@@ -168,10 +186,10 @@ class Sequence:
         """Copy what this request holds to host memory, and free its blocks, its slot and its reservation.
 
         Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. ``whole``: copy all
-        rows that the request needs, so that it can continue unchanged. Otherwise copy only those that are not shared:
-        what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
-        if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput; nothing
-        changed then."""
+        rows that the request needs, so that it can continue unchanged; of states, the newest. Otherwise copy only rows
+        that are not shared: what it published stays in the cache, where it may be evicted. Waits until the copy is
+        done. Raises OutOfBlocks if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced,
+        StaleHandle, BadInput; nothing changed then."""
         self._lifecycle.suspend(self._request, truth(whole, "whole"))
 
     @exclusive

@@ -14,11 +14,14 @@ A checkpoint is kept where a text is likely to be resumed (``ResumePoints``), an
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Many
+from itertools import islice
 
 import numpy as np
 
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.below import Hit
+from kvpagoda.cache.breakpoints import Breakpoints
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
@@ -41,19 +44,24 @@ class Settler:
         self._core, size = core, core.block_size
         self._points = core.prefix.points
         self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
-        """How many tokens the states may be ahead of a text and can still be used for it."""
-        self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
+        """How many tokens steps may have written after a text whose states are still there."""
+        self._most_named = (core.settings.limits.step_checkpoints or 0) if self._points.ends_steps else 0
+        """Positions inside a step of one request at which it leaves states."""
+        rounds = core.settings.retention.rounds_states and core.states.scratch is not None
+        self._round_every = core.settings.limits.hit_grid if rounds else 0
+        """Tokens after which the states of requests are rounded; 0: they are not."""
+        self._windows = [(group, window) for group, window in core.prefix.windows if group.growth.span is not None]
+        self._spans = [group.growth.span or 0 for group, _ in self._windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
-        self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in core.prefix.windows]
-        in_step = [
-            (group.plan.most_blocks or 0) - most for (group, _), most in zip(core.prefix.windows, self._most_decoding)
-        ]
+        self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in self._windows]
+        in_step = [(group.plan.most_blocks or 0) - most for (group, _), most in zip(self._windows, self._most_decoding)]
+        self._is_bounded = bool(core.bounded or self._windows)
         self._step = size * min(in_step, default=0)
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
         steps are so short that not even a block was reserved for one."""
         self._is_followed = bool(core.tiers.levels) or core.events.is_followed  # a tier or a router waits for blocks
         self.patience = (
-            1 if self._points.ends_steps or self._is_followed else _MOST_HELD if core.bounded else _MOST_WAITING
+            1 if self._points.ends_steps or self._is_followed else _MOST_HELD if self._is_bounded else _MOST_WAITING
         )
         """Blocks that an answer completes between two settlings. One: its states are copied, or somebody waits, after each
         block."""
@@ -62,12 +70,12 @@ class Settler:
 
     def plan(self, request: Request) -> None:
         """Decide at which length ``request``, which was just settled or just started, is settled next."""
-        core, size, length, end = self._core, self._core.block_size, request.own_length, request.prompt_length
-        if length < end and (core.bounded or self._is_followed):
+        size, length, end = self._core.block_size, request.own_length, request.prompt_length
+        if length < end and (self._is_bounded or self._is_followed):
             at = end
             if self._points.ends_steps and request.due:
                 at = min(at, request.due[0] * size)
-            if core.prefix.windows:
+            if self._windows:
                 at = min(at, length + max(1, self._step))
             if self._is_followed:
                 at = min(at, (length // size + 1) * size)
@@ -76,6 +84,8 @@ class Settler:
             at = (blocks + self.patience - (blocks + request.slot) % self.patience) * size
         if self._step < 0:
             at = min(at, self._next_slide(length))
+        if self._round_every:
+            at = min(at, (length // self._round_every + 1) * self._round_every)
         request.settle_at = at
         if request.rows is not None:
             request.rows.settle_at[request.rows.row_of[request]] = at
@@ -83,7 +93,7 @@ class Settler:
     def _next_slide(self, length: int) -> int:
         """Return the length above ``length`` at which a block slides out of a window next, at most a block further."""
         lengths = np.arange(length, length + self._core.block_size + 1)
-        first = [group.growth.first_kept(lengths) // group.block_size for group, _ in self._core.prefix.windows]
+        first = [group.growth.first_kept(lengths) // group.block_size for group, _ in self._windows]
         slides = np.any([one > one[0] for one in first], axis=0)
         return length + (int(slides.argmax()) or len(lengths) - 1)
 
@@ -102,12 +112,17 @@ class Settler:
             return
         publishes = request.publishes
         try:
+            if self._round_every:
+                self._round(request)
             if publishes:
                 self._publish_blocks(request, request.own_length, None)
-            if core.bounded:
-                if publishes:
+            if self._is_bounded:
+                if publishes and core.bounded:
                     self._keep_due(request)
                 self._slide(request, publishes)
+            if core.step_states.named:
+                useless = core.step_states.useless(request, request.own_length // core.block_size)
+                core.guard.change(core.give_back, request, useless)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
@@ -126,17 +141,20 @@ class Settler:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
         it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
-        if not request.publishes:
-            self.plan(request)
-            return
         begin = found.resumable // core.block_size
-        if core.bounded:
+        if core.bounded and request.publishes:
             request.due = self._points.due(begin, found.num_tokens // core.block_size, request.prompt_length)
+        if request.breakpoints is not None:
+            self._ask(request, request.breakpoints, begin)
         self.plan(request)
+        if not request.publishes:
+            return
         try:
             if found.loaded:
                 self._publish_blocks(request, found.resumable, hit)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
+            if request.breakpoints is not None:
+                self._keep_before(request, request.breakpoints, begin)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
@@ -154,8 +172,8 @@ class Settler:
         if not self._points.is_worth_keeping(depth, found.resumable // size):
             return False
         for peer in core.running.values():
-            fits = peer.lease.node is match.node and peer.lease.num_blocks == depth and peer.own_length == depth * size
-            if fits and peer.written <= peer.own_length and not peer.num_fences and peer.rows is None:
+            fits = peer.lease.node is match.node and peer.lease.num_blocks == depth
+            if fits and self._has_states(peer, depth * size) and not peer.num_fences and peer.rows is None:
                 try:
                     self._save(peer, depth, 0)
                 except (MemoryError, RuntimeError) as error:
@@ -168,8 +186,38 @@ class Settler:
         request.check_running()
         length, size = request.length, self._core.block_size
         due = request.due if self._points.ends_steps else ()
-        end = next((depth * size for depth in due if depth * size > length), self._core.max_context)
+        ends = (depth * size for depth in due if depth * size > length)
+        end = next(islice(ends, self._most_named, None), self._core.max_context)
+        if self._round_every:
+            end = min(end, (length // self._round_every + 1) * self._round_every)
         return end - length
+
+    def name_states(self, requests: Many[Request], ends: Many[int]) -> list[tuple[int, int, BlockNames]]:
+        """Name blocks for the states that a step of ``requests``, up to token ``ends[i]`` of each, leaves at positions
+        inside of it where checkpoints are due. Return (index of the request, position in tokens, block) of each.
+
+        They are allocated while there is room, after evictions if necessary. What earlier steps of these requests named and
+        nobody committed is freed, unless a fence is around the request."""
+        core, steps, size = self._core, self._core.step_states, self._core.block_size
+        found: list[tuple[int, int, BlockNames]] = []
+        for row, (request, end) in enumerate(zip(requests, ends)):
+            named = steps.named.get(request, {})
+            if named and not request.num_fences:
+                core.guard.change(core.give_back, request, [at for at in named if not steps.is_written(request, at)])
+            inside = [at for at in request.due if request.length < at * size < end and at not in named]
+            for depth in inside[: self._most_named]:
+                try:
+                    if not core.states.room_in_step(core.capacity):
+                        return found
+                except (MemoryError, RuntimeError) as error:
+                    self._report(error)
+                    return found
+                core.guard.is_torn = True
+                block = core.states.take_in_step()
+                steps.name(request, depth, block)
+                core.guard.is_torn = False
+                found.append((row, depth * size, block))
+        return found
 
     def ending(self, request: Request) -> None:
         """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
@@ -188,6 +236,39 @@ class Settler:
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
+    def _ask(self, request: Request, asked: Breakpoints, begin: int) -> None:
+        """Decide what becomes of the positions ``asked`` of ``request``, which starts after ``begin`` blocks; those that
+        it computes become due."""
+        core, size = self._core, self._core.block_size
+        is_bounded = bool(core.bounded)
+        asked.granted.clear()
+        asked.states.clear()
+        for position in asked.asked:
+            if position > request.prompt_length:
+                continue
+            at = asked.granted[position] = self._points.rounded(position, is_bounded=is_bounded)
+            if not is_bounded or not at:
+                asked.states[at] = "always" if request.publishes or not at else "private"
+            elif not request.publishes:
+                asked.states[at] = "private"
+            else:
+                asked.states[at] = "due" if at // size > begin else "skipped"
+        request.due = sorted({*request.due, *(at // size for at, state in asked.states.items() if state == "due")})
+
+    def _keep_before(self, request: Request, asked: Breakpoints, begin: int) -> None:
+        """Keep or use checkpoints at the positions ``asked`` that lie in the ``begin`` blocks from which ``request``
+        starts, where what they need is cached. Raises as ``_save`` does."""
+        core, size = self._core, self._core.block_size
+        for at, state in asked.states.items():
+            if state == "skipped":
+                is_there = core.prefix.index.checkpoint_at(request.lease, at // size) is not None
+                if not is_there and self._points.ends_steps:
+                    continue  # its states are not computed
+                saved = self._save(request, at // size, 0)
+                asked.states[at] = "memory" if saved is None else "kept" if saved[1] else "cached"
+                if saved is not None:
+                    request.kept.append(saved[0])
+
     def _publish_blocks(self, request: Request, length: int, source: Hit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.
         ``source``: the hit that they were loaded from, if any. Raises MemoryError, changing nothing."""
@@ -198,7 +279,9 @@ class Settler:
         keys, guard = request.keys(begin * size, end * size), core.guard
         guard.is_torn = True
         try:
-            duplicates = core.prefix.publish(request.slot, request.lease, keys, request.text, request.priority)
+            duplicates = core.prefix.publish(
+                request.slot, request.lease, keys, request.text, request.priority, has_optional=source is None
+            )  # tiers have no blocks of optional groups
         except Exception:
             guard.is_torn = False
             raise
@@ -224,6 +307,14 @@ class Settler:
             return None
         return request.last_keys(begin * size, end * size)
 
+    def _round(self, request: Request) -> None:
+        """Round the states of ``request``, if it has computed them and stands at a multiple of the hit grid."""
+        length = request.own_length
+        is_new = length > request.match.resumable and length != request.rounded_at
+        if is_new and length % self._round_every == 0 and request.most_written <= length:
+            self._core.states.round(request.slot, length)
+            request.rounded_at = length
+
     def _slide(self, request: Request, publishes: bool) -> None:
         """Free, or stop reading, the window blocks that ``request`` does not need any more.
 
@@ -232,7 +323,7 @@ class Settler:
         all that slides out, and reservations stay as they are."""
         core, slot, length = self._core, request.slot, request.own_length
         in_answer = length >= request.prompt_length
-        for number, (group, window) in enumerate(core.prefix.windows):
+        for number, (group, window) in enumerate(self._windows):
             first = group.growth.first_kept(length) // group.block_size
             num_blocks = self._most_decoding[number]
             if in_answer and num_blocks <= (group.plan.most_blocks or 0):
@@ -254,27 +345,37 @@ class Settler:
         """Keep the checkpoints of the prompt that are due. With states, also keep the newest one of an answer in
         progress; without, the newest one near the end of the prompt, so that window blocks there stay cached until the
         end is reached."""
-        core, size = self._core, self._core.block_size
-        published, is_whole = request.lease.num_blocks, request.own_length % size == 0
+        core, size, published = self._core, self._core.block_size, request.lease.num_blocks
+        first = request.own_length - self._most_ahead  # the states of fewer tokens are overwritten
         while request.due and request.due[0] <= published:
             depth, is_last = request.due[0], len(request.due) == 1
-            if self._points.ends_steps and not (depth == published and is_whole):
-                core.counters.passed += 1  # a step went past it: its states are overwritten
+            is_left = bool(core.step_states.wrote) and core.step_states.is_written(request, depth)
+            if self._points.ends_steps and depth * size < first and not is_left:
+                core.counters.passed += 1  # a step went past it
                 del request.due[0]
+                self._became(request, depth, "passed")
                 continue
-            saved = self._save(request, depth, self._points.slack if is_last else 0)
+            saved = self._save(request, depth, self._points.slack if is_last else 0, is_left=is_left)
             del request.due[0]  # not before: if that fails, the next commit does it
+            if request.breakpoints is not None:
+                self._became(request, depth, "memory" if saved is None else "kept")
             if saved is not None:
                 request.kept.append(saved[0])
                 if saved[1]:
                     self._store(saved[0])
         if self._points.ends_steps:
-            if is_whole and request.own_length >= request.prompt_length:
+            if published * size >= first and request.own_length >= request.prompt_length:
                 self._move_tail(request, published, 0)
         elif request.due:
             end = request.due[-1]
             if published + self._points.slack + max(self._spans, default=0) // size > end:
                 self._move_tail(request, published, self._points.slack - (end - published))
+
+    def _became(self, request: Request, depth: int, state: str) -> None:
+        """Note for the caller of ``request``, if it asked for that position, what became of it after ``depth`` blocks."""
+        at, asked = depth * self._core.block_size, request.breakpoints
+        if asked is not None and at in asked.states:
+            asked.states[at] = state
 
     def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
@@ -290,12 +391,13 @@ class Settler:
             request.kept.append(name)
         core.capacity.forget(core.prefix.index.drop, previous)
 
-    def _save(self, request: Request, num_blocks: int, more: int) -> tuple[int, bool] | None:
+    def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
-        it needs. Return (its name, True), or (name, False) if there is one already.
+        it needs. Return (its name, True), or (name, False) if there is one already. ``is_left``: a step left the states in a
+        block of ``step_states``, which becomes the checkpoint's; where it does not, ``settle`` frees it.
 
-        Returns None if there is no room for it, if a window block is gone, or if a step computed more tokens than were
-        committed, so that the states are those of another text. For room the least recently used
+        Returns None if there is no room for it, if a window block is gone, or if the states after these blocks are
+        overwritten, perhaps by a step that computed more tokens than were committed. For room the least recently used
         checkpoint is evicted, but nothing that requests have reserved is used."""
         core, prefix, states = self._core, self._core.prefix, self._core.states
         index = prefix.index
@@ -305,22 +407,37 @@ class Settler:
             return name, False
         if prefix.is_full:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        if states.group is not None and request.most_written - request.own_length > self._most_ahead:
-            return None  # a step computed more tokens than were committed: the states are not those of the text
-        if prefix.is_full or not states.make_room(core.capacity):
+        if not is_left and states.group is not None and not self._has_states(request, num_blocks * core.block_size):
+            return None
+        as_left = is_left and states.scratch is None
+        if prefix.is_full or not (as_left or states.make_room(core.capacity)):
             return None
         tails = index.tails(request.lease, num_blocks, more)
         if tails is None:
             return None
-        copy = states.copied(request.slot)
+        if is_left:
+            left = core.step_states.named[request][num_blocks]
+            copy = left if as_left else states.copied_from(left)
+        else:
+            copy = states.copied(request.slot, num_blocks * core.block_size)
         core.guard.is_torn = True
-        states.take()
+        if as_left:
+            core.step_states.pop(request, num_blocks)
+        else:
+            states.take()
         name = index.keep(request.lease, num_blocks, Kept(*tails, copy))
         if request.namespace not in core.stale:
             core.events.kept(request, num_blocks, copy)
         core.guard.is_torn = False
         core.tiers.checkpoint_saved(name, request, num_blocks)
         return name, True
+
+    def _has_states(self, request: Request, length: int) -> bool:
+        """Return whether the states of the first ``length`` tokens of ``request``, which are committed, are there: it
+        started with them or wrote them later, and no step wrote those of so many more tokens that they are
+        overwritten."""
+        written = max(request.own_length, request.most_written)
+        return request.oldest <= length and written - length <= self._most_ahead
 
     def _store(self, name: int) -> None:
         """Store checkpoint ``name`` in tiers, if it is still kept."""

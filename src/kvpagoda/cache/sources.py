@@ -36,6 +36,9 @@ class Source(Protocol):
     """For each group: the columns of the text that are shared. The row of the group begins where its range begins, also
     if the range is empty."""
 
+    scratch: int | None
+    """The index of the group of which ``fill`` needs one free block more, in ``own``, while it runs; None: of no group."""
+
     def hold(self) -> tuple[Holding, list[BlockNames]]:
         """Keep from eviction what is shared and copied; return the hold, and the names of the shared blocks of each group."""
 
@@ -48,14 +51,21 @@ class Source(Protocol):
 class Cached:
     """What was ``found`` in the prefix tree, in ``match``."""
 
+    scratch: int | None = None
+
     def __init__(self, core: Core, match: Match, found: PrefixMatch) -> None:
         self._core, self._match = core, match
         self.found = found
-        self.shared = self._columns(found.resumable // core.block_size)
+        self.shared = self._columns(found.resumable)
+        if core.prefix.index.optional:
+            self.found = found._replace(lacking_from=core.prefix.lacking_from(self.shared, found.resumable))
 
-    def _columns(self, num_blocks: int) -> list[range]:
-        """Return for each group the columns that are shared to go on after ``num_blocks`` blocks."""
-        return [part.span(num_blocks) for part in self._core.prefix.cached]
+    def _columns(self, num_tokens: int) -> list[range]:
+        """Return for each group the columns that are shared to go on after ``num_tokens`` tokens."""
+        core = self._core
+        if core.prefix.index.optional:
+            return core.prefix.index.columns(self._match, num_tokens)
+        return [part.span(num_tokens // core.block_size) for part in core.prefix.cached]
 
     def hold(self) -> tuple[Holding, list[BlockNames]]:
         core, match, index = self._core, self._match, self._core.prefix.index
@@ -78,7 +88,7 @@ class Cached:
         if checkpoint is None:
             core.states.reset(own)
         else:
-            core.states.restore(core.prefix.kept[checkpoint].states, own)
+            core.states.restore(core.prefix.kept[checkpoint].states, self.found.resumable, own)
         return self.found
 
 
@@ -91,17 +101,20 @@ class Loaded(Cached):
         known = max(found.num_tokens, end)
         limited_by = "nothing" if known == end else found.limited_by
         super().__init__(core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable))
-        self._hit = hit
+        self._hit, self.scratch = hit, core.states.scratch
 
-    def _columns(self, num_blocks: int) -> list[range]:
-        core, whole = self._core, min(num_blocks, self._match.num_blocks)
-        columns = super()._columns(num_blocks)
+    def _columns(self, num_tokens: int) -> list[range]:
+        core, num_blocks = self._core, num_tokens // self._core.block_size
+        whole = min(num_blocks, self._match.num_blocks)
+        columns = [part.span(num_blocks) for part in core.prefix.cached]
         return [range(whole) if group is core.full else span[:0] for group, span in zip(core.groups, columns)]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, found, hit = self._core, self.found, self._hit
         whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
-        end = whole + core.tiers.load(hit, own, whole)
+        targets = own if self.scratch is not None else core.states.begin_at(found.resumable, own)
+        end = whole + core.tiers.load(hit, targets, whole)
+        core.states.loaded(found.resumable, own)
         if core.full is None:
             return found
         lost = (hit.end - end // grid * grid) * core.block_size
@@ -118,14 +131,17 @@ class Swapped(Cached):
         found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
         super().__init__(core, match, found)
 
-    def _columns(self, num_blocks: int) -> list[range]:
+    def _columns(self, num_tokens: int) -> list[range]:
         core, left = self._core, self._suspended.left_behind
-        return [range(num_blocks) if group is core.full else left[group.index] for group in core.groups]
+        return [
+            range(num_tokens // core.block_size) if group is core.full else left[group.index] for group in core.groups
+        ]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
-        core = self._core
-        counts = [max(0, part.end - span.stop) for part, span in zip(self._suspended.parts, self.shared)]
-        core.swap.copy_in(self._suspended, [places[:count] for places, count in zip(own, counts)])
+        core, suspended = self._core, self._suspended
+        counts = [max(0, part.end - span.stop) for part, span in zip(suspended.parts, self.shared)]
+        targets = core.states.begin_at(suspended.length, own)
+        core.swap.copy_in(suspended, [places[:count] for places, count in zip(targets, counts)])
         if core.states.group is not None and not counts[core.states.group.index]:
             core.states.reset(own)
         return self.found
@@ -133,6 +149,8 @@ class Swapped(Cached):
 
 class Forked:
     """What the running request ``parent`` holds."""
+
+    scratch: int | None = None
 
     def __init__(self, core: Core, parent: Request) -> None:
         self._core, self._parent, slot = core, parent, parent.slot
@@ -147,8 +165,10 @@ class Forked:
         return core.guard.change(index.hold, parent.lease, parent.lease.num_blocks, windows), names
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        states, slot = self._core.states, self._parent.slot
         for group, span, places in zip(self._core.groups, self.shared, own):
-            if len(places):
-                last = group.places_between(self._parent.slot, span.stop, span.stop + len(places))
+            if len(places) and group is not states.group:
+                last = group.places_between(slot, span.stop, span.stop + len(places))
                 self._core.memory.copy(group.index, last, places)
+        states.fork(slot, self.found.resumable, own)
         return self.found

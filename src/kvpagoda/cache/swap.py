@@ -59,6 +59,8 @@ class Suspended(NamedTuple):
     """For each group: the number of blocks that it had reserved."""
     capacity: int
     """The number of tokens that it had room for."""
+    length: int
+    """The number of tokens that were committed. Of states, those after them were copied, and no older ones."""
 
     @property
     def left_behind(self) -> list[range]:
@@ -112,10 +114,16 @@ class Swap:
             raise OutOfBlocks.with_hint(text, hint, needed=need, available=free)
         pieces = np.split(self._rows.peek(need), np.cumsum(counts)[:-1])
         parts = tuple(Part(begin, end, rows) for (begin, end), rows in zip(columns, pieces))
-        ids = [group.table.cells[slot, begin:end].copy() for group, (begin, end, _) in zip(self._groups, parts)]
+        at = [
+            length % max(1, group.places) for group in self._groups
+        ]  # of states: the place that is read next, and no other
+        ids = [
+            group.table.cells[slot, begin + place : end + place].copy()
+            for group, (begin, end, _), place in zip(self._groups, parts, at)
+        ]
         self._copy(parts, ids, is_out=True)
         firsts, reserved = zip(*[(group.first[slot], group.reserved[slot]) for group in self._groups])
-        return Suspended(parts, firsts, reserved, capacity)
+        return Suspended(parts, firsts, reserved, capacity, length)
 
     def copy_in(self, suspended: Suspended, targets: Many[Ids]) -> None:
         """Copy back to ``targets``: for each group int32 ids of blocks for the last columns of its part."""
@@ -149,10 +157,15 @@ class Swap:
             raise CheckFailed(f"swap: requests and free list disagree about rows {np.flatnonzero(named)[:16].tolist()}")
 
     def _columns(self, slot: int, length: int, whole: bool) -> list[tuple[int, int]]:
-        """Return for each group the columns (begin, end) to copy out."""
+        """Return for each group the columns (begin, end) to copy out: all of an optional group, whose blocks are the first
+        to be evicted."""
+        are_whole = [whole or group.growth.is_optional for group in self._groups]
         return [
-            (max(group.first[slot], 0 if whole else group.shared[slot]), ceil_div(length, group.block_size))
-            for group in self._groups
+            (
+                max(group.first[slot], 0 if all_of_it else group.shared[slot]),
+                ceil_div(length, group.block_size) if group.places else 0,
+            )
+            for group, all_of_it in zip(self._groups, are_whole)
         ]
 
     def _copy(self, parts: Iterable[Part], ids: Iterable[Ids], *, is_out: bool) -> None:

@@ -14,9 +14,9 @@ from enum import Enum
 from functools import partial
 from typing import ClassVar
 
-from kvpagoda.errors import SchemaError, unknown_name
+from kvpagoda.errors import SchemaError
 from kvpagoda.schema import FULL, MXFP4, STATE, Compressed, Encoding, Group, IndexKeys, Layer, RowLayout, Schema
-from kvpagoda.schema.from_hf import KV_FORMATS
+from kvpagoda.schema.kv_format import KVFormatNames, check_used, formats_by_kind
 from kvpagoda.units import ceil_div, whole_number
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
@@ -297,19 +297,19 @@ def most_blocks(ratio: int, max_tokens: int, max_requests: int) -> int:
     return max(worst, ceil_div(max_tokens, BLOCK_SIZE_ORIGINAL_TOKENS))
 
 
-def _preset(config: DSV4Config, kv_format: str) -> Schema:
-    """Return the schema of ``config`` for ``kv_format``. Raises BadInput for an unknown name."""
-    if kv_format not in tuple(KV_FORMATS):
-        raise unknown_name("kv_format", kv_format, KV_FORMATS)
-    packed = KV_FORMATS[kv_format]
+def _preset(config: DSV4Config, kv_format: KVFormatNames) -> Schema:
+    """Return the schema of ``config`` for ``kv_format``. Raises SchemaError for a name that is unknown, or without entries."""
+    packed = formats_by_kind(kv_format)["compressed"]
+    check_used(kv_format, {"compressed": config.num_layers}, config.name)
     schema = config.schema(encoding=packed.entries, index_encoding=packed.index_keys)
     return schema.laid_out(packed.layouts["Compressed"]) if packed.layouts else schema
 
 
-PRESETS: dict[str, Callable[[str], Schema]] = {
+PRESETS: dict[str, Callable[[KVFormatNames], Schema]] = {
     config.name: partial(_preset, config) for config in (DSV4Config.flash(), DSV4Config.pro())
 }
 """Model name -> function that returns its schema for a ``kv_format``.
 
-``kv_format``: ``raw`` (bfloat16 rows), ``fp8`` (584-byte entries, MXFP4 index keys), or another of ``KV_FORMATS``.
+``kv_format``: ``raw`` (bfloat16 rows), ``fp8`` (584-byte entries, MXFP4 index keys), or another of ``KV_FORMATS`` that has
+entries.
 """

@@ -20,6 +20,7 @@ from kvpagoda.formats.dialects import Packing, Rule
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.formats.quantise import dequantise, quantise
 from kvpagoda.formats.small_floats import e4m3_from_float32, e4m3_table, look_up
+from kvpagoda.formats.tensor_scale import from_codes, to_codes
 
 Tensor = torch.Tensor
 
@@ -49,6 +50,8 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
         return (x,)
     if x.ndim == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise BadInput(f"encode takes bfloat16, float16 or float32 rows [..., dim], got {x.dtype} {list(x.shape)}")
+    if encoding.is_scaled:
+        return (to_codes(encoding, x),)
     return encode_by(encoding.rule, encoding, x.to(torch.bfloat16) if encoding.is_packed else x)
 
 
@@ -88,6 +91,8 @@ def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> T
     lead, dim = _check_parts(encoding, parts)
     if encoding.name == "raw":
         return parts[0].to(dtype)
+    if encoding.is_scaled:
+        return from_codes(encoding, parts[0], dtype)
     packing = encoding.packing(dim)
     codes = parts[0].reshape(lead.numel(), parts[0].shape[-1])
     scales = parts[-1].reshape(len(codes), packing.groups + packing.scale_pad)
@@ -123,7 +128,9 @@ def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Siz
         raise BadInput(f"decode needs the parts that encode gave, got: {given or 'none'}")
     lead, dim = parts[0].shape[:-1], parts[0].shape[-1]
     wanted = [(parts[0].dtype, tuple(parts[0].shape))]
-    if encoding.name != "raw":
+    if encoding.is_scaled:
+        wanted = [(getattr(torch, dtype), shape) for _, shape, dtype in encoding.parts(tuple(parts[0].shape), "")]
+    elif encoding.name != "raw":
         dim = dim * encoding.rule.codes_per_byte + encoding.kept
         wanted = [(getattr(torch, dtype), (*lead, *shape)) for _, shape, dtype in encoding.vector(dim)]
     if wanted != [(part.dtype, tuple(part.shape)) for part in parts]:

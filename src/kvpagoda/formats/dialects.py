@@ -7,13 +7,14 @@ power-of-two scales, because only these are read correctly on sm90 *and* sm100.
 
 inline   page = | row 0: codes, scales, kept | row 1 | .. | row N-1 |                               656, 352, GQA cells
 footer   page = | data 0: codes, kept | data 1 | .. | data N-1 | scales 0 | scales 1 | .. | scales N-1 |    584, 132, 68, 384
+planes   page = | codes of K, all heads and rows | scales of K | codes of V | scales of V |             GQA in NVFP4
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvpagoda.errors import BadInput, unknown_name
+from kvpagoda.errors import LayoutError, unknown_name
 from kvpagoda.loading import read_json
 from kvpagoda.units import align_up, whole_number
 
@@ -39,8 +40,8 @@ class Rule:
     ``by``            "quotient", "reciprocal" (x * (1 / s)) or "inverse" (x * (top / amax))
     ``ties``          "even", "down" (towards zero) or "away" (from zero)
     ``signed_zero``   a negative element that rounds to 0 gets the code of -0
-    ``zero_groups``   "formula", or "apart": a group of zeros gets codes of 0; if s of another group rounds to 0,
-                      all its elements get the top code
+    ``zero_groups``   "formula"; "zero": a group whose s rounds to 0 gets codes of 0; or "apart": a group of zeros gets
+                      codes of 0, and if s of another group rounds to 0, all its elements get the top code
     ``non_finite``    result for a group with inf or NaN: "marked" (codes 0, a NaN scale), "computed" (the result of the
                       formulas, which a reader spreads further) or "refused" (``layouts.pack`` raises)
     ``skips_nan``     NaN does not take part in amax (Triton's ``max``)
@@ -114,11 +115,13 @@ class Packing:
     ``footer``       whether the scales of all rows follow the data of the page, instead of being in the rows
     ``scale_nbytes`` bytes of one scale, ``scale_pad`` bytes of zeros after the scales of a row
     ``scale_lanes``  scale s is at place (s mod lanes) * (groups / lanes) + s // lanes
+    ``planes``       whether each part of each cell is a plane of the page, with all heads and rows, in memory order
     ``cells``        vectors in a row that are encoded separately: 2 if K and V share a row
+    ``has_heads``    whether rows have several heads, all encoded separately, and heads of any width
     ``page_multiple`` kernels demand that the page stride is a multiple of so many bytes
 
-    Rows of several heads, ``[cells, heads, coded + kept]`` elements, are stored head after head in the page, as if each
-    head had a page of its own.
+    Rows of several heads, ``[cells, heads, coded + kept]`` elements, are stored head after head in the page, or in each
+    plane of it, as if each head had a page of its own.
     """
 
     coded: int
@@ -131,7 +134,9 @@ class Packing:
     kept_nbytes: int = 2
     order: tuple[str, ...] = ("codes", "scales", "kept")
     footer: bool = False
+    planes: bool = False
     cells: int = 1
+    has_heads: bool = False
     page_multiple: int = 1
 
     @property
@@ -162,15 +167,19 @@ class Packing:
         """Return bytes from page to page that all readers of the format accept. DSV4: 37,376 -> 37,440 for 64 rows."""
         return align_up(self.payload_nbytes(page_size, heads), self.page_multiple)
 
-    def places(self, page_size: int) -> dict[str, Place]:
+    def places(self, page_size: int, heads: int = 1) -> dict[str, Place]:
         """Return the places of "codes", "scales" and "kept" in a page of ``page_size`` rows; no parts of 0 bytes."""
         in_row = [part for part in self.order if not (self.footer and part == "scales")]
         cell = sum(map(self._part_nbytes, in_row))
         head = page_size * self.row_nbytes
         places, offset = {}, 0
         for part in in_row:
-            places[part] = Place(offset, head, self.cells * cell, cell, self._part_nbytes(part))
-            offset += self._part_nbytes(part)
+            nbytes, rows = self._part_nbytes(part), page_size * heads
+            if self.planes:
+                places[part] = Place(rows * offset, page_size * nbytes, nbytes, rows * cell, nbytes)
+            else:
+                places[part] = Place(offset, head, self.cells * cell, cell, nbytes)
+            offset += nbytes
         if self.footer:
             nbytes = self._part_nbytes("scales")
             places["scales"] = Place(page_size * self.cells * cell, head, self.cells * nbytes, nbytes, nbytes)
@@ -225,15 +234,16 @@ def dialect_of(format: str, dialect: str | None = None) -> Dialect:
 def dialect_for_heads(format: str, dialect: str | None = None, head_dim: int | None = None) -> Dialect:
     """Return ``dialect_of(format, dialect)`` for heads of ``head_dim`` elements, if the format has heads (None: 64).
 
-    Raises BadInput for an unknown name, a format without heads, or a ``head_dim`` that does not divide into groups.
+    Raises BadInput for an unknown name, and LayoutError for a format without heads, or a ``head_dim`` that does not
+    divide into groups.
     """
     chosen = dialect_of(format, dialect)
     if head_dim is None:
         return chosen
     packing = chosen.packing
     group = packing.group if packing.groups > 1 else head_dim
-    if packing.cells == 1 or whole_number(head_dim, "head_dim", at_least=1) % group:
-        raise BadInput(
-            f"{format} has no heads of {head_dim} elements; leave head_dim out, or give a multiple of {group}"
+    if not packing.has_heads or whole_number(head_dim, "head_dim", at_least=1) % group:
+        raise LayoutError.of(
+            "size", f"{format} has no heads of {head_dim} elements; leave head_dim out, or give a multiple of {group}"
         )
     return replace(chosen, packing=replace(packing, coded=head_dim, group=group))

@@ -2,21 +2,32 @@
 
 inline   x_fp8 | .. | x_rope | .. | x_scales | ..     each part an array of its own, ``Encoding("fp8", kept=64)``
 packed   page = | codes, scales, kept | .. |          all parts in the page of a kernel, ``Encoding("v32_656", ..)``
+tensor   x                                            one code for each element and nothing else: one scale serves the
+                                                      whole tensor, ``Encoding("fp8_e4m3", scale=0.02)``
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Real
+from typing import Any
 
-from kvpagoda.errors import LayoutError, SchemaError, unknown_name
+from kvpagoda.errors import LayoutError, SchemaError, shown, unknown_name
 from kvpagoda.formats.dialects import DIALECTS, SUFFIXES, TABLE, Dialect, Packing, Rule, dialect_for_heads
 from kvpagoda.units import align_up
 
 INLINE = {name: Rule(**row["rule"]) for name, row in TABLE["inline"].items()}
 """Name of an inline encoding -> how it computes codes and scales. The size of a group is a field of ``Encoding``."""
+TENSOR = {name: (row["dtype"], float(row["top"])) for name, row in TABLE["tensor"].items()}
+"""Name of an encoding with one scale for a whole tensor -> (dtype of a code, largest magnitude of a code)."""
 Parts = tuple[tuple[str, tuple[int, ...], str], ...]
 """(suffix, shape, dtype) of each array that stores a row: codes, kept elements if there are any, scales."""
+
+
+MOST_SCALE = 3.4028234663852886e38
+"""The largest float32."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +47,19 @@ class Encoding:
 
     The last three may leave their last ``kept`` elements unencoded too. The parts of such a row are arrays of their own.
 
+    Two have one ``scale`` for all rows, for example all K rows of a layer, and keep the shape of a row:
+
+    ``fp8_e4m3``   float8_e4m3fn codes, the nearest to x / scale; magnitudes above 448 become 448, and NaN stays NaN.
+    ``fp8_e5m2``   float8_e5m2 codes, the same with 57344.
+
+    The scale (None: 1.0) is held as the nearest float32. It is part of the identity of rows. Raises SchemaError unless
+    it is a finite number above 0.
+
     Or it is the packed format of a kernel (``dialects.DIALECTS``), which has places for all parts in one page. Then
     ``dialect`` names the engine whose rules write the rows ("": the default of the format), ``head_dim`` the elements
     of a head in formats with heads (None: 64), and the format decides ``kept`` and ``group``. Format and dialect are
     part of the identity of rows: engines whose dialects differ, even by a floor, cannot share rows. Raises BadInput for
-    an unknown dialect, and for a ``head_dim`` that the format cannot have.
+    an unknown dialect, and LayoutError for a ``head_dim`` that the format cannot have.
 
     >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
     (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
@@ -57,8 +76,11 @@ class Encoding:
     group: int | None = None
     dialect: str = ""
     head_dim: int | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
+        if self.is_scaled or self.scale is not None:
+            object.__setattr__(self, "scale", self._checked_scale())
         if self.is_packed or self.dialect or self.head_dim is not None:
             packing = dialect_for_heads(self.name, self.dialect or None, self.head_dim).packing
             decided = {
@@ -73,7 +95,39 @@ class Encoding:
         # part of the fingerprint of a schema, and so of the names of stored records
         if self.is_packed:
             return f"Encoding(name={self.name!r}, dialect={self.dialect!r}, head_dim={self.head_dim!r})"
+        if self.is_scaled:
+            return f"Encoding(name={self.name!r}, scale={self.scale!r})"
         return f"Encoding(name={self.name!r}, kept={self.kept!r}, group={self.group!r})"
+
+    def _checked_scale(self) -> float:
+        """Return the scale, 1.0 if none was given, as a float32. Raises SchemaError."""
+        scale = 1.0 if self.scale is None else self.scale
+        if not self.is_scaled:
+            raise SchemaError(
+                f"encoding {self.name!r} has no scale for a whole tensor, got {shown(scale)}; leave it out"
+            )
+        given: Any = scale
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        exact = struct.unpack("f", struct.pack("f", float(scale)))[0] if is_number and abs(scale) <= MOST_SCALE else 0.0
+        if not exact > 0:
+            raise SchemaError(
+                f"the scale of {self.name!r} is {shown(scale)}; expected a finite number above 0 that float32 can hold"
+            )
+        return float(exact)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether one scale serves all rows: a row has one code for each element, and nothing else."""
+        return self.name in TENSOR
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether a row is stored as one array of its own shape, so that every layout of raw rows can hold it."""
+        return self.name == "raw" or self.is_scaled
+
+    def with_scale(self, scale: float) -> Encoding:
+        """Return this encoding with ``scale`` for the whole tensor. Raises SchemaError unless it is finite and above 0."""
+        return replace(self, scale=scale)
 
     @property
     def is_packed(self) -> bool:
@@ -91,7 +145,7 @@ class Encoding:
         if self.is_packed:
             return self.rules.rule
         if self.name not in INLINE:
-            raise unknown_name("encoding", self.name, ("raw", *INLINE), SchemaError)
+            raise unknown_name("encoding", self.name, ("raw", *INLINE, *TENSOR), SchemaError)
         return INLINE[self.name]
 
     @property
@@ -120,22 +174,30 @@ class Encoding:
     def parts(self, shape: tuple[int, ...], dtype: str) -> Parts:
         """Return (suffix, shape, dtype) of each array that stores one row of ``shape``, whose last axis is encoded.
 
-        Packed formats with K and V in one row take ``[2, heads, head_dim]``. Raises as ``packing``.
+        Packed formats with K and V in one row take ``[2, heads, head_dim]``, or ``[heads, head_dim]`` if K and V are
+        apart. Raises as ``packing``.
         """
         if self.name == "raw":
             return (("", shape, dtype),)
+        if self.is_scaled:
+            return (("", shape, TENSOR[self.name][0]),)
         parts = self.vector(shape[-1])
-        if self.is_packed and self.rules.packing.cells > 1 and len(shape) != 3:
-            raise _other_size(self, shape)
+        if self.is_packed:
+            self.geometry(shape)
         return tuple((suffix, (*shape[:-1], *part), kind) for suffix, part, kind in parts)
 
     def page_shape(self, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a page of ``count`` packed rows as kernels take it, in bytes.
 
-        It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads.
+        It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads; in planes K's heads, then
+        V's.
         """
-        packing = self.rules.packing
-        return (shape[1], count, packing.row_nbytes) if packing.cells > 1 else (count, 1, packing.row_nbytes)
+        packing, heads = self.geometry(shape)
+        if not packing.has_heads:
+            return (count, 1, packing.row_nbytes)
+        if packing.planes:
+            return (packing.cells * heads, count, packing.row_nbytes // packing.cells)
+        return (heads, count, packing.row_nbytes)
 
     def arrange(self, count: int, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
         """Return (bytes of a page of ``count`` packed rows, [(offset, strides) of each part]).
@@ -143,22 +205,36 @@ class Encoding:
         The parts are in the order of ``parts``. The strides are those from row to row, then along each axis of the
         part. All numbers are in bytes.
         """
-        packing = self.rules.packing
-        places, heads = packing.places(count), shape[1] if packing.cells > 1 else 1
+        packing, heads = self.geometry(shape)
+        places = packing.places(count, heads)
         names = [name for name in ("codes", "kept", "scales") if name in places]
         placed = []
         for name, (_, part, dtype) in zip(names, self.parts(shape, "")):
             place, last = places[name], {"float32": 4, "bfloat16": 2}.get(dtype, 1)
-            lead = (place.cell, place.head) if packing.cells > 1 else (place.row,) * (len(part) - 1)
+            lead = (place.cell, place.head)[3 - len(part) :] if packing.has_heads else (place.row,) * (len(part) - 1)
             placed.append((place.base, (place.row, *lead, last)))
         return packing.payload_nbytes(count, heads), placed
+
+    def geometry(self, shape: tuple[int, ...]) -> tuple[Packing, int]:
+        """Return the geometry of packed rows of ``shape``, with as many cells as these rows have, and their heads.
+
+        Raises LayoutError for a ``shape`` that the format does not hold.
+        """
+        packing = self.rules.packing
+        if not packing.has_heads:
+            return packing, 1
+        if len(shape) == 2:
+            return replace(packing, cells=1), shape[0]
+        if len(shape) != 3 or shape[0] != packing.cells:
+            raise _other_size(self, shape)
+        return packing, shape[1]
 
 
 @lru_cache(maxsize=256)
 def packed_row(format: str, dialect: str | None = None, head_dim: int | None = None) -> Encoding:
     """Return the encoding of rows of packed ``format``, the same object for the same arguments.
 
-    Raises BadInput for an unknown format or dialect (None: the default), and for a ``head_dim`` it cannot have.
+    Raises BadInput for an unknown format or dialect (None: the default), LayoutError for a ``head_dim`` it cannot have.
     """
     if format not in DIALECTS:
         raise unknown_name("packed format", format, DIALECTS)

@@ -77,7 +77,10 @@ def _scaled(x: Tensor, bits: Tensor, s: Tensor, rule: Rule) -> Tensor:
     if rule.by == "quotient":
         return x / s[..., None]
     if rule.by == "reciprocal":
-        y = x * (torch.ones_like(s) / s)[..., None]
+        factor = torch.ones_like(s) / s
+        if rule.zero_groups == "zero":
+            factor.masked_fill_(s == 0, 0)
+        y = x * factor[..., None]
         if rule.zero_groups == "apart":
             y = torch.where(
                 (bits == 0)[..., None], x, y.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)

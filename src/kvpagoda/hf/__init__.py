@@ -8,6 +8,9 @@ with MissingExtra.unless("torch", _LACKING), MissingExtra.unless("transformers",
     from kvpagoda.hf.generator import Generator, Request
     from kvpagoda.hf.paged_cache import PagedCache
     from kvpagoda.hf.sampling import Sampling
+    from kvpagoda.hf.scales import calibrated_scales, checkpoint_scales
     from kvpagoda.hf.weights import weights_digest
 
-__all__ = ["Generator", "PagedCache", "Request", "Sampling", "weights_digest"]
+__all__ = [
+    "Generator", "PagedCache", "Request", "Sampling", "calibrated_scales", "checkpoint_scales", "weights_digest",
+]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,14 +13,22 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.hf.model_cache import next_piece, runner_of
+from kvpagoda.hf.drafter import Drafter
+from kvpagoda.hf.model_cache import commit_step, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
 from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
+from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
+
+DRAFTED = 4
+"""The number of tokens that a draft model proposes for a step, unless ``lookup`` says another."""
+
+NOT_YET = -1
+"""In place of a token that the draft has still to propose."""
 
 LOOKUP_LENGTHS = (3, 2)
 """The numbers of last tokens of a text that prompt lookup searches for, in this order."""
@@ -97,8 +105,14 @@ class Generator:
     ``prefill_chunk``: the most prompt tokens of one request in one step.
 
     ``lookup``: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass.
-    The output tokens are the same. Rejected tokens are never committed. Fewer tokens are proposed if a state can rewind
-    fewer, none if a state cannot rewind. ``num_proposed`` and ``num_accepted`` count tokens.
+    The output tokens are the same. Rejected tokens are never committed. In a model with recurrent or convolution states
+    a request has ``lookup`` more states, and a pass runs the modules that update them once for each token. None are
+    proposed where these modules are not known (RWKV, xLSTM, Inkling, Qwen4-Exp). ``num_proposed`` and ``num_accepted``
+    count tokens.
+
+    ``draft``: a small transformers model with the same vocabulary, which proposes the tokens instead: ``lookup`` at a
+    time, or ``DRAFTED`` if that is 0. The output tokens are the same. Its layers are draft layers of the same cache
+    (``Schema.drafted_by``), so what is found of a text is found of both.
 
     ``preemption``: admit requests with room for their prompt only; when memory runs out, this policy chooses the
     request to preempt. It starts again later, and its tokens stay the same. None: a request starts only when there is
@@ -107,7 +121,8 @@ class Generator:
     counts preempted requests, ``num_swapped`` those of them that were suspended. A text that grows past a switch of the
     model's position encodings (``rope_switch``) is computed again and counts as preempted too.
 
-    ``kv_format`` and ``layout``: see ``Schema.from_hf_config``. ``cache_arguments``: all other arguments of
+    ``kv_format``, ``kv_scales`` and ``layout``: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and
+    ``calibrated_scales`` return scales. ``cache_arguments``: all other arguments of
     ``KVCache``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the whole model,
     which takes seconds for a large one.
 
@@ -135,16 +150,22 @@ class Generator:
         *,
         prefill_chunk: int = 512,
         lookup: int = 0,
+        draft: Any = None,
         preemption: PreemptionPolicy | None = None,
         preemption_mode: Callable[[Costs], PreemptionMode] = cheapest,
-        kv_format: str = "raw",
+        kv_format: KVFormatNames = "raw",
+        kv_scales: Mapping[int, tuple[float, float]] | None = None,
         layout: LayoutNames | None = None,
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1 or lookup < 0:
             raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
+        if draft is not None:
+            lookup = lookup or DRAFTED
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout)
+        self._runner, self._drafter = runner_of(
+            model, prefill_chunk, lookup, kv_format, sizes, layout, kv_scales, draft
+        )
         self.cache = self._runner.cache
         self._model, self._chunk = model, prefill_chunk
         self._weights = WeightsWatch(model, self.cache)
@@ -208,6 +229,8 @@ class Generator:
         if not pieces:
             return []
         try:
+            if self._drafter is not None:
+                pieces = self._drafted(self._drafter, pieces)
             kept, started = [1 + len(piece.proposed) for piece in pieces], perf_counter()
             lengths = [len(piece.answer.text) for piece in pieces]
             logits = self._runner.step([(piece.sequence, piece.tokens) for piece in pieces], kept, lengths)
@@ -287,7 +310,8 @@ class Generator:
         if self._lookup and begin == len(text) - 1 and not answer.request.unforked:
             room = switch.room(len(text))
             most = min(self._lookup, answer.total - len(text) - 1)
-            proposed = propose(text, most if room is None else min(most, room))
+            most = most if room is None else min(most, room)
+            proposed = propose(text, most) if self._drafter is None else np.full(max(0, most), NOT_YET, np.int32)
             try:
                 sequence.extend(1 + len(proposed))
                 return Piece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
@@ -295,6 +319,19 @@ class Generator:
                 pass  # do not preempt another request for tokens that may be rejected
         tokens = next_piece(self._runner, sequence, text, self._chunk)
         return Piece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
+
+    def _drafted(self, drafter: Drafter, pieces: list[Piece]) -> list[Piece]:
+        """Return ``pieces`` with the tokens that the draft proposes, where there is room for any. Afterwards the draft has
+        the rows of all their tokens."""
+        drafter.begin([(piece.sequence, piece.answer.text) for piece in pieces])
+        drafter.compute([(piece.sequence, piece.tokens) for piece in pieces if not piece.proposed])
+        asking = [i for i, piece in enumerate(pieces) if piece.proposed]
+        texts = [(pieces[i].sequence, pieces[i].answer.text) for i in asking]
+        found = drafter.propose(texts, [len(pieces[i].proposed) for i in asking])
+        for i, new in zip(asking, found):
+            known = pieces[i].tokens[: len(pieces[i].tokens) - len(new)]
+            pieces[i] = pieces[i]._replace(tokens=np.concatenate((known, new)), proposed=new.tolist())
+        return pieces
 
     def _take(self, piece: Piece, logits: Tensor, best: list[int]) -> None:
         """Commit the computed tokens, without rejected proposals. If the whole text is computed, append the new tokens
@@ -305,12 +342,12 @@ class Generator:
         answer, sequence, tokens, proposed = piece
         request, known = answer.request, len(tokens) - len(proposed)
         if sequence.length + known < len(answer.text):
-            sequence.commit(tokens)
+            commit_step(sequence, tokens)
             return
         new = self._choose(answer, proposed, logits, best)
         self.num_proposed += len(proposed)
         self.num_accepted += len(new) - 1
-        sequence.commit(tokens[: known + len(new) - 1])
+        commit_step(sequence, tokens[: known + len(new) - 1])
         while request.unforked:
             fork = request.unforked.pop(0)
             self._grow(fork, self._choose(fork, [], logits, best))

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from kvpagoda.hf.compressed import CompressedRunner
+from kvpagoda.hf.model_cache import runner_over
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
+from kvpagoda.schema.kv_format import KVFormatNames, as_text
 from kvpagoda.units import format_bytes
 
 STEP = 256
@@ -28,9 +29,9 @@ class Cost:
     bits_per_byte: float
 
     @classmethod
-    def of(cls, model: Any, kv_format: str, text: bytes) -> Cost:
+    def of(cls, model: Any, kv_format: KVFormatNames, text: bytes) -> Cost:
         schema = Schema.from_hf_config(model.config, dtype=_dtype(model), kv_format=kv_format)
-        bits = bits_per_byte(model, schema, text)
+        _, bits = logits_and_bits(model, schema, text)
         return cls(schema.bytes_per_token, schema.state_layout.payload_nbytes, bits)
 
 
@@ -68,30 +69,33 @@ class FormatCost:
         )
 
 
-def format_cost(model: Any, kv_format: str, text: bytes, raw: Cost | None = None) -> FormatCost:
-    """Measure what ``kv_format`` costs ``model``, a byte model with compressed attention, on ``text`` of at least two
-    bytes. ``raw``: the cost of raw rows on the same text, if it is known. Raises SchemaError for an unknown format."""
+def format_cost(model: Any, kv_format: KVFormatNames, text: bytes, raw: Cost | None = None) -> FormatCost:
+    """Measure what ``kv_format`` costs ``model``, a byte model, on ``text`` of at least two bytes. ``raw``: the cost of
+    raw rows on the same text, if it is known. Raises SchemaError for an unknown format."""
     packed = Cost.of(model, kv_format, text)
-    return FormatCost(kv_format, _dtype(model), len(text), packed, raw or Cost.of(model, "raw", text))
+    return FormatCost(as_text(kv_format), _dtype(model), len(text), packed, raw or Cost.of(model, "raw", text))
 
 
 def _dtype(model: Any) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def bits_per_byte(model: Any, schema: Schema, text: bytes, length: int = 1024) -> float:
-    """Return the mean bits that ``model`` needs for a byte of ``text`` when it reads its past from a cache of
-    ``schema``. The text is cut into pieces of ``length`` bytes. O(pieces) forward passes."""
+def logits_and_bits(model: Any, schema: Schema, text: bytes, length: int = 1024) -> tuple[torch.Tensor, float]:
+    """Return the logits after each byte of ``text``, float ``[bytes, vocab]``, and the mean bits that ``model`` needs for
+    a byte, when it reads its past from a cache of ``schema``. The text is cut into pieces of ``length`` bytes. O(pieces)
+    forward passes."""
     cache = KVCache(schema, num_blocks=length // schema.block_size() + 2, max_requests=1, device=model.device)
-    runner, total, count = CompressedRunner(model, cache), 0.0, 0
-    for start in range(0, len(text) - 1, length):
+    runner, found, total, count = runner_over(model, cache), list[torch.Tensor](), 0.0, 0
+    for start in range(0, len(text), length):
         piece = np.frombuffer(text[start : start + length], np.uint8).astype(np.int32)
-        with cache.open(piece, lookup=False) as sequence:
+        with cache.open(piece, lookup=False, capacity=0) as sequence:
             for step in np.split(piece, range(STEP, len(piece), STEP)):
+                sequence.extend(len(step))
                 logits = runner.step([(sequence, step)], [len(step)])
                 targets = torch.from_numpy(piece[sequence.length + 1 :][: len(step)]).to(logits.device, torch.int64)
                 total += cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
                 count += len(targets)
                 sequence.commit(step)
+                found.append(logits)
     cache.close()
-    return total / math.log(2) / count
+    return torch.cat(found), total / math.log(2) / count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,18 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
+from kvpagoda.hf.drafter import Drafter, check_draft
 from kvpagoda.hf.runner import ModelRunner, Runner
+from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
+
+STEP_CHECKPOINTS = 16
+"""At how many positions inside a step of one request the states are kept by default, where the state modules of a model can
+run in pieces."""
 
 
 def check_model(model: Any) -> None:
@@ -28,18 +36,34 @@ def runner_of(
     model: Any,
     chunk: int,
     lookup: int,
-    kv_format: str,
+    kv_format: KVFormatNames,
     cache_arguments: dict[str, Any],
     layout: LayoutNames | None = None,
-) -> Runner:
-    """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``. A step
-    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
-    ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
-    a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
+    kv_scales: Mapping[int, tuple[float, float]] | None = None,
+    draft: Any = None,
+) -> tuple[Runner, Drafter | None]:
+    """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``, and one of the
+    model ``draft``, if given, whose layers are draft layers of that cache. A step computes at most ``chunk`` prompt
+    tokens of a text, or ``lookup`` proposed tokens and one more; none are proposed for a model with states if it is not
+    known which of its modules update them. ``kv_format``, ``kv_scales`` and ``layout``: see
+    ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the
+    whole model. Raises BadInput, SchemaError, NeverFits."""
     check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, kv_scales=kv_scales)
+    states, drafts = StateModules(model, schema), None
+    width = lookup if states.are_known else 0
+    if draft is not None:
+        check_model(draft)
+        draft.eval()
+        if draft.device != model.device:
+            raise BadInput(f"the model is on {model.device} and its draft on {draft.device}; move one to the other")
+        drafts = Schema.from_hf_config(draft.config, dtype=str(draft.dtype).removeprefix("torch."))
+        check_draft(schema.rewindable(width), drafts)
+        schema = schema.drafted_by(drafts)
+    schema = schema.rewindable(width)
+    schema = schema if layout is None else schema.laid_out(layout)
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
         raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")
@@ -47,8 +71,19 @@ def runner_of(
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))
     limits = replace(limits, step_tokens=max(chunk, lookup + 1))
+    if draft is not None and limits.step_checkpoints:
+        raise BadInput(
+            "a draft runs between a step and its commit, so no step leaves states inside: leave step_checkpoints out"
+        )
+    if limits.step_checkpoints is None and states.can_leave and draft is None:
+        limits = replace(limits, step_checkpoints=STEP_CHECKPOINTS)
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
-    compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
+    return runner_over(model, cache), None if drafts is None else Drafter(draft, cache, drafts, chunk)
+
+
+def runner_over(model: Any, cache: KVCache) -> Runner:
+    """Return a runner of ``model`` over ``cache``, which has the model's schema. Raises SchemaError."""
+    compressed = any(isinstance(kind, Compressed) for layer in cache.schema.layers for kind in layer.kinds)
     return (CompressedRunner if compressed else ModelRunner)(model, cache)
 
 
@@ -57,3 +92,9 @@ def next_piece(runner: Runner, sequence: Sequence, text: Tokens, chunk: int) -> 
     tokens."""
     begin, most = sequence.length, min(chunk, runner.most_tokens(sequence) or chunk)
     return text[begin : begin + min(most, runner.cache.step_limit(sequence))]
+
+
+def commit_step(sequence: Sequence, tokens: Tokens) -> None:
+    """Commit ``tokens`` of ``sequence``, which a runner computed, and the states that it left inside the step."""
+    end = sequence.length + len(tokens)
+    sequence.commit(tokens, [at for at in sequence.step_checkpoints if at <= end] or None)

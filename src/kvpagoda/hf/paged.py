@@ -51,6 +51,7 @@ class GroupGather:
 class StepContext:
     """One forward pass: its batch, and each group's gather, computed once.
 
+    ``schema``: of the model's layers alone; they are layers ``first_layer ..`` of the batch.
     ``is_aligned``: all rows begin at the same position. Then the model sees the same cache length as with transformers'
     own cache, and its own masks and positions are right. Otherwise the model is told that there is no past.
     """
@@ -62,8 +63,9 @@ class StepContext:
         columns: dict[tuple[int, int], int],
         is_aligned: bool = False,
         holders: Mapping[int, Any] | None = None,
+        first_layer: int = 0,
     ) -> None:
-        self.batch, self.schema = batch, schema
+        self.batch, self.schema, self._first_layer = batch, schema, first_layer
         first = int(batch.positions[0])
         self.is_aligned, self.past = is_aligned, first if is_aligned else 0
         """``past``: the number of tokens before this step that the model is told."""
@@ -72,6 +74,13 @@ class StepContext:
         self.columns = columns
         """(Layer, state) -> columns of its convolution tail in transformers; known after the first step of a
         request."""
+        num_tokens = len(batch.positions) // len(batch.state_indices)
+        written = batch.state_writes.long()
+        self.num_tokens, self.last = num_tokens, written[:, min(num_tokens, written.shape[1]) - 1]
+        """``num_tokens``: new tokens of each row. ``last``: the records for the states after these, int64 ``[B]``."""
+        self.left = _left_states(batch, num_tokens, written)
+        """Number of first tokens of the rows -> (rows, records of these for the states after so many tokens), for the states
+        that the pass leaves before its end: int64 ``[n]`` each."""
         self.is_first = first == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.masked_layer = 0
@@ -80,14 +89,32 @@ class StepContext:
         """The layer that stored rows last: an attention module that several layers share does not know its layer."""
         self._gathers: dict[Growth, GroupGather] = {}
 
+    def view(self, layer: int) -> LayerView:
+        """Return the view of the model's ``layer``."""
+        return self.batch.layer(self._first_layer + layer)
+
     def gather(self, layer: int) -> GroupGather:
         """Return the gather of the group that ``layer`` (or its owner) belongs to."""
-        view = self.batch.layer(layer)
+        view = self.view(layer)
         growth = view.layer.growth
         assert growth is not None
         if growth not in self._gathers:
             self._gathers[growth] = GroupGather(view, growth)
         return self._gathers[growth]
+
+
+def _left_states(batch: Batch, num_tokens: int, written: Tensor) -> dict[int, list[tuple[Any, Tensor]]]:
+    """Return ``StepContext.left`` for a step of ``num_tokens`` tokens of each row: the columns of ``Batch.state_writes``
+    but the last, which is ``written``, and ``Batch.checkpoints``."""
+    count = min(num_tokens, written.shape[1])
+    left: dict[int, list[tuple[Any, Tensor]]] = {
+        num_tokens - count + 1 + column: [(slice(None), written[:, column])] for column in range(count - 1)
+    }
+    rows, tokens, places = (part.long() for part in batch.checkpoints)
+    ends = tokens - batch.qo_indptr.long()[rows] + 1
+    for end in ends.unique().tolist():
+        left.setdefault(end, []).append((rows[ends == end], places[ends == end]))
+    return left
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -133,7 +160,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _store(self, **rows: Tensor) -> list[Tensor]:
         """Store the step's rows; return, for each name in this order, all rows of the step's requests."""
-        gather, view = self._context.gather(self._index), self._context.batch.layer(self._index)
+        gather, view = self._context.gather(self._index), self._context.view(self._index)
         self._context.last_stored = self._index
         view.write(**rows)
         assert view.blocks is not None
@@ -157,7 +184,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The state tensors of one layer for the step's rows: copied from the pool here, and back to it by ``save``.
+    """The state tensors of one layer for the step's rows: copied from the pool here, and to it by ``save``.
 
     In most models transformers keeps one convolution column more than it reads. The pool does not keep this column, so
     it is added here and cut off by ``save``.
@@ -167,14 +194,15 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         names = [rows.name for rows in context.schema.by_index[index].state_rows()]
         LinearAttentionLayer.__init__(self, number_of_states=max(1, sum(name.startswith("conv") for name in names)))
         self._columns, self._layer = context.columns, index
-        pool = context.batch.layer(index).state
+        pool = context.view(index).state
         assert pool is not None
-        self._pool, self._slots = pool, context.batch.state_indices.long()
+        slots = context.batch.state_indices.long()
+        self._pool, self._context = pool, context
         self._state_of = {name: int(name.partition("_")[2] or 0) for name in names}
         if context.is_first:
             return
         for name, state in self._state_of.items():
-            rows = self._pool.read(name, (self._slots,))[:, 0]
+            rows = self._pool.read(name, (slots,))[:, 0]
             if name.startswith("conv"):
                 columns = context.columns[index, state]
                 self.conv_states[state] = torch.nn.functional.pad(rows, (columns - rows.shape[-1], 0))
@@ -186,8 +214,17 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[state] = True
             self.dtype, self.device = rows.dtype, rows.device
 
-    def save(self) -> None:
-        """Write the states after the forward pass back to their rows of the pool."""
+    def save(self, num_tokens: int) -> None:
+        """Write the states as they are now, after ``num_tokens`` tokens of each row, to the records for them."""
+        context = self._context
+        if num_tokens == context.num_tokens:
+            self._write(slice(None), context.last)
+        else:
+            for chosen, records in context.left[num_tokens]:
+                self._write(chosen, records)
+
+    def _write(self, chosen: Any, records: Tensor) -> None:
+        """Write the states of the rows ``chosen`` to ``records`` of the pool."""
         for name, state in self._state_of.items():
             if name.startswith("conv"):
                 rows = self.conv_states[state]
@@ -195,7 +232,10 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
                 rows = rows[..., -self._pool.rows[name].shape[-1] :]
             else:
                 rows = self.recurrent_states[state]
-            self._pool.write(name, (self._slots,), rows[:, None])
+            self._pool.write(name, (records,), rows[chosen][:, None])
+
+    def end(self) -> None:
+        """Do what follows the last ``save`` of a pass: nothing."""
 
 
 class StateAndPagedLayer(StateLayer, PagedLayer):
@@ -218,16 +258,17 @@ class HeldStateLayer(StateLayer):
         StateLayer.__init__(self, context, index)
         self._module: Any = context.holders[index]
         if context.is_first:
-            rows = {name: torch.zeros_like(self._pool.read(name, (self._slots,))[:, 0]) for name in self._state_of}
+            rows = {name: torch.zeros_like(self._pool.read(name, (context.last,))[:, 0]) for name in self._state_of}
             self.conv_states[0], self.recurrent_states[0] = rows["conv"], rows["recurrent"]
         self._module.conv1d_state = self.conv_states[0]
         self._module.rg_lru.recurrent_states = self.recurrent_states[0]
 
-    def save(self) -> None:
-        lru: Any = self._module.rg_lru
-        self.conv_states[0], self.recurrent_states[0] = self._module.conv1d_state, lru.recurrent_states
-        self._module.conv1d_state = lru.recurrent_states = None
-        StateLayer.save(self)
+    def save(self, num_tokens: int) -> None:
+        self.conv_states[0], self.recurrent_states[0] = self._module.conv1d_state, self._module.rg_lru.recurrent_states
+        StateLayer.save(self, num_tokens)
+
+    def end(self) -> None:
+        self._module.conv1d_state = self._module.rg_lru.recurrent_states = None
 
 
 class StepCache(Cache):  # type: ignore[misc]
@@ -247,7 +288,7 @@ class StepCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (number of rows that a query may read, position of the first of these rows)."""
         self._context.masked_layer = layer_idx
-        if not self._context.is_aligned or self._context.batch.layer(layer_idx).layer.growth is None:
+        if not self._context.is_aligned or self._context.view(layer_idx).layer.growth is None:
             return self._past + query_length, 0
         gather = self._context.gather(layer_idx)
         return gather.length, gather.first
@@ -266,11 +307,16 @@ class StepCache(Cache):  # type: ignore[misc]
         layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
         return any(isinstance(layer, StateLayer) and all(layer.has_previous_state.values()) for layer in layers)
 
+    def leave_states(self, index: int, num_tokens: int) -> None:
+        """Write the states of layer ``index`` as they are now, after ``num_tokens`` tokens of each row, to the pool."""
+        self.layers[index].save(num_tokens)
+
     def save_states(self) -> None:
-        """Write the recurrent states of all layers back to the pool."""
+        """Write the states of all layers after the pass to the pool."""
         for layer in self.layers:
             if isinstance(layer, StateLayer):
-                layer.save()
+                layer.save(self._context.num_tokens)
+                layer.end()
 
 
 def _layer(context: StepContext, layer: Layer) -> Any:
@@ -306,10 +352,11 @@ class OwnStates:
 
     def __init__(self, context: StepContext) -> None:
         slots = context.batch.state_indices.long()
+        self._written = context.last
         self._cells = [
             [(pool, name, (slots,)) for name in pool.rows]
             for layer in context.schema.layers
-            if (pool := context.batch.layer(layer.index).state) is not None
+            if (pool := context.view(layer.index).state) is not None
         ]
         self.by_layer = [[pool.read(name, cells)[:, 0] for pool, name, cells in layer] for layer in self._cells]
         if context.is_first:
@@ -317,11 +364,15 @@ class OwnStates:
                 for tensor, (pool, name, _) in zip(tensors, layer):
                     tensor.fill_(pool.rows[name].fill)
 
+    def leave_states(self, index: int, num_tokens: int) -> None:
+        """Not called: these states are those after the last token of a pass."""
+        raise NotImplementedError("a model that passes its states around itself keeps no older ones")
+
     def save_states(self) -> None:
         """Write the tensors back to their rows of the pools."""
         for tensors, layer in zip(self.by_layer, self._cells):
-            for tensor, (pool, name, cells) in zip(tensors, layer):
-                pool.write(name, cells, tensor[:, None])
+            for tensor, (pool, name, _) in zip(tensors, layer):
+                pool.write(name, (self._written,), tensor[:, None])
 
 
 class StackedStates(OwnStates, list[Tensor]):
@@ -354,6 +405,8 @@ _step: ContextVar[StepContext] = ContextVar("kvpagoda_step")
 
 class SavesStates(Protocol):
     """The cache that a model is given for one forward pass."""
+
+    def leave_states(self, index: int, num_tokens: int) -> None: ...
 
     def save_states(self) -> None: ...
 

@@ -23,10 +23,11 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
-from kvpagoda.hf.model_cache import check_model, next_piece, runner_of
+from kvpagoda.hf.model_cache import check_model, commit_step, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.schema.kv_format import KVFormatNames
 
 Tensor = torch.Tensor
 _READ = {"input_ids", "attention_mask", "past_key_values", "cache_params"}
@@ -61,7 +62,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     ``budget``: memory, bytes or text; ignored if ``cache_arguments``, the arguments of ``KVCache``, have
     ``num_blocks``. The cache must hold all rows of a batch at once (with beam search twice as many rows), and
     ``max_requests`` must allow them: else ``generate`` raises OutOfBlocks or RetryLater, and the cache stays usable.
-    ``prefill_chunk``: the most tokens of one text in one step. ``kv_format``: see ``Schema.from_hf_config``. ``model``,
+    ``prefill_chunk``: the most tokens of one text in one step. ``kv_format`` and ``kv_scales``: see
+    ``Schema.from_hf_config``. ``model``,
     ``cache``: the model, and its ``KVCache``.
 
     Before it looks up a text it checks whether the model's weights changed. If they did, it invalidates what is cached,
@@ -94,7 +96,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         budget: int | str = "512MiB",
         *,
         prefill_chunk: int = 512,
-        kv_format: str = "raw",
+        kv_format: KVFormatNames = "raw",
+        kv_scales: Mapping[int, tuple[float, float]] | None = None,
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1:
@@ -102,7 +105,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         check_model(model)
         _route(model)
-        self._runner = runner_of(model, prefill_chunk, 0, kv_format, sizes)
+        self._runner, _ = runner_of(model, prefill_chunk, 0, kv_format, sizes, kv_scales=kv_scales)
         self.model, self.cache = model, self._runner.cache
         self._weights = WeightsWatch(model, self.cache)
         self._chunk, self._rows = prefill_chunk, list[Row]()
@@ -252,7 +255,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             tokens = next_piece(self._runner, sequence, text, self._chunk)
             sequence.extend(len(tokens))
             logits = self._runner.step([(sequence, tokens)], lengths=[len(text)])
-            sequence.commit(tokens)
+            commit_step(sequence, tokens)
             if sequence.length == len(text):
                 return logits[0]
 

@@ -19,6 +19,7 @@ from kvpagoda.hf.embedded import ByteTokenizer, built_in_prompts, held_out_text
 from kvpagoda.hf.generator import Generator
 from kvpagoda.hf.held_out import format_cost
 from kvpagoda.hf.run import Prompts, Run, answer, answer_after_restart, embedded_on_one_thread
+from kvpagoda.schema.kv_format import as_text
 from kvpagoda.tiers import disk_tier
 from kvpagoda.units import format_bytes
 
@@ -66,7 +67,7 @@ def run(
     found = Comparison.of(model, generator.cache.schema, prompts, runs) if restarts else None
     cost = None
     if is_embedded and kv_format != "raw":
-        with console.waiting(f"measuring what {kv_format} costs"):
+        with console.waiting(f"measuring what {as_text(kv_format)} costs"):
             cost = format_cost(model, kv_format, held_out_text()[:HELD_OUT_BYTES])
     answers = [(texts[i // how["n"]], output, tokenizer.decode(output)) for i, output in enumerate(runs[0].outputs)]
     if as_json:

@@ -11,6 +11,7 @@ import torch
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.hf.embedded import embedded_model
 from kvpagoda.hf.generator import Generator
+from kvpagoda.schema.kv_format import KVFormatNames
 
 Prompts = list[list[int]]
 OnStep = Callable[[CacheStats], None]
@@ -67,7 +68,7 @@ def answer(
     )  # fmt: skip
 
 
-def embedded_on_one_thread(kv_format: str) -> Any:
+def embedded_on_one_thread(kv_format: KVFormatNames) -> Any:
     """Load the embedded model, and compute a few tokens: the first steps of a process take longer.
 
     From now on torch uses one thread: the model is so small that several only wait for each other.

@@ -15,9 +15,10 @@ from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, OWN_STATES, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
+from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.time_steps import TimeSteps
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Attention, Latent
+from kvpagoda.schema import Attention, Latent, Schema
 from kvpagoda.schema.families import model_types
 
 Tensor = torch.Tensor
@@ -56,14 +57,19 @@ class ModelRunner:
     pass must be equally long, because the model assumes one past length for the batch. The same holds for a model that
     ranks tokens: which of equally ranked tokens it selects depends on their number. Raises SchemaError for a model that
     takes no cache, and see ``TimeSteps``.
+
+    ``schema``: of the model's layers, which are layers ``first_layer ..`` of the cache; None: its own layers, without
+    those of a draft.
     """
 
-    def __init__(self, model: Any, cache: KVCache) -> None:
+    def __init__(self, model: Any, cache: KVCache, schema: Schema | None = None, first_layer: int = 0) -> None:
         self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
+        self._schema = schema = cache.schema.without_drafts if schema is None else schema
+        self._first_layer = first_layer
         self._time_steps = TimeSteps(model)
         before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
-        family = model_types()[cache.schema.name]["family"]
+        family = model_types()[schema.name]["family"]
         through_interface = model.config._attn_implementation == ATTENTION and not family.own_attention
         model.set_attn_implementation(before)
         accepted = inspect.signature(model.forward).parameters
@@ -75,9 +81,9 @@ class ModelRunner:
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
         takes_positions = through_interface and "position_ids" in accepted and not family.aligned
-        kinds = [kind for layer in cache.schema.layers for kind in layer.kinds]
+        kinds = [kind for layer in schema.layers for kind in layer.kinds]
         ranks_tokens = any(isinstance(kind, Attention | Latent) and kind.indexer is not None for kind in kinds)
-        self._is_aligned = bool(cache.schema.groups) and (ranks_tokens or not takes_positions)
+        self._is_aligned = bool(schema.groups) and (ranks_tokens or not takes_positions)
         configs = [
             part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
         ]
@@ -85,56 +91,65 @@ class ModelRunner:
         self._columns: dict[tuple[int, int], int] = {}
         self._padding = _padding_token(model)
         self._cache_class = OWN_STATES[family.own_states] if family.own_states else step_cache_class(model)
-        self._holders = {
-            index: part
-            for index, layer in enumerate(getattr(model.base_model, "layers", ()))
-            for part in layer.modules()
-            if hasattr(part, "conv1d_state")
-        }
-        scans = [part for part in model.modules() if hasattr(part, "A_log")]
-        projects = any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
-        self._resumes = not (projects or self._holders)
+        self._states, self._places = StateModules(model, schema), schema.state_growth.places
+        self._resumes = self._states.resume
 
     @torch.no_grad()
-    def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
-        lengths = [sequence.length + len(tokens) for sequence, tokens in work] if lengths is None else lengths
+    def step(
+        self,
+        work: Many[Work],
+        kept: Many[int] | None = None,
+        lengths: Many[int] | None = None,
+        firsts: Many[int] | None = None,
+    ) -> Tensor:
+        """See ``Runner``. ``firsts``: see ``KVCache.batch``."""
+        starts = [sequence.length for sequence, _ in work] if firsts is None else firsts
+        lengths = [start + len(tokens) for start, (_, tokens) in zip(starts, work)] if lengths is None else lengths
         sides = [self.switch.passed(length) for length in lengths]
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             config._attn_implementation = self._attention or config._attn_implementation
         try:
-            return self._step(work, [1] * len(work) if kept is None else kept, sides)
+            return self._step(work, [1] * len(work) if kept is None else kept, sides, starts, firsts is not None)
         finally:
             for config, implementation in zip(self._configs, before):
                 config._attn_implementation = implementation
 
     def most_tokens(self, sequence: Sequence) -> int | None:
-        """See ``Runner``. The limit is 1 after the first piece of a prompt for models with Mamba-1 or Griffin blocks:
+        """See ``Runner``. There is a limit after the first piece of a prompt for models with Mamba-1 or Griffin blocks:
         transformers' selective scan of Mamba-1 (whose modules project x to the scan's parameters) and its Griffin
-        blocks compute several tokens from a zero state and ignore the past."""
-        return None if self._resumes or sequence.length == 0 else 1
+        blocks compute several tokens from a zero state and ignore the past. So a step takes as many as these blocks
+        compute one by one: see ``StateModules``."""
+        return None if self._resumes or sequence.length == 0 else self._places
 
-    def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
+    def _step(self, work: Many[Work], kept: Many[int], sides: Many[int], starts: Many[int], are_given: bool) -> Tensor:
         passes: dict[tuple[int, int, int], list[int]] = {}
-        for i, (sequence, tokens) in enumerate(work):
-            together = self._is_batched and sequence.length > 0 and len(tokens) == kept[i]
-            past = sequence.length if self._is_aligned else 0
+        for i, (_, tokens) in enumerate(work):
+            together = self._is_batched and starts[i] > 0 and len(tokens) == kept[i]
+            past = starts[i] if self._is_aligned else 0
             passes.setdefault((sides[i], past, len(tokens) if together else -1 - i), []).append(i)
         rows: dict[int, Tensor] = {}
         for (side, _, _), part in passes.items():
             with self.switch.rotating_past(side), self._time_steps.clamped():
-                rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
+                firsts = [starts[i] for i in part] if are_given else None
+                rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]], firsts)))
         return torch.cat([rows[i] for i in range(len(work))])
 
-    def _forward(self, work: Many[Work], kept: int) -> Tensor:
+    def _forward(self, work: Many[Work], kept: int, firsts: Many[int] | None) -> Tensor:
         """Run one pass over sequences with the same number of new tokens: logits ``[len(work), kept, vocab]``."""
-        batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
+        counts = [len(tokens) for _, tokens in work]
+        batch = self.cache.batch([sequence for sequence, _ in work], counts, firsts=firsts)
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
         positions = batch.positions.long().view(ids.shape)
         if self._padding is not None:
             positions = self._positions_after_padding(work).to(self.cache.device)
-        context = StepContext(batch, self.cache.schema, self._columns, self._is_aligned, self._holders)
-        with in_step(context, self._cache_class) as past:
+        context = StepContext(
+            batch, self._schema, self._columns, self._is_aligned, self._states.holders, self._first_layer
+        )
+        with (
+            in_step(context, self._cache_class) as past,
+            self._states.in_pieces(ids.shape[1], sorted(context.left), past.leave_states),
+        ):
             given: dict[str, Any] = {self._cache_name: past, "position_ids": positions}
             if self._trims_logits:
                 given["logits_to_keep"] = kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.breakpoints import Breakpoints, breakpoints_of
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from kvpagoda.offload.hit import Prefetch
 
 
+_GRANTED = ("due", "kept", "cached", "always")
+"""States of positions of checkpoints at which others will be able to resume."""
 _READ_AHEAD = 60.0
 """Seconds for which a prompt that was read ahead waits for its request, if the hint does not say."""
 
@@ -107,6 +111,18 @@ class Hints:
     def opened(self, request: Request, envelope: Any, namespace: AnyNamespace) -> list[Outcome]:
         """Do what ``envelope`` asks for of ``request``, which was just opened."""
         return self._each(envelope, namespace, request)
+
+    def ask_checkpoints(self, request: Request, envelope: Any) -> None:
+        """Let ``request``, which is about to be opened, keep the checkpoints that ``envelope`` asks for, beside its own.
+        What is wrong with them is said by ``opened``."""
+        with suppress(KVPagodaError):
+            _, actions = read_envelope(envelope, self.limits.actions, self.limits.nbytes)
+            for action in actions:
+                if action.action_type == "kv.checkpoint" and is_known(action) is None:
+                    with suppress(KVPagodaError):
+                        asked = self._positions(Payload(action.payload))
+                        known = () if request.breakpoints is None else request.breakpoints.asked
+                        request.breakpoints = Breakpoints((*known, *asked))
 
     def before_open(self) -> None:
         """End what is over: called before each request is opened. O(1) if nothing is."""
@@ -251,7 +267,20 @@ class Hints:
 
     def _checkpoint(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
         """``kv.checkpoint``: keep checkpoints of a request's prompt after these tokens."""
-        return asked.now("rejected", "not yet")
+        if request is None or request.breakpoints is None:
+            return asked.now("rejected", "checkpoints are of a request: send the hint with it, in open(hints=..)")
+        positions = {*self._positions(payload)}
+        core = self._core
+        told = [one for one in request.breakpoints.told(request.due, core.block_size) if one.asked in positions]
+        granted = [one for one in told if one.state in _GRANTED]
+        reason = ", ".join(f"{one.asked}: {one.state} at {one.position}" for one in told)
+        status = "rejected" if not granted else "accepted" if len(granted) == len(told) else "clipped"
+        most = max((one.position for one in granted), default=0)
+        return asked.now(status, reason, wanted=max(positions, default=0), tokens=most)
+
+    def _positions(self, payload: Payload) -> tuple[int, ...]:
+        """Return the ``positions`` of a ``kv.checkpoint``. Raises BadInput."""
+        return breakpoints_of(payload.get("positions"), self._core.max_context).asked
 
     # -- texts and promises ------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from kvpagoda.formats.dialects import Dialect
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.copy_rows import as_ints
 from kvpagoda.kernels.dispatch import backend
-from kvpagoda.kernels.packed_rows import Constants, append_constants
+from kvpagoda.kernels.packed_rows import Constants, Grid, append_constants
 from kvpagoda.kernels.packed_rows_gpu import append_swa_kernel
 
 Tensor = torch.Tensor
@@ -175,4 +175,5 @@ def _triton(
 def ring_constants(coded: int, rope: int) -> Constants:
     """Return the constants with which ``append_swa_kernel`` is compiled, for rows of ``coded`` and ``rope`` elements."""
     encoding = Encoding("fp8", kept=rope)
-    return append_constants(Dialect(encoding.packing(coded + rope), encoding.rule, "kvpagoda"), 1, 1)
+    rules, nowhere = Dialect(encoding.packing(coded + rope), encoding.rule, "kvpagoda"), (0, 0, 0)
+    return append_constants(rules, Grid(1, 1, 1, nowhere, nowhere, nowhere))

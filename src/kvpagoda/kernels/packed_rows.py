@@ -9,12 +9,15 @@ The kernel is compiled for the places of the parts of a row in the page (``forma
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.dialects import Dialect, Rule
@@ -60,27 +63,10 @@ def append_rows(
     [512.0, 0.0]
     """
     encoding = packed_row(format, dialect, head_dim)
-    chosen = encoding.rules
-    heads = _check("append_rows", rows, slots, pages, chosen, page_size)
+    heads = _check("append_rows", rows, slots, pages, encoding.rules, page_size)
     if rows.dtype != torch.bfloat16:
         raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}")
-    if len(rows) == 0:
-        return
-    run = backend(rows.device.type, has_numba=chosen.packing.group % 2 == 0)
-    if run == "triton":
-        return _launch(append_rows_kernel, rows, slots, pages, append_constants(chosen, page_size, heads))
-    if run == "numba":
-        left = _loop(rows.view(torch.int16), slots, pages, *_compiled(chosen, page_size, heads))
-        if not len(left):
-            return
-        rows, slots = rows[left], slots[left]
-    live = ((slots >= 0) & (slots < len(pages) * page_size)).nonzero().squeeze(1)
-    if not len(live):
-        return
-    slot = slots.index_select(0, live).long()
-    places = views(pages, chosen.packing, page_size, heads)
-    for part, values in encode_rows(rows.index_select(0, live), encoding).items():
-        places[part][slot // page_size, slot % page_size] = values
+    append_parts(rows, slots, Parts.of(views(pages, encoding.rules.packing, page_size, heads), encoding))
 
 
 def gather_rows(
@@ -100,42 +86,136 @@ def gather_rows(
     ``out``'s dtype. O(n * D).
     """
     encoding = packed_row(format, dialect, head_dim)
-    chosen = encoding.rules
-    heads = _check("gather_rows", out, slots, pages, chosen, page_size)
+    heads = _check("gather_rows", out, slots, pages, encoding.rules, page_size)
     if out.dtype not in (torch.bfloat16, torch.float32):
         raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}")
+    gather_parts(out, slots, Parts.of(views(pages, encoding.rules.packing, page_size, heads), encoding))
+
+
+class Grid(NamedTuple):
+    """Where the vectors of a page are, in bytes: for each part the steps from row to row, head to head, cell to cell.
+
+    ``page``: rows of a page.
+    """
+
+    page: int
+    heads: int
+    cells: int
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Encoded rows in memory: the parts of the row in slot s are in page s // N of each view, in its row s mod N.
+
+    ``views``: part ("codes", "scales", and "kept" if there is one) -> uint8 ``[pages, N, heads, cells, nbytes]``,
+    strided in any way; all are views of one allocation. They may be the parts of packed pages, or arrays of their own.
+    ``rules``: the geometry and the rule of one vector.
+    """
+
+    views: Mapping[str, Tensor]
+    encoding: Encoding
+    rules: Dialect
+    grid: Grid
+    memory: Tensor
+
+    @classmethod
+    def of(cls, views: Mapping[str, Tensor], encoding: Encoding) -> Parts:
+        """Return the rows of ``encoding``, not "raw", whose parts are ``views``."""
+        codes, scales, kept = (views.get(part, views["codes"]) for part in ("codes", "scales", "kept"))
+        _, page, heads, cells, nbytes = codes.shape
+        grid = Grid(page, heads, cells, *(part.stride()[1:4] for part in (codes, scales, kept)))
+        rule = encoding.rule
+        coded = nbytes * rule.codes_per_byte
+        memory = codes.as_strided((codes.untyped_storage().nbytes(),), (1,), 0)
+        return cls(views, encoding, _rules(encoding, coded + encoding.kept), grid, memory)
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of all pages."""
+        return len(self.views["codes"]) * self.grid.page
+
+    @cached_property
+    def places(self) -> list[Any]:
+        """Of codes, scales and kept elements, in bytes of ``memory``: the first, from page to page, from row to row."""
+        return [*zip(*((part.storage_offset(), *part.stride()[:2]) for part in self.starts))]
+
+    @cached_property
+    def starts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The views of codes, scales and kept elements; the codes again if no elements are kept."""
+        return self.views["codes"], self.views["scales"], self.views.get("kept", self.views["codes"])
+
+
+@lru_cache(maxsize=256)
+def _rules(encoding: Encoding, dim: int) -> Dialect:
+    """Return the geometry and the rule of one vector of ``dim`` elements: the same object for the same arguments."""
+    return Dialect(encoding.packing(dim), encoding.rule, "")
+
+
+def append_parts(rows: Tensor, slots: Tensor, parts: Parts) -> None:
+    """Encode row i of ``rows`` and store its parts in slot ``slots[i]``: ``append_rows`` for rows in any memory.
+
+    ``rows`` ``[n, D]``, D the elements of all cells and heads; ``slots`` int32 or int64 ``[n]``. Rows of another dtype
+    than bfloat16 are encoded by the reference. The arguments are not checked.
+    """
+    if len(rows) == 0:
+        return
+    run = _backend(rows, parts) if rows.dtype == torch.bfloat16 else "reference"
+    if run == "triton":
+        return _launch(append_rows_kernel, rows, slots, parts, append_constants(parts.rules, parts.grid))
+    if run == "numba":
+        left = _loop(rows.view(torch.int16), slots, parts, _compiled(parts.rules))
+        if not len(left):
+            return
+        rows, slots = rows[left], slots[left]
+    live = ((slots >= 0) & (slots < parts.num_slots)).nonzero().squeeze(1)
+    if not len(live):
+        return
+    slot, page = slots.index_select(0, live).long(), parts.grid.page
+    vectors = rows.index_select(0, live).view(len(live), parts.grid.cells, parts.grid.heads, -1)
+    for part, values in encode_rows(vectors, parts.encoding).items():
+        parts.views[part][slot // page, slot % page] = values
+
+
+def gather_parts(out: Tensor, slots: Tensor, parts: Parts) -> None:
+    """Decode the row in slot ``slots[i]`` into row i of ``out``: ``gather_rows`` for rows in any memory, unchecked."""
     if len(out) == 0:
         return
-    run, half = backend(out.device.type, has_numba=chosen.packing.group % 2 == 0), out.dtype == torch.bfloat16
+    run, half = _backend(out, parts), out.dtype == torch.bfloat16
     bits = out.view(torch.int16) if half else out
     if run == "triton":
-        return _launch(gather_rows_kernel, bits, slots, pages, gather_constants(chosen, page_size, heads, half))
+        return _launch(gather_rows_kernel, bits, slots, parts, gather_constants(parts.rules, parts.grid, half))
     if run == "numba":
-        left = _loop(bits, slots, pages, *_compiled(chosen, page_size, heads, half))
+        left = _loop(bits, slots, parts, _compiled(parts.rules, half))
         if len(left):
-            out[left] = _gathered(slots[left], pages, page_size, encoding, heads, out.dtype)
+            out[left] = _gathered(slots[left], parts, out.dtype)
         return
-    out.copy_(_gathered(slots, pages, page_size, encoding, heads, out.dtype))
+    out.copy_(_gathered(slots, parts, out.dtype))
 
 
-def _gathered(
-    slots: Tensor, pages: Tensor, page_size: int, encoding: Encoding, heads: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the rows in ``slots`` as a new tensor: the reference of ``gather_rows``."""
-    live = (slots >= 0) & (slots < len(pages) * page_size)
-    slot = torch.where(live, slots, 0).long()
-    places = views(pages, encoding.rules.packing, page_size, heads)
-    parts = {part: view[slot // page_size, slot % page_size] for part, view in places.items()}
-    return decode_rows(parts, encoding, dtype).masked_fill_(~live[:, None], 0)
+def _gathered(slots: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Return the rows in ``slots`` as a new tensor: the reference of ``gather_parts``."""
+    live = (slots >= 0) & (slots < parts.num_slots)
+    slot, page = torch.where(live, slots, 0).long(), parts.grid.page
+    found = {part: view[slot // page, slot % page] for part, view in parts.views.items()}
+    return decode_rows(found, parts.encoding, parts.rules.packing.vector, dtype).masked_fill_(~live[:, None], 0)
+
+
+def _backend(rows: Tensor, parts: Parts) -> str:
+    """Return the implementation for ``rows``. The loops of numba handle pairs of elements."""
+    packing = parts.rules.packing
+    return backend(rows.device.type, has_numba=packing.group % 2 == 0 and packing.kept % 2 == 0)
 
 
 def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Dialect, page_size: int) -> int:
     """Return the number of heads. Raises BadInput unless operation ``name`` takes the arguments."""
-    width, cells = dialect.packing.width, dialect.packing.cells
+    width = dialect.packing.width
     if page_size < 1 or rows.ndim != 2 or rows.shape[1] < width or rows.shape[1] % width:
         raise BadInput(f"{name}: rows are [n, {width}], page_size at least 1; got {list(rows.shape)}, {page_size}")
     heads = rows.shape[1] // width
-    if heads > 1 and cells == 1:
+    if heads > 1 and not dialect.packing.has_heads:
         raise BadInput(f"{name}: rows of this format are [n, {width}], got {list(rows.shape)}")
     if slots.dtype not in (torch.int32, torch.int64) or slots.shape != rows.shape[:1]:
         raise BadInput(f"{name}: slots must be int32 or int64 [{len(rows)}], got {slots.dtype} {list(slots.shape)}")
@@ -154,40 +234,49 @@ def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Diale
 
 
 @lru_cache(maxsize=256)
-def _compiled(dialect: Dialect, page_size: int, heads: int, half: bool | None = None) -> tuple[Any, Any]:
-    """Return the loop that numba compiles and the places of the parts. ``half``: None to append, else to gather."""
-    from kvpagoda.lanes import Parts, vector_loop
+def _compiled(rules: Dialect, half: bool | None = None) -> Any:
+    """Return the loop that numba compiles. ``half``: None to append, else to gather."""
+    from kvpagoda.lanes import vector_loop
 
-    arguments = dialect, page_size, heads
-    constants = vars(append_constants(*arguments) if half is None else gather_constants(*arguments, half))
-    places = {name: constants.get(name.upper(), 0) for name in Parts._fields}
-    of_loop = {name: constant for name, constant in constants.items() if name.lower() not in places}
-    return vector_loop(json.dumps(of_loop)), Parts(**places)
+    numbers = _vector_constants(rules)
+    return vector_loop(json.dumps(numbers | (_rule_constants(rules.rule) if half is None else {"HALF": half})))
 
 
-def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> Tensor:
+def _loop(rows: Tensor, slots: Tensor, parts: Parts, loop: Any) -> Tensor:
     """Run the loop of ``_compiled``. Return the int64 indices of the rows that the reference must process.
 
     ``rows``: float32, or bfloat16 viewed as int16.
     """
+    from kvpagoda.lanes import Strides
+
     numbers = flat_view(rows).numpy()
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
-    places = parts._replace(rows=rows.stride(0), pages=pages.stride(0), slots=len(pages) * parts.page)
-    return torch.from_numpy(loop(numbers, flat_view(pages).numpy(), slots.numpy(), places))
+    places = Strides(parts.grid.page, parts.num_slots, rows.stride(0), *parts.places)
+    return torch.from_numpy(loop(numbers, parts.memory.numpy(), slots.numpy(), places, _offsets(parts.grid)))
 
 
-def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: Constants) -> None:
+@lru_cache(maxsize=256)
+def _offsets(grid: Grid) -> NDArray[np.int64]:
+    """Return int64 ``[vectors, 3]``: bytes from the row of a page to the codes, scales and kept part of each vector."""
+    cell, head = np.divmod(np.arange(grid.cells * grid.heads), grid.heads)
+    steps = np.array([part[1:] for part in (grid.codes, grid.scales, grid.kept)])
+    offsets: NDArray[np.int64] = head[:, None] * steps[:, 0] + cell[:, None] * steps[:, 1]
+    return offsets
+
+
+def _launch(kernel: Any, rows: Tensor, slots: Tensor, parts: Parts, constants: Constants) -> None:
     """Launch ``kernel``, one program per row, head and cell. Raises BadInput if a float32 scale would be misaligned."""
-    steps = (constants.SCALES_AT, constants.SCALES_ROW, constants.CELL_STRIDE, constants.HEAD_STRIDE)
-    if constants.SCALE == "float32" and any(step % 4 for step in steps):
+    scales = parts.views["scales"]
+    if constants.SCALE == "float32" and any(step % 4 for step in (scales.storage_offset(), *scales.stride()[:4])):
         raise BadInput(
             f"heads of {constants.WIDTH} elements: their scales do not begin at multiples of 4 bytes; set "
             f"KVPAGODA_KERNELS=reference for them"
         )
-    vectors, num_slots = constants.HEADS * constants.CELLS, len(pages) * constants.PAGE
+    vectors, starts = constants.HEADS * constants.CELLS, parts.starts
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](
-            rows, slots, pages, num_slots, rows.stride(0), pages.stride(0), constants, num_warps=1, enable_fp_fusion=False,
+            rows, slots, *starts, parts.num_slots, rows.stride(0), *(part.stride(0) for part in starts), constants,
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -199,31 +288,35 @@ class Constants(SimpleNamespace):
 
 
 @lru_cache(maxsize=256)
-def append_constants(dialect: Dialect, page_size: int, heads: int) -> Constants:
+def append_constants(rules: Dialect, grid: Grid) -> Constants:
     """Return the constants of ``append_rows_kernel``: the same object for the same arguments."""
-    return Constants(**_geometry(dialect, page_size, heads), **_rule_constants(dialect.rule))
+    return Constants(**_vector_constants(rules), **_grid_constants(grid), **_rule_constants(rules.rule))
 
 
 @lru_cache(maxsize=256)
-def gather_constants(dialect: Dialect, page_size: int, heads: int, half: bool) -> Constants:
+def gather_constants(rules: Dialect, grid: Grid, half: bool) -> Constants:
     """Return the constants of ``gather_rows_kernel``. ``half``: whether the output is bfloat16, else float32."""
-    return Constants(**_geometry(dialect, page_size, heads), HALF=half)
+    return Constants(**_vector_constants(rules), **_grid_constants(grid), HALF=half)
 
 
-def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
-    """Return the constants for the places of the parts of a row, and for its codes and scales."""
-    packing, rule = dialect.packing, dialect.rule
-    places = packing.places(page_size)
-    codes, scales, kept = (places.get(part, places["codes"]) for part in ("codes", "scales", "kept"))
+def _vector_constants(rules: Dialect) -> dict[str, Any]:
+    """Return the constants for the sizes of a vector and of its parts."""
+    packing = rules.packing
     return {
-        "PAGE": page_size, "HEADS": heads, "CELLS": packing.cells, "WIDTH": packing.vector,
-        "GROUP": packing.group, "GROUP_BLOCK": _block(packing.group),
+        "WIDTH": packing.vector, "GROUP": packing.group, "GROUP_BLOCK": _block(packing.group),
         "GROUPS": packing.groups, "GROUPS_BLOCK": _block(packing.groups + packing.scale_pad),
         "LANES": packing.scale_lanes, "SCALE_PAD": packing.scale_pad,
         "KEPT": packing.kept, "KEPT_BLOCK": _block(packing.kept), "KEPT_NBYTES": packing.kept_nbytes,
-        "HEAD_STRIDE": codes.head, "CELL_STRIDE": codes.cell, "DATA_ROW": codes.row, "SCALES_ROW": scales.row,
-        "CODES_AT": codes.base, "SCALES_AT": scales.base, "KEPT_AT": kept.base, "CODES": rule.codes, "SCALE": rule.scale,
+        "CODES": rules.rule.codes, "SCALE": rules.rule.scale,
     }  # fmt: skip
+
+
+def _grid_constants(grid: Grid) -> dict[str, Any]:
+    """Return the constants for the places of the parts of a vector."""
+    steps = {"CODES": grid.codes, "SCALES": grid.scales, "KEPT": grid.kept}
+    names = ("ROW", "HEAD", "CELL")
+    placed = {f"{part}_{name}": step for part, found in steps.items() for name, step in zip(names, found)}
+    return {"PAGE": grid.page, "HEADS": grid.heads, "CELLS": grid.cells, **placed}
 
 
 def _block(size: int) -> int:
@@ -237,6 +330,6 @@ def _rule_constants(rule: Rule) -> dict[str, Any]:
         "TOP": rule.top, "FLOOR": int(np.float32(rule.floor).view(np.int32)),
         "FLOORS_SCALE": rule.floor_on == "scale", "POWER_OF_TWO": rule.has_power_of_two_scales,
         "SCALE_UP": rule.scale_up, "RECIPROCAL": rule.by == "reciprocal", "INVERSE": rule.by == "inverse", "TIES": rule.ties,
-        "SIGNED_ZERO": rule.signed_zero, "APART": rule.zero_groups == "apart", "MARKS": rule.non_finite == "marked",
+        "SIGNED_ZERO": rule.signed_zero, "ZERO_GROUPS": rule.zero_groups, "MARKS": rule.non_finite == "marked",
         "SKIPS_NAN": rule.skips_nan,
     }  # fmt: skip

@@ -148,16 +148,20 @@ def _store_scales(target, stored, group, live, C: tl.constexpr):  # type: ignore
 
 
 @jit()
-def _vector(numbers, slots, pages, num_slots, numbers_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a program's work: is its slot in range, pointers to its ``C.WIDTH`` numbers, its data and its scales."""
+def _vector(  # type: ignore[no-untyped-def]
+    numbers, slots, codes, scales, kept, num_slots, numbers_stride, codes_page, scales_page, kept_page, C: tl.constexpr
+):
+    """Return a program's work: is its slot in range, pointers to its ``C.WIDTH`` numbers, its codes, scales and kept."""
     i, vector = tl.program_id(0) // (C.HEADS * C.CELLS), tl.program_id(0) % (C.HEADS * C.CELLS)
     head, cell = vector // C.CELLS, vector % C.CELLS
     slot = tl.load(slots + i)
     # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
-    page = pages + (slot // C.PAGE).to(tl.int64) * page_stride + head * C.HEAD_STRIDE + cell * C.CELL_STRIDE
-    row = (slot % C.PAGE).to(tl.int64)
+    page, row = (slot // C.PAGE).to(tl.int64), (slot % C.PAGE).to(tl.int64)
+    codes += page * codes_page + row * C.CODES_ROW + head * C.CODES_HEAD + cell * C.CODES_CELL
+    scales += page * scales_page + row * C.SCALES_ROW + head * C.SCALES_HEAD + cell * C.SCALES_CELL
+    kept += page * kept_page + row * C.KEPT_ROW + head * C.KEPT_HEAD + cell * C.KEPT_CELL
     mine = numbers + i.to(tl.int64) * numbers_stride + (cell * C.HEADS + head) * C.WIDTH
-    return (slot >= 0) & (slot < num_slots), mine, page + row * C.DATA_ROW, page + row * C.SCALES_ROW + C.SCALES_AT
+    return (slot >= 0) & (slot < num_slots), mine, codes, scales, kept
 
 
 @jit()
@@ -183,8 +187,10 @@ def _write(source, codes, scales, kept, reads, writes, C: tl.constexpr):  # type
         y = x * tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)[:, None]
     else:
         y = tl.div_rn(x, tl.broadcast_to(s[:, None], x.shape))
-    if C.APART:
+    if C.ZERO_GROUPS == "apart":
         y = tl.where((amax == 0)[:, None], x, tl.where(y != y, float("inf"), y))
+    if C.ZERO_GROUPS == "zero":
+        y = tl.where((s == 0)[:, None], x * 0.0, y)
     if C.MARKS:
         broken = amax >= 0x7F800000
         y = tl.where(broken[:, None], 0.0, y)
@@ -206,10 +212,14 @@ def _write(source, codes, scales, kept, reads, writes, C: tl.constexpr):  # type
 
 
 @jit(do_not_specialize=["num_slots"])
-def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def append_rows_kernel(  # type: ignore[no-untyped-def]
+    rows, slots, codes, scales, kept, num_slots, rows_stride, codes_page, scales_page, kept_page, C: tl.constexpr
+):
     """Write one row, head and cell per program; the bytes are those of the reference."""
-    live, source, data, scales = _vector(rows, slots, pages, num_slots, rows_stride, page_stride, C)
-    _write(source, data + C.CODES_AT, scales, data + C.KEPT_AT, live, live, C)
+    live, source, codes, scales, kept = _vector(
+        rows, slots, codes, scales, kept, num_slots, rows_stride, codes_page, scales_page, kept_page, C
+    )
+    _write(source, codes, scales, kept, live, live, C)
 
 
 @jit(do_not_specialize=["n"])
@@ -255,18 +265,22 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit(do_not_specialize=["num_slots"])
-def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def gather_rows_kernel(  # type: ignore[no-untyped-def]
+    out, slots, codes, scales, kept, num_slots, out_stride, codes_page, scales_page, kept_page, C: tl.constexpr
+):
     """Read one row, head and cell per program, as the reference does. C.HALF: ``out`` is bfloat16 viewed as int16."""
-    live, target, data, scales = _vector(out, slots, pages, num_slots, out_stride, page_stride, C)
+    live, target, codes, scales, kept = _vector(
+        out, slots, codes, scales, kept, num_slots, out_stride, codes_page, scales_page, kept_page, C
+    )
     group = tl.arange(0, C.GROUPS_BLOCK)
     index, inside = _elements(group, True, C.GROUP, C.GROUP_BLOCK, C)
 
     if C.CODES == "e2m1" or C.CODES == "int4":
         pairs, there = _elements(group, live, C.GROUP // 2, C.GROUP_BLOCK // 2, C)
-        byte = tl.load(data + C.CODES_AT + pairs, mask=there, other=0).to(tl.int32)
+        byte = tl.load(codes + pairs, mask=there, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (C.GROUPS_BLOCK, C.GROUP_BLOCK))
     else:
-        code = tl.load(data + C.CODES_AT + index, mask=inside & live, other=0).to(tl.int32)
+        code = tl.load(codes + index, mask=inside & live, other=0).to(tl.int32)
     if C.CODES == "e4m3":
         value = e4m3_value(code)
     elif C.CODES == "e2m1":
@@ -290,9 +304,9 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
         index = tl.arange(0, C.KEPT_BLOCK)
         inside = index < C.KEPT
         if C.KEPT_NBYTES == 2:
-            kept = tl.load((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, mask=inside & live, other=0)
-            wide = (kept.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            half = tl.load(kept.to(tl.pointer_type(tl.int16)) + index, mask=inside & live, other=0)
+            wide = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         else:
-            wide = e4m3_value(tl.load(data + C.KEPT_AT + index, mask=inside & live, other=0).to(tl.int32))
-            kept = bfloat16_bits(wide).to(tl.int16)
-        tl.store(target + C.GROUPS * C.GROUP + index, kept if C.HALF else wide, mask=inside)
+            wide = e4m3_value(tl.load(kept + index, mask=inside & live, other=0).to(tl.int32))
+            half = bfloat16_bits(wide).to(tl.int16)
+        tl.store(target + C.GROUPS * C.GROUP + index, half if C.HALF else wide, mask=inside)

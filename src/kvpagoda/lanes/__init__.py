@@ -7,10 +7,16 @@ from kvpagoda.loading import load_when_used
 
 if TYPE_CHECKING:
     from kvpagoda.lanes.copies import copy_spans
-    from kvpagoda.lanes.rows import Parts, vector_loop
+    from kvpagoda.lanes.rows import Strides, vector_loop
+    from kvpagoda.lanes.scaled import Places, run_loop
 
-__all__ = ["Parts", "copy_spans", "vector_loop"]
+__all__ = ["Places", "Strides", "copy_spans", "run_loop", "vector_loop"]
 
 __getattr__ = load_when_used(
-    __name__, {"kvpagoda.lanes.copies": ("copy_spans",), "kvpagoda.lanes.rows": ("Parts", "vector_loop")}
+    __name__,
+    {
+        "kvpagoda.lanes.copies": ("copy_spans",),
+        "kvpagoda.lanes.rows": ("Strides", "vector_loop"),
+        "kvpagoda.lanes.scaled": ("Places", "run_loop"),
+    },
 )

@@ -109,15 +109,25 @@ def load(start: Any, b: Any, first: int, element: Any, count: int) -> Lanes:
     return Lanes(b, b.load(b.bitcast(at, ir.VectorType(element, count).as_pointer()), align=1))
 
 
-def store(start: Any, first: int, made: Lanes) -> None:
-    """Store the lanes of ``made`` at index ``first`` of the pointer ``start``. No alignment is needed."""
+def store(start: Any, first: int, made: Lanes, streams: bool = False) -> None:
+    """Store the lanes of ``made`` at index ``first`` of the pointer ``start``. No alignment is needed.
+
+    ``streams``: store past the caches. The lanes then fill cache lines, the first of which begins there.
+    """
     at = made.b.gep(made.b.bitcast(start, made.value.type.element.as_pointer()), [ir.Constant(I32, first)])
-    made.b.store(made.value, made.b.bitcast(at, made.value.type.as_pointer()), align=1)
+    at = made.b.bitcast(at, made.value.type.as_pointer())
+    if not streams:
+        made.b.store(made.value, at, align=1)
+        return
+    mark = made.b.module.add_metadata([ir.Constant(I32, 1)])
+    made.b.store(made.value, at, align=64).set_metadata("nontemporal", mark)
 
 
-def fetch(start: Any, b: Any, byte: int) -> None:
-    """Prefetch the memory ``byte`` bytes after the pointer ``start``. The address need not be valid."""
+def fetch(start: Any, b: Any, byte: int, near: int = 3) -> None:
+    """Prefetch the memory ``byte`` bytes after the pointer ``start``. The address need not be valid.
+
+    ``near``: 3 to the nearest cache, 2 to the second."""
     at = b.gep(b.bitcast(start, I8.as_pointer()), [ir.Constant(I32, byte)])
     kind = ir.FunctionType(ir.VoidType(), (at.type, I32, I32, I32))
     prefetch = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
-    b.call(prefetch, [at, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data
+    b.call(prefetch, [at, *(ir.Constant(I32, value) for value in (0, near, 1))])  # to read, to keep, data

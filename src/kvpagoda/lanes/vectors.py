@@ -26,11 +26,11 @@ SIDE = 32
 """Elements that are cast by one instruction."""
 INFINITY_BITS, LEAST_BITS, LARGE_BITS = 0x7F800000, 0x00800000, 227 << 23
 """Bits of float32: of infinity, of the least normal number, and of 2^100."""
-LOW_PLACES = {"e4m3": (20, 121, 0x7E), "e2m1": (22, 127, 7)}
+LOW_PLACES = {"e4m3": (20, 121, 0x7E), "e5m2": (21, 113, 0x7B), "e2m1": (22, 127, 7)}
 """Small float -> (float32 mantissa bits that it drops, exponent byte of its least normal number, its top code)."""
-HALVES = {"e4m3": (7, 8), "e2m1": (9, 14)}
+HALVES = {"e4m3": (7, 8), "e5m2": (8, 0), "e2m1": (9, 14)}
 """Small float -> (shift that makes its bits those of a float16, exponent of 2 by which that float16 is too small)."""
-BYTES = "e4m3", "int8"
+BYTES = "e4m3", "e5m2", "int8"
 """Codes of 8 bits; of other codes a byte holds two."""
 
 
@@ -65,7 +65,7 @@ def _codes(given: Lanes, factor: Lanes, c: Any) -> Lanes:
     is_float, width = c.CODES in LOW_PLACES, 8 if c.CODES in BYTES else 4
     pairs = (given & 0x7FFF if is_float else given).cut(I32, given.count // 2)
     numbers = [(pairs << 16).floats, (pairs & -0x10000).floats]
-    numbers = [x * factor if c.RECIPROCAL or c.POWER_OF_TWO else x / factor for x in numbers]
+    numbers = [x * factor if c.RECIPROCAL or c.INVERSE or c.POWER_OF_TWO else x / factor for x in numbers]
     if not is_float:
         return _stored(_words([_whole(y, c.TIES == "away") for y in numbers]), width)
     octaves, steps = zip(*(_steps(y.bits, c.CODES) for y in numbers))
@@ -164,8 +164,8 @@ def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
         byte = (((size.most(floor) + carry) >> 23) - less).most(least + 0x7FFFFF >> 23)
         factor = byte << 7 if c.CODES == "e2m1" else (((byte ^ 0xFF) - 1) << 23).floats  # or 2^127 / 2^byte
         return (byte << 23).floats, factor, byte if c.SCALE == "e8m0" else byte << 23
-    s = size.most(floor).floats
-    s = s / s.constant(c.TOP)
+    amax = size.most(floor).floats
+    s = amax / amax.constant(c.TOP)
     s = s.bits.most(least).floats if least else s
     stored = s.bits
     if c.SCALE == "e4m3":
@@ -175,8 +175,12 @@ def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
             is_less = (_numbers(code.to(I16), "e4m3") * 2.0**8).bits < stored
             code = is_less.where(code + 1, code).least(0x7E)
         s, stored = _numbers(code.to(I16), "e4m3") * 2.0**8, code
-    factor = s.constant(1.0) / s if c.RECIPROCAL else s
-    return s, (size < 1).where(s.constant(1.0), factor) if c.APART else factor, stored
+    factor = s.constant(1.0) / s if c.RECIPROCAL else s.constant(c.TOP) / amax if c.INVERSE else s
+    if c.ZERO_GROUPS == "apart":
+        factor = (size < 1).where(s.constant(1.0), factor)
+    elif c.ZERO_GROUPS == "zero":
+        factor = (s.bits < 1).where(s.constant(0.0), factor)
+    return s, factor, stored
 
 
 def _with_most(widest: list[Lanes], pairs: Lanes) -> list[Lanes]:
@@ -233,7 +237,9 @@ def write_scales(b: Any, vectors: list[list[Any]], c: Any) -> Any:
     size = _largest(magnitudes, len(vectors) * c.GROUPS, c.GROUP, math.gcd(c.GROUPS, max(1, SIDE // c.GROUP)))
     s, factor, stored = _scales(size.to(I32) << 16, c)
     is_odd = s.bits < (LEAST_BITS << 3 if c.POWER_OF_TWO else LEAST_BITS)
-    is_odd = is_odd & (size.constant(0) < size) if c.APART else is_odd
+    if c.ZERO_GROUPS != "formula":
+        nonzero = size if c.ZERO_GROUPS == "apart" else s.bits
+        is_odd = is_odd & (nonzero.constant(0) < nonzero)
     found = (is_odd | (size.constant(LARGE_BITS >> 16) < size)).any()
     stored, each = stored.to(I8) if c.SCALE != "float32" else stored, c.GROUPS // c.LANES
     store(vectors[0][4], 0, factor)
@@ -260,7 +266,7 @@ def write_codes(b: Any, vectors: list[list[Any]], c: Any) -> Any:
             store(codes, first * made.count // many, made)
         if c.KEPT:
             given = load(numbers, b, coded, I16, c.KEPT)
-            rule = SimpleNamespace(CODES="e4m3", SCALE="e4m3", RECIPROCAL=True)
+            rule = SimpleNamespace(CODES="e4m3", SCALE="e4m3", RECIPROCAL=True, INVERSE=False)
             one = given.cut(I32, c.KEPT // 2).constant(0x3F800000).floats
             store(kept, 0, given if c.KEPT_NBYTES == 2 else _codes(given, one, rule))
     return ir.Constant(ir.IntType(1), 0)

@@ -10,6 +10,8 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from kvpagoda.errors import BadInput
@@ -56,7 +58,8 @@ def pack(
         len(rows), chosen.packing.payload_nbytes(page_size, heads), dtype=torch.uint8, device=rows.device
     )
     places = views(pages, chosen.packing, page_size, heads)
-    for part, values in encode_rows(rows.flatten(0, 1), encoding, chosen.rule).items():
+    vectors = rows.view(-1, chosen.packing.cells, heads, chosen.packing.vector)
+    for part, values in encode_rows(vectors, encoding, chosen.rule).items():
         places[part].copy_(values.view(len(rows), page_size, *values.shape[1:]))
     if refuse_nan:
         back = unpack(pages, format, page_size=page_size, dialect=dialect, head_dim=head_dim)
@@ -86,17 +89,17 @@ def unpack(
     one_head = packing.payload_nbytes(page_size)
     pages = pages.flatten(1) if pages.ndim > 2 else pages
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] == 0 or pages.shape[1] % one_head:
-        many = " * heads" if packing.cells > 1 else ""
+        many = " * heads" if packing.has_heads else ""
         raise BadInput(
             f"{format} pages of {page_size} rows are uint8 [pages, {one_head}{many}], "
             f"got {pages.dtype} {list(pages.shape)}; cut off the padding of the pages"
         )
     heads = pages.shape[1] // one_head
-    if heads > 1 and packing.cells == 1:
+    if heads > 1 and not packing.has_heads:
         raise BadInput(f"{format} pages of {page_size} rows have {one_head} bytes, got {pages.shape[1]}")
     parts = views(pages, packing, page_size, heads)
     flat = {part: view.reshape(len(pages) * page_size, *view.shape[2:]) for part, view in parts.items()}
-    return decode_rows(flat, encoding, dtype).view(len(pages), page_size, heads * packing.width)
+    return decode_rows(flat, encoding, packing.vector, dtype).view(len(pages), page_size, heads * packing.width)
 
 
 def encoded_anew(recode: Recode, stage: Layout, memory: Bytes) -> Bytes:
@@ -122,36 +125,46 @@ def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> di
             (pages.stride(0), place.row, place.head, place.cell, 1),
             start + place.base,
         )
-        for part, place in packing.places(page_size).items()
+        for part, place in packing.places(page_size, heads).items()
     }
 
 
-def encode_rows(rows: Tensor, encoding: Encoding, rule: Rule | None = None) -> dict[str, Tensor]:
-    """Return part -> its bytes, uint8 ``[n, heads, cells, nbytes]``, of bfloat16 ``rows`` ``[n, D]``.
+def encode_rows(vectors: Tensor, encoding: Encoding, rule: Rule | None = None) -> dict[str, Tensor]:
+    """Return part -> its bytes, uint8 ``[n, heads, cells, nbytes]``, of ``vectors`` ``[n, cells, heads, dim]``.
 
-    ``rule``: that of a launch (None), or that of the packer which refuses rows.
+    ``encoding``: packed or not, but not "raw". ``rule``: that of a launch (None), or that of the packer which refuses
+    rows.
     """
-    packing = encoding.rules.packing
-    heads = rows.shape[1] // packing.width
-    vectors = rows.reshape(len(rows), packing.cells, heads, packing.vector)
     parts = encode_by(rule or encoding.rule, encoding, vectors)
-    names = PARTS if packing.kept else (PARTS[0], PARTS[2])
-    return {name: part.view(torch.uint8).transpose(1, 2) for name, part in zip(names, parts)}
+    return by_part([bytes_of(part, vectors.ndim).transpose(1, 2) for part in parts])
 
 
-def decode_rows(parts: dict[str, Tensor], encoding: Encoding, dtype: torch.dtype) -> Tensor:
-    """Return the rows ``[n, D]`` of ``dtype`` for the parts that ``encode_rows`` returns."""
-    kinds = [getattr(torch, kind) for _, _, kind in encoding.vector(encoding.rules.packing.vector)]
+def by_part(parts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return part -> tensor, for the parts of rows in the order of ``Encoding.parts``."""
+    return dict(zip(PARTS if len(parts) == 3 else (PARTS[0], PARTS[2]), parts))
+
+
+def bytes_of(part: Tensor, ndim: int) -> Tensor:
+    """Return one of the parts of rows in ``ndim`` axes as a uint8 view with as many; a lone scale has one axis less."""
+    return (part if part.ndim == ndim else part.unsqueeze(-1)).view(torch.uint8)
+
+
+def decode_rows(parts: Mapping[str, Tensor], encoding: Encoding, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows ``[n, cells * heads * dim]`` of ``dtype`` for the parts that ``encode_rows`` returns."""
     given = [parts[name].transpose(1, 2).contiguous() for name in PARTS if name in parts]
-    return decode(encoding, [part.view(kind) for part, kind in zip(given, kinds)], dtype).flatten(1)
+    typed = [
+        part.view(getattr(torch, kind)).view(*part.shape[:-1], *shape)
+        for part, (_, shape, kind) in zip(given, encoding.vector(dim))
+    ]
+    return decode(encoding, typed, dtype).flatten(1)
 
 
 def _check_rows(rows: Tensor, format: str, packing: Packing, page_size: int) -> int:
     """Return the number of heads in ``rows``. Raises BadInput unless ``pack`` takes them."""
     width = packing.width
     wrong = rows.ndim != 3 or rows.shape[1] != page_size or rows.dtype != torch.bfloat16 or rows.shape[2] == 0
-    if wrong or (rows.shape[2] % width if packing.cells > 1 else rows.shape[2] != width):
-        many = " * heads" if packing.cells > 1 else ""
+    if wrong or (rows.shape[2] % width if packing.has_heads else rows.shape[2] != width):
+        many = " * heads" if packing.has_heads else ""
         raise BadInput(
             f"{format} packs bfloat16 rows [pages, {page_size}, {width}{many}], got {rows.dtype} {list(rows.shape)}: "
             f"give exactly the elements that the format holds"

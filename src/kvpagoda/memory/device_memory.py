@@ -20,6 +20,7 @@ from kvpagoda.memory.no_memory import Array, HostArrays, NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Layer, Plan
+from kvpagoda.schema.at_rest import layer_at_rest
 from kvpagoda.units import format_bytes
 
 POISON = 0xFF
@@ -78,6 +79,8 @@ class DeviceMemory(NoMemory):
             for group in plan.groups
         ]  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self.arenas]
+        self._plan = plan
+        self._of_states: list[dict[int, Pool]] | None = None
         self._growths = [group.growth for group in plan.groups]
         self._sector_nbytes, self.is_poisoning = plan.sector_nbytes, poison
         self._to_poison: list[tuple[int, Ids]] = []
@@ -107,7 +110,7 @@ class DeviceMemory(NoMemory):
         if layer.index not in self._pools:
             blocks = states = None
             for growth, arena in zip(self._growths, self.arenas):
-                if growth.is_state and layer.state_rows():
+                if growth.is_state and not growth.is_at_rest and layer.state_rows():
                     states = Pool(arena, layer.index, layer.state_rows())
                 elif growth == layer.growth:
                     blocks = Pool(arena, layer.index, layer.block_rows())
@@ -122,6 +125,42 @@ class DeviceMemory(NoMemory):
         except torch.cuda.OutOfMemoryError as error:
             text = f"the device cannot allocate memory to copy {len(sources)} blocks"
             raise OutOfBlocks.with_hint(text, "leave it more than the budget", needed=len(sources)) from error
+
+    def convert(self, group: int, sources: Ids, other: int, targets: Ids) -> None:
+        if group == other:
+            self.copy(group, sources, targets)
+            return
+        found, written = (torch.from_numpy(np.asarray(ids)).to(self.device, torch.int64) for ids in (sources, targets))
+        for pools in self._state_pools():
+            source, target = pools[group], pools[other]
+            for name in source.rows:
+                target.write(name, (written,), source.read(name, (found,)))
+
+    def round(self, group: int, ids: Ids, other: int) -> None:
+        index = torch.from_numpy(np.asarray(ids)).to(self.device, torch.int64)
+        for pools in self._state_pools():
+            for name in pools[group].rows:
+                values = pools[group].read(name, (index,))
+                pools[group].write(name, (index,), pools[other].stored(name, values))
+
+    def _state_pools(self) -> list[dict[int, Pool]]:
+        """Return, for each layer with a state, the pools of its states: index of the group -> pool."""
+        if self._of_states is None:
+            number, rest = (
+                next(i for i, growth in enumerate(self._growths) if growth.is_state and growth.is_at_rest is at_rest)
+                for at_rest in (False, True)
+            )
+            format = self._plan.checkpoint_format
+            assert format is not None
+            self._of_states = [
+                {
+                    number: Pool(self.arenas[number], layer.index, layer.state_rows()),
+                    rest: Pool(self.arenas[rest], layer.index, layer_at_rest(layer, format)),
+                }
+                for layer in self._plan.layers
+                if layer.state_rows()
+            ]
+        return self._of_states
 
     def reset(self, group: int, ids: Ids) -> None:
         self.arenas[group].reset(ids)

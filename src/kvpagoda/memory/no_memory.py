@@ -68,6 +68,13 @@ class NoMemory:
     def copy(self, group: int, sources: Ids, targets: Ids) -> None:
         """Copy blocks ``sources`` of one group to blocks ``targets``, int32 ``[n]`` each."""
 
+    def convert(self, group: int, sources: Ids, other: int, targets: Ids) -> None:
+        """Copy states in blocks ``sources`` of ``group`` to blocks ``targets`` of the group ``other``, which may be the same
+        or keep them in another encoding, int32 ``[n]`` each."""
+
+    def round(self, group: int, ids: Ids, other: int) -> None:
+        """Round the states in blocks ``ids`` of ``group`` to what group ``other`` would give back."""
+
     def reset(self, group: int, ids: Ids) -> None:
         """Set blocks ``ids`` to the initial values of their fields: the states of a new request."""
 

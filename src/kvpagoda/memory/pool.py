@@ -11,9 +11,11 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
-from kvpagoda.formats.encoding import Encoding
-from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.formats.encoding import RAW
+from kvpagoda.kernels.packed_rows import Parts, append_parts, gather_parts
+from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 from kvpagoda.layouts.demands import Kernel
+from kvpagoda.layouts.packed import by_part, bytes_of
 from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Rows
 from kvpagoda.schema.kernel_forms import Argument, arguments, declared, kind_of, kinds_of
@@ -28,7 +30,7 @@ class Pool:
     A row is addressed by (record id, row in the record): ``(block id, row of the block)`` for rows that grow with the
     text, ``(state row, ring row)`` for rows of fixed size per request. Ids alone address kernel pages, as block tables
     have them, and name all rows of these. A negative id is for data that is never read: a write to it goes to the end
-    of the arena, as in torch, or nowhere for packed rows. ``fields`` show each record as its kernel pages, one after
+    of the arena, as in torch, or nowhere for encoded rows. ``fields`` show each record as its kernel pages, one after
     the other, and alias the arena.
 
     The last ``num_hidden`` records absorb the writes of padded rows. They can be addressed, but ``shown`` leaves them
@@ -39,6 +41,7 @@ class Pool:
         self.arena, self.layer, self.num_shown = arena, layer, arena.num_rows - num_hidden
         self.rows: Mapping[str, Rows] = {named.name: named for named in rows}
         self.fields: Mapping[str, Tensor] = arena.layer(layer)
+        self._encoded: dict[str, Parts] = {}
         pairs = [frozenset(self.rows) & pair for pair in (frozenset("kv"), frozenset(("latent", "k_rope")))]
         self.together: Mapping[str, frozenset[str]] = {name: pair for pair in pairs for name in pair}
         """Rows that mean nothing without each other: name -> names, itself included."""
@@ -80,34 +83,57 @@ class Pool:
         Each row may be written once in a call: the result of duplicate indices is undefined. The pool keeps no
         gradient graph of ``values``.
         """
-        encoding, parts, values = self.rows[name].encoding, self.parts(name), values.detach()
-        if encoding.is_packed:
-            slots = self._slots(index, parts[0].shape[1])
-            slots = slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)])
-            flat = values.reshape(slots.numel(), math.prod(self.rows[name].shape)).to(torch.bfloat16)
-            append_rows(flat, slots.flatten(), self.pages(name), **_packed(encoding, parts[0]))
+        rows, values = self.rows[name], values.detach()
+        if rows.encoding == RAW:
+            field = self.fields[name]
+            field[self._cells(index, field.shape[1])] = values.to(field.dtype)
             return
-        cells = self._cells(index, parts[0].shape[1])
-        for field, part in zip(parts, encode(encoding, values)):
-            field[cells] = part.to(field.dtype)
+        if rows.encoding.scale is not None:
+            (field,) = self.parts(name)
+            slots = self._slots(index, field.shape[1]).expand(values.shape[: values.ndim - len(rows.shape)])
+            append_scaled(values.reshape(slots.numel(), *rows.shape), slots.flatten(), field, rows.encoding)
+            return
+        parts = self.encoded(name)
+        slots = self._slots(index, parts.grid.page)
+        slots = slots.expand(values.shape[: values.ndim - len(rows.shape)])
+        flat = values.reshape(slots.numel(), math.prod(rows.shape))
+        append_parts(flat.to(torch.bfloat16) if rows.encoding.is_packed else flat, slots.flatten(), parts)
 
     def read(self, name: str, index: Index) -> Tensor:
         """Return rows ``index``, decoded to the dtype of the rows: ``[*index, *shape]``, owned by the caller."""
-        rows, parts = self.rows[name], self.parts(name)
+        rows = self.rows[name]
         dtype = getattr(torch, rows.dtype)
-        if rows.encoding.is_packed:
-            slots = self._slots(index, parts[0].shape[1])
-            exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-            out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
-            gather_rows(self.pages(name), slots.flatten(), out, **_packed(rows.encoding, parts[0]))
-            return out.to(dtype).view(*slots.shape, *rows.shape)
-        cells = self._cells(index, parts[0].shape[1])
-        return decode(rows.encoding, [field[cells] for field in parts], dtype)
+        if rows.encoding == RAW:
+            field = self.fields[name]
+            return field[self._cells(index, field.shape[1])].to(dtype)
+        if rows.encoding.scale is not None:
+            (field,) = self.parts(name)
+            slots = self._slots(index, field.shape[1])
+            out = torch.empty(slots.numel(), *rows.shape, dtype=dtype, device=slots.device)
+            gather_scaled(field, slots.flatten(), out, rows.encoding)
+            return out.view(*slots.shape, *rows.shape)
+        parts = self.encoded(name)
+        slots = self._slots(index, parts.grid.page)
+        exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
+        gather_parts(out, slots.flatten(), parts)
+        return out.to(dtype).view(*slots.shape, *rows.shape)
 
     def stored(self, name: str, values: Tensor) -> Tensor:
         """Return ``values`` as they would be read back: encoded and decoded. Attention must use these values."""
         rows = self.rows[name]
         return decode(rows.encoding, encode(rows.encoding, values), getattr(torch, rows.dtype)).to(values.dtype)
+
+    def encoded(self, name: str) -> Parts:
+        """Return encoded rows ``name`` as ``append_parts`` and ``gather_parts`` take them: the same object each time."""
+        if name not in self._encoded:
+            rows, parts = self.rows[name], self.parts(name)
+            *cells, heads = (1, 1, *rows.shape[:-1])
+            views = [bytes_of(part, 2 + len(rows.shape)) for part in parts]
+            shapes = [(*one.shape[:2], math.prod(cells), heads, one.shape[-1]) for one in views]
+            views = [one.view(shape).transpose(2, 3) for one, shape in zip(views, shapes)]
+            self._encoded[name] = Parts.of(by_part(views), rows.encoding)
+        return self._encoded[name]
 
     def tensor(self, name: str) -> Tensor:
         """Return the one tensor in which kernels take rows ``name`` and the rows packed with them.
@@ -171,13 +197,6 @@ class Pool:
             return index
         slots = self._slots(index, per_page)
         return torch.div(slots, per_page, rounding_mode="floor"), slots % per_page
-
-
-def _packed(encoding: Encoding, codes: Tensor) -> dict[str, Any]:
-    """Return the arguments that describe packed rows to kernels."""
-    return {
-        "format": encoding.name, "dialect": encoding.dialect, "head_dim": encoding.head_dim, "page_size": codes.shape[1],
-    }  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -75,7 +75,7 @@ class Offloader(NoTiers):
         specs = _proven(specs, identity)
         prefix_root(b"", secret)
         block_nbytes = 0 if full is None else memory.record_nbytes(full.index)
-        most = [group.growth.most_blocks(group.block_size, 1) or 0 for group in self._bounded]  # in one checkpoint
+        most = [group.growth.checkpoint_blocks(group.block_size) or 0 for group in self._bounded]
         parts = [(count, memory.record_nbytes(group.index)) for count, group in zip(most, self._bounded)]
         self.levels = ()
         try:

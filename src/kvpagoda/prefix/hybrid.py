@@ -8,8 +8,11 @@
     rows of the tree | text | .. | window: name, generation | window: name, generation | .. | number of a text's block
 
 A text can be resumed after each block before which the last window of every group is cached; if states are copied, only
-where a checkpoint has a copy. Blocks are given by name. Nothing is copied, freed or stored here: methods return what
-follows from them, and the caller applies it. Both ``KVCache`` and the adapter for vLLM's scheduler have one such index.
+where a checkpoint has a copy. Blocks of an optional group (``Growth.is_optional``) are kept as those of windows are, but
+a text can be resumed without them, and no checkpoint keeps them: they are cold as soon as no request reads them.
+
+Blocks are given by name. Nothing is copied, freed or stored here: methods return what follows from them, and the caller
+applies it. Both ``KVCache`` and the adapter for vLLM's scheduler have one such index.
 """
 
 from __future__ import annotations
@@ -35,12 +38,14 @@ _NONE = BlockNames(np.empty(0, np.intp))
 
 class IndexGroup(NamedTuple):
     """One group of an index: the names of its blocks are below ``num_rows``; an eviction frees ``num_ahead`` blocks more
-    than it is asked for. ``is_copied``: its blocks are copies of states, which checkpoints own."""
+    than it is asked for. ``is_copied``: its blocks are copies of states, which checkpoints own. ``is_private``: its blocks are
+    never cached."""
 
     growth: Growth
     num_rows: int
     num_ahead: int = 0
     is_copied: bool = False
+    is_private: bool = False
 
 
 class Kept(NamedTuple):
@@ -227,7 +232,29 @@ class States:
         return BlockNames(np.concatenate([_NONE, *(kept.states for kept in self._kept.values())]))
 
 
-Part = Texts | Window | States
+class Private:
+    """The part of a group whose blocks are never cached."""
+
+    num_cold = num_cached = num_evictable = num_spare = 0
+
+    def span(self, num_blocks: int) -> range:
+        """Return which blocks of a text are shared to go on after its first ``num_blocks``: none."""
+        return range(0)
+
+    def oldest(self) -> int | None:
+        """None: nothing is evicted."""
+        return None
+
+    def evict(self, n: int) -> Freed | None:
+        """None: nothing is evicted."""
+        return None
+
+    def names(self) -> BlockNames:
+        """Return the names of the cached blocks: none."""
+        return _NONE
+
+
+Part = Texts | Window | States | Private
 
 
 class HybridIndex:
@@ -250,7 +277,8 @@ class HybridIndex:
     ) -> None:
         self.block_size = block_size
         text_groups = [number for number, group in enumerate(groups) if not group.growth.is_bounded]
-        bounded = [number for number, group in enumerate(groups) if group.growth.is_bounded and not group.is_copied]
+        bounded = [number for number, group in enumerate(groups) if group.growth.is_bounded]
+        bounded = [number for number in bounded if not (groups[number].is_copied or groups[number].is_private)]
         copied = next((number for number, group in enumerate(groups) if group.is_copied), None)
         self.num_texts = len(text_groups)
         num_rows = self.num_texts + 2 * len(bounded) + is_numbered
@@ -266,9 +294,14 @@ class HybridIndex:
         )
         window_of = {window.number: window for window in self.windows}
         self.parts: tuple[Part, ...] = tuple(
-            self.texts if number in text_groups else window_of.get(number, self.states) for number in range(len(groups))
-        )
-        self.is_bounded = len(text_groups) < len(groups)  #: whether a text cannot be resumed after each of its tokens
+            Private() if group.is_private
+            else self.texts if number in text_groups else window_of.get(number, self.states)
+            for number, group in enumerate(groups)
+        )  # fmt: skip
+        self.required = tuple(window for window in self.windows if not window.growth.is_optional)
+        self.optional = tuple(window for window in self.windows if window.growth.is_optional)
+        #: whether a text cannot be resumed after each of its tokens
+        self.is_bounded = bool(self.required) or copied is not None
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +314,7 @@ class HybridIndex:
         state_end = 0 if match.checkpoint is None else match.checkpoint[0] // self.block_size
         most = [end] * len(self.parts)
         if (not has_states or state_end == end) and end % grid == 0:
-            for window in self.windows:
+            for window in self.required:
                 if not window.can_resume(window.cells_of(match.ids)):
                     break
             else:
@@ -302,14 +335,27 @@ class HybridIndex:
     def boundaries(self, rows: Ids, most: list[int] | None = None) -> Flags:
         """Return after how many blocks of a text every window allows to resume: bool ``[num_blocks + 1]``. ``rows``: what
         the tree has of the text, int32 ``[rows of the tree, num_blocks]``. ``most[i]`` becomes the most that group i
-        alone allows, for each window."""
+        alone allows, for each window that is not optional."""
         allowed = np.ones(rows.shape[1] + 1, np.bool_)
-        for window in self.windows:
+        for window in self.required:
             allows = window.boundaries(window.cells_of(rows))
             allowed &= allows
             if most is not None:
                 most[window.number] = int(np.flatnonzero(allows)[-1])
         return allowed
+
+    def columns(self, match: Match, num_tokens: int) -> list[range]:
+        """Return for each group which whole blocks of ``match`` a text shares to go on after its first ``num_tokens``. Of
+        an optional group these are the ones before the first that it lacks: an empty range where it lacks all."""
+        num_blocks = num_tokens // self.block_size
+        columns = [part.span(num_blocks) for part in self.parts]
+        for window in self.optional:
+            first = int(window.growth.first_needed(num_tokens)) // self.block_size
+            span = columns[window.number] = range(min(first, num_blocks), num_blocks)
+            lacking = np.flatnonzero(~window.are_there(window.cells_of(match.ids)[:, span.start : span.stop]))
+            if len(lacking):
+                columns[window.number] = span[: int(lacking[0])]
+        return columns
 
     def are_there(self, match: Match, spans: Many[range]) -> bool:
         """Return whether ``match`` has the blocks ``spans[i]`` of each group i."""
@@ -439,11 +485,15 @@ class HybridIndex:
 
     def tails(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[BlockNames, ...], tuple[int, ...]] | None:
         """Return for each window the blocks that a text needs to be resumed after ``num_blocks`` blocks of ``lease``,
-        and up to ``more`` blocks before these as far as they are cached; and how many of them are needed. None if a
-        needed block is not cached any more."""
+        and up to ``more`` blocks before these as far as they are cached; and how many of them are needed. None are of
+        optional windows. None if a needed block is not cached any more."""
         found: list[BlockNames] = []
         needed: list[int] = []
         for window in self.windows:
+            if window.growth.is_optional:
+                found.append(_NONE)
+                needed.append(0)
+                continue
             span = window.span(num_blocks)
             cells = window.cached_between(lease, max(0, span.start - more), num_blocks)
             missing = np.flatnonzero(~window.are_there(cells))
@@ -478,12 +528,14 @@ class HybridIndex:
         return self._forget((name,))
 
     def needed_by(self, kept: Kept) -> list[BlockNames]:
-        """Return for each bounded group, in the order of the groups, the blocks that a text needs to be resumed at a
-        checkpoint that keeps ``kept``."""
-        tails = [BlockNames(names[len(names) - n :]) for names, n in zip(kept.tails, kept.needed)]
-        by_window = iter(tails)
+        """Return for each bounded group that is not optional, in the order of the groups, the blocks that a text needs
+        to be resumed at a checkpoint that keeps ``kept``."""
+        needed = zip(self.windows, kept.tails, kept.needed)
+        by_window = iter([BlockNames(names[len(names) - n :]) for one, names, n in needed if one in self.required])
         return [
-            kept.states if part is self.states else next(by_window) for part in self.parts if part is not self.texts
+            kept.states if part is self.states else next(by_window)
+            for part in self.parts
+            if part is not self.texts and part not in self.optional and not isinstance(part, Private)
         ]
 
     # -- eviction ----------------------------------------------------------------------------------------------------

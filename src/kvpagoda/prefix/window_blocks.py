@@ -46,6 +46,7 @@ class WindowBlocks:
         self.growth = growth
         self.block_size = block_size
         self.num_rows = num_rows
+        self._slides = growth.span is not None
         self._generation = np.ones(num_rows, np.int32)  # by name, as all that follows
         self._uses = np.zeros(num_rows, np.int64)
         self._queue: deque[tuple[int, BlockNames]] = deque()  # (turn, names), also of blocks with other uses by now
@@ -90,8 +91,8 @@ class WindowBlocks:
     @property
     def num_spare(self) -> int:
         """How many evictable blocks reservations can count on. Each reader counts as a block in use, because its
-        reservation expects a free block when its window slides on."""
-        return self.num_cached - self.num_reads
+        reservation expects a free block when its window slides on; without a window nothing slides."""
+        return self.num_cached - (self.num_reads if self._slides else self.num_read)
 
     def span(self, num_blocks: int) -> range:
         """Return which blocks of a text are read to go on after its first ``num_blocks``."""

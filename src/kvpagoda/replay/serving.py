@@ -93,6 +93,7 @@ def serve(
     step_tokens: int = 2048,
     checkpoints: int | None = None,
     checkpoint_every: int = 0,
+    checkpoint_format: str | None = None,
     policy: str | EvictionPolicy = "lru",
     shared: bool = True,
     tiers: Many[TierSpec] = (),
@@ -116,7 +117,7 @@ def serve(
     longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
     cache = KVCache(
         replace(schema, vocab_size=None), budget, device="none", max_requests=max_requests, block_size=block_size,
-        policy=policy, tiers=tiers, retention=Retention(checkpoints, checkpoint_every),
+        policy=policy, tiers=tiers, retention=Retention(checkpoints, checkpoint_every, checkpoint_format=checkpoint_format),
         identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens), order=None if shared else "layer",
         events=events, record=None if record is None else Recording(record, clock, _CACHED),
     )  # fmt: skip

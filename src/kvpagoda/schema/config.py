@@ -70,6 +70,10 @@ class Config:
             raise SchemaError(f"{name} is {shown(value)}; expected one entry for every layer, layer {index} has none")
         return value[index]
 
+    def size_of(self, name: str, index: int) -> int:
+        """Return entry ``index`` of field ``name`` as an int of at least 1. Raises SchemaError."""
+        return self.replaced(**{name: self.item(name, index)}).size(name)
+
     def table(self, name: str) -> Mapping[Any, Any]:
         """Return field ``name``, which is a mapping; an absent or null field gives an empty one. Raises SchemaError."""
         value = self.get(name)

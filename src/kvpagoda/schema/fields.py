@@ -7,7 +7,7 @@ describes how one row is stored in memory. ``Rows.fields()`` lists the arrays th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvpagoda.errors import SchemaError, unknown_name
@@ -106,28 +106,47 @@ WHOLE_TEXT = 2**40
 class Growth:
     """Which cached tokens the next token of a request reads: all, the last ``window``, or those of its ``chunk``.
 
-    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. ``slack``: how many
-    of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the window, so that the
-    window is still complete after such a rewind.
+    ``slack``: how many of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the
+    window, so that the window is still complete after such a rewind.
+
+    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. With ``slack`` it is
+    ``slack + 1`` such blocks, its *places*: the state after ``n`` tokens is in place ``n % places``, so that the states
+    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place. ``is_at_rest``: copies of
+    states in another encoding; requests hold none, checkpoints one each.
+
+    ``is_optional``: a request can go on without these rows, because whoever reads them can compute them again. So a hit
+    never ends earlier for lack of them, no checkpoint keeps them, and what no request reads is evicted before all else.
 
     >>> window = Growth(window=4)
     >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
     ('window(4)', 7, 34)
+    >>> state = Growth(is_state=True, slack=3)
+    >>> state.places, state.most_blocks(WHOLE_TEXT, step=512), state.checkpoint_blocks(WHOLE_TEXT)
+    (4, 4, 1)
     """
 
     window: int | None = None
     chunk: int | None = None
     is_state: bool = False
     slack: int = 0
+    is_optional: bool = field(default=False, repr=False)
+    is_at_rest: bool = field(default=False, repr=False)
 
     @property
     def name(self) -> str:
-        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
+        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``; with ``optional`` before it if it is."""
+        if self.is_optional:
+            return f"optional {replace(self, is_optional=False).name}"
         if self.is_state:
-            return "state"
+            return "checkpoint" if self.is_at_rest else "state"
         if self.window is not None:
             return f"window({self.window})"
         return "full" if self.chunk is None else f"chunk({self.chunk})"
+
+    @property
+    def word(self) -> str:
+        """``full``, ``window``, ``chunk`` or ``state``: the name without its number."""
+        return self.name.partition("(")[0]
 
     def first_needed(self, position: Any) -> Any:
         """Return the lowest position that the token at ``position`` reads; lower ones may be freed. Ints or arrays."""
@@ -157,15 +176,27 @@ class Growth:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the number of blocks of one request is bounded, however long the request is."""
+        """Whether a text may be cached without all of these blocks: they slide out, are copied or are optional."""
         return self != FULL
+
+    @property
+    def places(self) -> int:
+        """How many blocks the states of one request have in turn; 1 for what is no state."""
+        if self.is_at_rest:
+            return 0
+        return 1 + self.slack if self.is_state else 1
 
     def most_blocks(self, block_size: int, step: int) -> int | None:
         """Return the most blocks that a request holds while it writes up to ``step`` tokens at once; None: no bound."""
         if self.is_state:
-            return 1
+            return self.places
         return None if self.span is None else ceil_div(self.span - 1 + self.slack + step, block_size) + 1
+
+    def checkpoint_blocks(self, block_size: int) -> int | None:
+        """Return the most blocks that a checkpoint keeps: one state, or a whole window; None: no bound."""
+        return 1 if self.is_state else self.most_blocks(block_size, 1)
 
 
 FULL = Growth()
 STATE = Growth(is_state=True)
+CHECKPOINT = Growth(is_state=True, is_at_rest=True)

@@ -7,20 +7,20 @@ error.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from kvpagoda.errors import LayoutError, SchemaError, did_you_mean, shown
-from kvpagoda.formats.encoding import RAW, Encoding
-from kvpagoda.loading import read_json
+from kvpagoda.errors import SchemaError, did_you_mean, shown
+from kvpagoda.formats.encoding import RAW
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, model_types, refused
+from kvpagoda.schema.families import Family, known_types, mtp_layers, mtp_letters, refused
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
+from kvpagoda.schema.kv_format import KVFormat, KVFormatNames, as_kernels_read, check_used, formats_by_kind, kind_of
 from kvpagoda.schema.layers import Layer
-from kvpagoda.schema.layout_choice import choices_of
 
 NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
 """Config field -> the values with which a token also attends to later tokens, so that the model is not causal."""
@@ -33,54 +33,13 @@ NO_ATTENTION = (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS)
 """Layer types that keep nothing of attention."""
 
 
-@dataclass(frozen=True)
-class KVFormat:
-    """The meaning of one ``kv_format``: the encodings of the rows that it changes.
-
-    ``latents``: of MLA latents and their indexers' keys. ``entries``: of compressed entries; the RoPE part of an entry
-    is stored unencoded beside the codes. ``index_keys``: of the keys of compressed entries' indexers. ``layouts``:
-    class name of a layer kind -> names of the packed layouts that kernels read, used where a bfloat16 model has rows of
-    their sizes.
-    """
-
-    latents: Encoding
-    entries: Encoding
-    index_keys: Encoding
-    layouts: Mapping[str, list[str]]
-
-
-def _format(layouts: Mapping[str, list[str]] | None = None, **parts: Mapping[str, Any]) -> KVFormat:
-    """Return the ``KVFormat`` of a row of ``kv_formats.json``."""
-    return KVFormat(layouts=layouts or {}, **{part: Encoding(**row) for part, row in parts.items()})
-
-
-KV_FORMATS = {name: _format(**row) for name, row in read_json("kvpagoda.schema", "kv_formats.json")["formats"].items()}
-"""``kv_format`` name -> its encodings and layouts: the table ``kv_formats.json``."""
-
-
-def as_kernels_read(kind: LayerKind, packed: KVFormat) -> LayerKind:
-    """Return ``kind`` in the layouts of ``packed`` if its rows have the sizes that these take; else ``kind`` itself."""
-    names = packed.layouts.get(type(kind).__name__)
-    if names is None or getattr(kind, "dtype", None) != "bfloat16":
-        return kind
-    try:
-        laid = kind.laid_out(choices_of(names))
-        for rows in (*laid.block_rows(), *laid.state_rows()):
-            rows.fields(1)  # raises for other sizes
-    except LayoutError:
-        return kind
-    return laid
-
-
 def read_config(
-    config: Any, *, dtype: str | None, kv_format: str
+    config: Any, *, dtype: str | None, kv_format: KVFormatNames
 ) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
     """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
-    if not isinstance(kv_format, str) or str(kv_format) not in KV_FORMATS:
-        raise SchemaError(f"unknown kv_format {shown(kv_format)}; known: {', '.join(KV_FORMATS)}")
-    kv_format = str(kv_format)
+    formats = formats_by_kind(kv_format)
     name, c, dtype = open_config(config, dtype)
-    family: Family = model_types()[name]["family"]
+    family: Family = known_types()[name]["family"]
     try:
         types = layer_types_of(c, family, name)
         check_requirements(c, family)
@@ -92,18 +51,64 @@ def read_config(
     for index, layer_type in enumerate(types):
         try:
             owner = owner_of(c, types, index)
-            kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=KV_FORMATS[kv_format])
-            queries = query_heads(c.at(index), family, layer_type)
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
-        if kv_format != "raw" and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
-            raise SchemaError(
-                f"{name} config, layer {index} ({layer_type}): kv_format is {kv_format!r}; only MLA latents and DeepSeek-V4 "
-                f"entries have that form, use 'raw'"
-            )
-        kinds = tuple(as_kernels_read(kind, KV_FORMATS[kv_format]) for kind in kinds)
-        layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),), queries))
+        layer = read_layer(c, name, layer_type, index, dtype, formats)
+        layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
+    check_used(kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name)
     return tuple(layers), name, max_positions, vocab_size
+
+
+def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tuple[Layer, ...]:
+    """Return the multi-token prediction layers of ``config``, with indices after its own layers.
+
+    They keep what layers of their type of the model itself keep. ``families/mtp.json`` has the model types for which they
+    are known. Raises SchemaError for others, and for a config that has no such layers.
+    """
+    name, c, dtype = open_config(config, dtype)
+    rows = mtp_layers()
+    if name not in rows:
+        raise SchemaError(
+            f"the MTP layers of model type {name!r} are not known; they are for {', '.join(rows)}. Give the config of a "
+            f"draft model instead"
+        )
+    row, family, formats = rows[name], known_types()[name]["family"], formats_by_kind(kv_format)
+    counted = next((field for field in row["number"] if c.get(field) is not None), row["number"][0])
+    try:
+        if c.get(counted) is None and "default" not in row:
+            raise SchemaError(f"{counted} is missing, so its config names no MTP layers")
+        number = row["default"] if c.get(counted) is None else c.size(counted, 0)
+        if not 0 < number <= MOST_LAYERS:
+            raise SchemaError(f"{counted} is {number}; expected 1 to {MOST_LAYERS:,} MTP layers for a draft")
+        types = next((c.get(field) for field in row.get("types_in", ()) if c.get(field)), row["types"])
+        if isinstance(types, str):
+            types = [mtp_letters().get(letter, letter) for letter in types]
+        first = family.num_layers(c)
+    except SchemaError as error:
+        raise SchemaError(f"{name} config: {error}") from None
+    listed = [t.LEGACY.get(each, each) for _ in range(number) for each in types]
+    return tuple(read_layer(c, name, layer_type, first + at, dtype, formats) for at, layer_type in enumerate(listed))
+
+
+def draft_config(config: Any) -> Mapping[str, Any]:
+    """Return the fields of the decoder in a draft's config: of an EAGLE head, whose config holds it as ``model`` or
+    ``transformer_layer_config``, or ``config``'s own. Raises SchemaError."""
+    fields = fields_of(config)
+    for name in ("model", "transformer_layer_config"):
+        if (inner := fields.get(name)) is not None:
+            return fields_of(inner)
+    return fields
+
+
+def read_layer(c: Config, name: str, layer_type: str, index: int, dtype: str, formats: Formats) -> Layer:
+    """Return layer ``index`` of type ``layer_type`` of a model of type ``name``. Raises SchemaError."""
+    family: Family = known_types()[name]["family"]
+    try:
+        kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, formats)
+        queries = query_heads(c.at(index), family, layer_type)
+    except SchemaError as error:
+        raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
+    return Layer(index, layer_type, kinds, queries)
 
 
 def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
@@ -111,7 +116,7 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
 
     ``dtype``: the caller's choice; None: the dtype that the config names, else bfloat16. Raises SchemaError.
     """
-    raw, known = fields_of(config), model_types()
+    raw, known = fields_of(config), known_types()
     nested, name = raw.get("text_config"), raw.get("model_type")
     if isinstance(name, str) and str(name) in refused():
         raise SchemaError(unknown_type(name))
@@ -150,7 +155,7 @@ def unknown_type(name: Any) -> str:
         return f"model_type must name the model family, got {shown(name)}"
     if str(name) in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
-    hint = did_you_mean(name, model_types(), cutoff=0.8)
+    hint = did_you_mean(name, known_types(), cutoff=0.8)
     why = "its cache was not verified" + (f"; {hint}" if hint else "")
     return f"model type {name!r} is not supported: {why} (docs/models.md lists those that are)"
 
@@ -169,6 +174,8 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
         by_rule = [family.layer_type(c, index) for index in range(count)]
     if listed is None:
         listed = by_rule
+    if isinstance(listed, list | tuple) and len(listed) == count + (c.get("num_nextn_predict_layers") or 0):
+        listed = listed[:count]  # those of draft layers follow
     if not isinstance(listed, list | tuple) or len(listed) != count:
         found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {shown(listed)}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
@@ -200,13 +207,17 @@ def owner_of(c: Config, types: list[str], index: int) -> int | None:
     return owners[-1]
 
 
+Formats = Mapping[str, KVFormat]
+"""Layer kind (``kv_format.LAYER_KINDS``) -> its format."""
+
+
 def layer_kinds(
-    c: Config, family: Family, layer_type: str, index: int, dtype: str, *, packed: KVFormat
+    c: Config, family: Family, layer_type: str, index: int, dtype: str, formats: Formats
 ) -> tuple[LayerKind, ...]:
-    """Return the kinds of layer ``index`` of type ``layer_type``, encoded as ``packed`` says. Raises SchemaError."""
+    """Return the kinds of layer ``index`` of type ``layer_type``, encoded as ``formats`` say. Raises SchemaError."""
     kinds: list[LayerKind] = []
     if layer_type not in NO_ATTENTION:
-        kinds.append(attention(c, family, layer_type, index, dtype, packed))
+        kinds.append(attention(c, family, layer_type, index, dtype, formats))
     if layer_type in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
         kinds.append(Recurrent(family.states(c.replaced(layer_type=layer_type, layer=index), dtype)))
     return tuple(kinds)
@@ -219,10 +230,10 @@ def query_heads(c: Config, family: Family, layer_type: str) -> int | None:
     return c.size("num_attention_heads") if family.attention == "compressed" else family.heads(c, layer_type).queries
 
 
-def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: KVFormat) -> LayerKind:
+def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, formats: Formats) -> LayerKind:
     """Return the attention kind of one layer: K/V heads, an MLA latent, or compressed entries. Raises SchemaError."""
     if family.attention == "compressed":
-        return compressed(c, layer_type, dtype, packed)
+        return as_kernels_read(compressed(c, layer_type, index, dtype, formats["compressed"]), formats["compressed"])
     law = FULL
     if layer_type in (t.SLIDING, t.HYBRID_SLIDING):
         law = Growth(window=c.replaced(sliding_window=family.window(c)).size("sliding_window"))
@@ -232,15 +243,31 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
     if law.span is not None and longest is not None and law.span >= longest:
         law = FULL  # no request is long enough for tokens to leave the window
     has_indexer = layer_type in (t.INDEXED, t.BLOCK_INDEXED) and family.has_indexer(c, index)
-    indexer = IndexKeys(c.size("index_head_dim"), packed.latents, family.index_dtype) if has_indexer else None
+    indexer = None
+    if has_indexer:
+        pool, parts = (1, 1) if family.index_pool is None else (c.size(family.index_pool), family.index_parts)
+        indexer = IndexKeys(c.size("index_head_dim"), dtype=family.index_dtype, pool=pool, parts=parts)
     heads = family.heads(c, layer_type)
     if family.attention == "latent":
-        return Latent(heads.k_dim, heads.v_dim, dtype, law, packed.latents, indexer)
-    return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law, indexer=indexer)
+        packed = formats["latent"]
+        indexer = indexer and replace(indexer, encoding=packed.latents)
+        return as_kernels_read(Latent(heads.k_dim, heads.v_dim, dtype, law, packed.latents, indexer), packed)
+    kind = Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law, indexer=indexer)
+    return replace(kind, encoding=formats[law.word].heads_of(heads.k_dim, heads.v_dim))
 
 
-def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat) -> Compressed:
-    """Return a DeepSeek-V4 layer. If its entries are encoded, its tails are float32, as the model computes them."""
+def compressed(c: Config, layer_type: str, index: int, dtype: str, packed: KVFormat) -> Compressed:
+    """Return a DeepSeek-V4 layer. If its entries are encoded, its tails are float32, as the model computes them.
+
+    If the config has ``kv_source_layer_ids`` (DeepSeek-V4.1), only these layers have entries, which later layers read;
+    their indexer keys are projected from the entries.
+    """
+    if c.get("kv_source_layer_ids") is not None:
+        if packed.entries != RAW:
+            raise SchemaError("kv_format is not 'raw'; packed rows of DeepSeek-V4.1 were not verified")
+        ratio = 0 if layer_type == t.SLIDING else c.size_of("compress_ratios", index)
+        keys = IndexKeys(c.size("index_head_dim"), projected=True) if ratio else None
+        return Compressed(c.size("head_dim"), c.size("sliding_window"), dtype, ratio, keys)
     rates = {t.CSA: c.get("compress_rate_csa", 4), t.HCA: c.get("compress_rate_hca", 128), **c.table("compress_rates")}
     ratio = 0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2)
     indexer = IndexKeys(c.size("index_head_dim"), packed.index_keys) if layer_type == t.CSA else None

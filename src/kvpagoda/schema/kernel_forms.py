@@ -128,5 +128,5 @@ def declared(found: Mapping[str, Argument], encoding: Encoding) -> dict[str, Any
     if encoding.is_packed:
         facts["packing"] = "footer" if encoding.rules.packing.footer else "inline"
         facts["scales"] = "power_of_two" if encoding.rules.rule.has_power_of_two_scales else "raw"
-        facts |= {"dialect": encoding.dialect, "padding": -1}
+        facts |= {"format": encoding.name, "dialect": encoding.dialect, "padding": -1}
     return facts

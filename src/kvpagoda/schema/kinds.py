@@ -1,13 +1,15 @@
 """The layer kinds: what attention, latent, compressed and recurrent layers keep. To add a kind, add a class here.
 
-Each kind is a frozen dataclass with six methods:
+Each kind is a frozen dataclass with eight methods:
 
-    growth()      the growth law of its block rows (None: it has no block rows)
-    block_rows()  the rows that it keeps for every token, or every few tokens
-    state_rows()  the rows that it keeps once per request
-    rewinds()     how many of the newest tokens ``rewind`` may remove (None: any number)
-    split(ways)   the same kind on one of ``ways`` tensor-parallel ranks
-    laid_out(..)  the same kind with its rows in other layouts
+    growth()        the growth law of its block rows (None: it has no block rows)
+    block_rows()    the rows that it keeps for every token, or every few tokens
+    state_rows()    the rows that it keeps once per request
+    state_places()  how many places a request has for these rows, in turn
+    rewinds()       how many of the newest tokens ``rewind`` may remove (None: any number)
+    split(ways)     the same kind on one of ``ways`` tensor-parallel ranks
+    laid_out(..)    the same kind with its rows in other layouts
+    scaled(..)      the same kind with other scales in its encodings
 
 A layer is a tuple of kinds. Most layers have one; a layer that has attention and a state beside it has two.
 """
@@ -44,6 +46,11 @@ class LayerKind(Protocol):
         """Return the rows that it keeps once per request."""
         return ()
 
+    def state_places(self) -> int:
+        """Return how many places a request has for ``state_rows``: 1, which every step overwrites; or ``rewinds() + 1``
+        in turn, if a token replaces these rows by new ones and the old ones are needed for a rewind."""
+        return 1
+
     def rewinds(self) -> int | None:
         """Return how many of the newest tokens ``rewind`` may remove; None: any number."""
         return None
@@ -54,6 +61,10 @@ class LayerKind(Protocol):
 
     def laid_out(self, choices: Choices) -> LayerKind:
         """Return this kind with its rows in the layouts of ``choices`` (kind of rows -> layout)."""
+        return self
+
+    def scaled(self, scales: tuple[float, float]) -> LayerKind:
+        """Return this kind with ``scales`` of K and V, if its rows have one scale a tensor. Raises SchemaError."""
         return self
 
 
@@ -78,17 +89,41 @@ class IndexKeys:
     There is one key of ``dim`` elements for each K/V row, latent row or compressed entry. ``dtype``: of the keys; ""
     means the dtype of the layer.
 
+    ``pool``: one key is made of so many tokens. The keys of tokens whose pool is still open are rows ``index_tail`` of
+    the request's state, at their position modulo the number of rows; ``parts``: how many rows of ``dim`` elements a token
+    has there, for example its key and a gate. ``verify_width``: the newest tokens that ``rewind`` may remove, for which
+    there are more of these rows. ``projected``: keys of compressed entries are made of the entries themselves, without
+    a compressor of their own.
+
     >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
     (128,)
+    >>> pooled = Latent(512, 0, "bfloat16", indexer=IndexKeys(128, pool=4, parts=2))
+    >>> pooled.block_rows()[-1].tokens_per_row, pooled.state_rows()[0].count, pooled.state_rows()[0].shape
+    (4, 4, (2, 128))
     """
 
     dim: int
     encoding: Encoding = RAW
     dtype: str = ""
+    pool: int = 1
+    parts: int = 1
+    verify_width: int = 0
+    projected: bool = False
 
     def row(self, dtype: str) -> Rows:
-        """Return the rows that hold the key of each token in a layer of ``dtype``."""
-        return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding)
+        """Return the rows that hold the key of each token, or of each pool, in a layer of ``dtype``."""
+        return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding, tokens_per_row=self.pool)
+
+    def tail(self, dtype: str) -> tuple[Rows, ...]:
+        """Return the rows of the state that hold the keys of the open pool in a layer of ``dtype``."""
+        if self.pool == 1:
+            return ()
+        shape = (self.parts, self.dim)
+        return (Rows("index_tail", shape, self.dtype or dtype, count=self.pool + self.verify_width),)
+
+    def rewinds(self) -> int | None:
+        """Return how many of the newest tokens ``rewind`` may remove; None: any number."""
+        return None if self.pool == 1 else self.verify_width
 
     def laid_out(self, choices: Choices) -> IndexKeys:
         """Return these keys in the layout of ``choices`` for "indexer" rows, if there is one."""
@@ -108,7 +143,9 @@ class Attention(LayerKind):
     window from the state. Raises SchemaError for sinks without a window.
 
     ``layout``: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is
-    packed, both share one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys, stored beside K and V.
+    packed, both share one row, ``kv`` ``[2, heads, dim]``, and sinks are ``sink_kv``; K and V of different widths are
+    packed apart, as rows ``k`` and ``v``. ``v_encoding``: of V, where it differs from that of K in its scale alone (None:
+    it does not differ). ``indexer``: its keys, stored beside K and V, unencoded.
 
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -126,10 +163,21 @@ class Attention(LayerKind):
     num_sinks: int = 0
     layout: str = ""
     indexer: IndexKeys | None = None
+    v_encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
             raise SchemaError(f"num_sinks is {self.num_sinks} with {self.law.name}; at least 0, and 0 without a window")
+        if self.v_encoding is not None and replace(self.v_encoding, scale=self.encoding.scale) != self.encoding:
+            raise SchemaError(
+                f"K is encoded as {self.encoding.name!r} and V as {self.v_encoding.name!r}; they may differ in their scale "
+                f"alone"
+            )
+        if self.layout and not (self.encoding.keeps_shape or self.encoding.is_packed):
+            raise SchemaError(
+                f"layout {self.layout!r} places raw rows and those with a scale a tensor; {self.encoding.name!r} has codes "
+                f"and scales in arrays of their own; choose another kv_format, or no layout"
+            )
 
     def growth(self) -> Growth:
         return self.law
@@ -140,33 +188,59 @@ class Attention(LayerKind):
     def _rows(self) -> tuple[Rows, ...]:
         """Return the rows for K and V, without the indexer's."""
         if self.encoding.is_packed:
-            return (Rows("kv", (2, self.num_kv_heads, self.k_dim), self.dtype, self.encoding),)
+            sides: dict[str, tuple[int, ...]] = {"kv": (2, self.num_kv_heads, self.k_dim)}
+            if self.k_dim != self.v_dim:
+                sides = {"k": (self.num_kv_heads, self.k_dim), "v": (self.num_kv_heads, self.v_dim)}
+            return tuple(
+                Rows(name, shape, self.dtype, replace(self.encoding, head_dim=shape[-1]))
+                for name, shape in sides.items()
+            )
         heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
         return tuple(
             Rows(
-                name, (self.num_kv_heads, dim), self.dtype, self.encoding,
+                name, (self.num_kv_heads, dim), self.dtype, encoding,
                 heads=heads, page=pages.get(name, ""), axes=("H", axis),
             )
-            for name, dim, axis in (("k", self.k_dim, "D"), ("v", self.v_dim, "Dv"))
+            for name, dim, encoding, axis in (
+                ("k", self.k_dim, self.encoding, "D"), ("v", self.v_dim, self.v_encoding or self.encoding, "Dv"),
+            )
         )  # fmt: skip
 
     def state_rows(self) -> tuple[Rows, ...]:
+        tail = self.indexer.tail(self.dtype) if self.indexer is not None else ()
         if not self.num_sinks:
-            return ()
-        return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
+            return tail
+        sinks = (replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
+        return *sinks, *tail
+
+    def rewinds(self) -> int | None:
+        return None if self.indexer is None else self.indexer.rewinds()
 
     def laid_out(self, choices: Choices) -> Attention:
-        """Return this kind in its layout of ``choices``. Raises SchemaError for a packed layout that cannot hold it."""
+        """Return this kind in its layout of ``choices``. A packed layout decides the encoding too; others keep raw rows
+        and those with a scale a tensor as they are encoded.
+
+        Raises LayoutError for heads of a width that a packed layout does not hold, and SchemaError for K and V of
+        different widths in one: its kernels read both from one row.
+        """
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("attention")) is None:
             return laid
         is_packed = choice.format != "raw"
-        if is_packed and (self.k_dim != self.v_dim or self.num_sinks):
+        if not is_packed and not self.encoding.is_packed:
+            return replace(laid, layout=choice.name)
+        if is_packed and self.k_dim != self.v_dim:
             raise SchemaError(
-                f"layout {choice.name!r} packs K and V of one size, without sinks, in one row; this layer has "
-                f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks; choose another layout"
+                f"layout {choice.name!r} has K and V of one width in a row; this layer has K of {self.k_dim} and V of "
+                f"{self.v_dim}; leave the layout out, and give the layer the encoding, which packs K and V apart"
             )
-        return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim))
+        return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim), v_encoding=None)
+
+    def scaled(self, scales: tuple[float, float]) -> Attention:
+        if not self.encoding.is_scaled:
+            return self
+        k, v = (self.encoding.with_scale(scale) for scale in scales)
+        return replace(self, encoding=k, v_encoding=None if k == v else v)
 
     def split(self, ways: int) -> Attention:
         return replace(self, num_kv_heads=split_heads("KV heads", self.num_kv_heads, ways))
@@ -175,6 +249,8 @@ class Attention(LayerKind):
 @dataclass(frozen=True)
 class Latent(LayerKind):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): one latent row and one RoPE key for every token.
+
+    A model without position embeddings has no RoPE key: ``rope_dim`` is 0.
 
     ``indexer``: the keys of an indexer, in models that select tokens. All heads share the latent, so every
     tensor-parallel rank keeps all of it.
@@ -207,10 +283,17 @@ class Latent(LayerKind):
             rows = tuple(
                 Rows(name, (1, dim), self.dtype, encoding, page=pages.get(name, ""), axes=("", f"{name}.0"))
                 for name, dim, encoding in (("latent", self.latent_dim, self.encoding), ("k_rope", self.rope_dim, RAW))
+                if dim
             )
         if self.indexer is None:
             return rows
         return (*rows, self.indexer.row(self.dtype))
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        return () if self.indexer is None else self.indexer.tail(self.dtype)
+
+    def rewinds(self) -> int | None:
+        return None if self.indexer is None else self.indexer.rewinds()
 
     def laid_out(self, choices: Choices) -> Latent:
         """Return this kind in its layout of ``choices``. Raises LayoutError for packed rows of other sizes."""
@@ -230,20 +313,25 @@ class Latent(LayerKind):
 class Recurrent(LayerKind):
     """Recurrent layers: state tensors of fixed size, for example convolution tails and recurrent matrices.
 
-    A state covers the whole request, so ``rewind`` can remove no token from it.
+    A state covers the whole request, so no token can be removed from it. ``rewind`` goes back to an older state instead:
+    with ``verify_width`` v a request has v + 1 places for its states, and each new token writes the next one.
 
-    >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),))
-    >>> layer.split(4).state_rows()[0].shape, layer.rewinds()
-    ((8, 128, 128), 0)
+    >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),), verify_width=3)
+    >>> layer.split(4).state_rows()[0].shape, layer.rewinds(), layer.state_places()
+    ((8, 128, 128), 3, 4)
     """
 
     states: tuple[Rows, ...]
+    verify_width: int = 0
 
     def state_rows(self) -> tuple[Rows, ...]:
         return self.states
 
+    def state_places(self) -> int:
+        return 1 + self.verify_width
+
     def rewinds(self) -> int:
-        return 0
+        return self.verify_width
 
     def laid_out(self, choices: Choices) -> Recurrent:
         """Return this kind in its layouts of ``choices``.
@@ -256,7 +344,7 @@ class Recurrent(LayerKind):
             letters = {*re.findall(r"\b[A-Z]\w*", page)}
             return replace(rows, page=page) if letters and letters == {*rows.axes} else rows
 
-        return Recurrent(tuple(map(laid, self.states)))
+        return replace(self, states=tuple(map(laid, self.states)))
 
     def split(self, ways: int) -> Recurrent:
         def part(rows: Rows) -> Rows:
@@ -266,7 +354,7 @@ class Recurrent(LayerKind):
             heads = tuple((split_heads(what, number, ways), width) for number, width in rows.heads)
             return replace(rows, shape=(sum(n * width for n, width in heads), *rows.shape[1:]), heads=heads)
 
-        return Recurrent(tuple(part(rows) for rows in self.states))
+        return replace(self, states=tuple(part(rows) for rows in self.states))
 
 
 @dataclass(frozen=True)
@@ -318,8 +406,8 @@ class Compressed(LayerKind):
 
     @property
     def overlap(self) -> bool:
-        """Whether an entry also covers the entry window before its own: true in layers with an indexer."""
-        return self.indexer is not None
+        """Whether an entry also covers the entry window before its own: if the indexer has a compressor of its own."""
+        return self.indexer is not None and not self.indexer.projected
 
     @property
     def index_dim(self) -> int | None:
@@ -348,9 +436,9 @@ class Compressed(LayerKind):
             Rows("swa_pos", (), "int32", count=self.window + self.verify_width, fill=-1),
             Rows("swa_head", (), "int32"),
         ]
-        if self.ratio:
+        if self.ratio > 1:
             rows += self._tail("", self.dim)
-        if self.indexer is not None:
+        if self.indexer is not None and self.overlap:
             rows += self._tail("idx_", self.indexer.dim)
         return tuple(rows)
 

@@ -16,6 +16,9 @@ from kvpagoda.schema.layout import ALIGN, RowLayout, pages_of
 class Layer:
     """One layer: its index in the model, ``label`` (its type as the model names it), and its kinds (usually one).
 
+    ``is_draft``: whether it belongs to a draft (an MTP or EAGLE layer, or a layer of a smaller model), which proposes
+    tokens of the same text; see ``Schema.drafted_by``.
+
     ``num_query_heads``: how many heads its attention divides over tensor-parallel ranks; None: unknown, or no attention.
     They keep nothing, so layers that differ in it alone are equal.
 
@@ -29,6 +32,7 @@ class Layer:
     label: str
     kinds: tuple[LayerKind, ...]
     num_query_heads: int | None = field(default=None, compare=False, repr=False)
+    is_draft: bool = field(default=False, repr=False)
 
     def split(self, ways: int) -> Layer:
         """Return this layer on one of ``ways`` tensor-parallel ranks. Raises SchemaError if heads do not divide."""

@@ -158,7 +158,7 @@ def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> 
             multiple, packed = first.encoding.page_multiple, first.encoding.page_shape(number, first.shape)
         elif first.page:
             multiple = 1
-            rows_of = [PageRows(member.name, member.axes, member.shape, member.dtype) for member in members]
+            rows_of = [PageRows(rows.name, rows.axes, rows.shape, field.dtype) for rows, field in zip(members, fields)]
             nbytes, placed = arrange(page, number, rows_of)
         else:
             yield from (replace(dense(layer, field), rows=(first.name,), axes=axes) for field in fields)

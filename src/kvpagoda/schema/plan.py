@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import ALIGN, RowLayout
+from kvpagoda.schema.row_formats import RowFormat, row_formats
 from kvpagoda.schema.sectors import SHARE, budget_for, sector_size
 from kvpagoda.text import table, wrapped
 from kvpagoda.units import ceil_div, format_bytes
@@ -71,9 +72,14 @@ class GroupPlan:
         """Bytes of all its records."""
         return self.num_rows * self.row_nbytes
 
+    @cached_property
+    def places(self) -> int:
+        """How many blocks the states of one request have in turn; 1 for what is no state."""
+        return self.growth.places
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks that one request of ``num_tokens`` tokens holds at any time."""
-        blocks = -(-num_tokens // self.block_size)
+        blocks = -(-num_tokens // self.block_size) * self.places
         return blocks if self.most_blocks is None else min(blocks, self.most_blocks)
 
     @property
@@ -110,7 +116,9 @@ class Plan:
     ``num_checkpoints``: the most checkpoints that are kept. ``lengths``: context lengths in tokens; ``to_dict`` counts
     the requests that fit for each. ``budget``: in bytes. If groups share memory, the memory is ``num_sectors`` sectors
     of ``sector_nbytes`` bytes; both are 0 if each group has its own share. ``order``: of the arenas. ``kernel_page``:
-    tokens of one page that kernels see. ``kernel_notes``: what was chosen for the kernels given to ``Schema.plan``.
+    tokens of one page that kernels see.
+    ``kernel_notes``: what was chosen for the kernels given to ``Schema.plan``. ``checkpoint_format``: of the copies of states
+    in checkpoints; None: that of running requests.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
@@ -134,6 +142,7 @@ class Plan:
     order: str = "block"
     kernel_page: int = 0
     kernel_notes: tuple[str, ...] = ()
+    checkpoint_format: str | None = None
 
     def __post_init__(self) -> None:
         most = max(group.num_blocks for group in self.groups)
@@ -145,6 +154,11 @@ class Plan:
     def rewinds(self) -> tuple[tuple[int, str, int], ...]:
         """(layer, label, tokens) of each layer with a bound on the tokens that ``rewind`` may remove."""
         return tuple((x.index, x.label, x.rewinds) for x in self.layers if x.rewinds is not None)
+
+    @cached_property
+    def formats(self) -> tuple[RowFormat, ...]:
+        """How the rows of each layer kind are stored, and why those stay raw that do."""
+        return row_formats(self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +226,7 @@ class Plan:
         for group in self.groups:
             blocks = at_most = group.blocks_for(num_tokens)
             if room > at_most * group.block_size:
-                blocks = ceil_div(room, group.block_size)
+                blocks = ceil_div(room, group.block_size) * group.places
             if blocks > group.num_blocks:
                 hint = "open it with a smaller room and extend chunk by chunk"
                 if at_most > group.num_blocks:
@@ -229,7 +243,9 @@ class Plan:
 
     def _budget_hint(self, num_tokens: int, room: int = 0) -> str:
         """Return the end of an error text: the budget in bytes that would hold such a request."""
-        counts = [max(group.blocks_for(num_tokens), ceil_div(room, group.block_size)) for group in self.groups]
+        counts = [
+            max(group.blocks_for(num_tokens), ceil_div(room, group.block_size) * group.places) for group in self.groups
+        ]
         if self.num_sectors:
             rows, multiples = zip(*((group.layout.nbytes, group.multiple) for group in self.groups))
             need = budget_for(rows, counts, multiples)
@@ -245,7 +261,7 @@ class Plan:
         for group in self.groups:
             for place in group.layout.places:
                 counts = of_states if group.growth.is_state else of_blocks
-                counts[labels[place.layer]] += place.nbytes * group.layout.kernel_pages
+                counts[labels[place.layer]] += place.nbytes * group.layout.kernel_pages * group.places
         return [
             {
                 "label": label,
@@ -266,7 +282,8 @@ class Plan:
         """
         filled = [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups]
         if self.num_sectors:
-            floor = (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
+            floor = 1 + self._sectors([self.max_requests * group.blocks_for(1) for group in self.groups])
+            floor *= self.sector_nbytes
         else:
             filled, floor = [(sum(data for data, _ in filled), self.nbytes)], self.nbytes
         return {
@@ -284,11 +301,14 @@ class Plan:
             "max_requests": self.max_requests,
             "checkpoints": self.num_checkpoints,
             "bytes_per_token": round(self.bytes_per_token, 3),
-            "state_bytes_per_request": sum(group.layout.nbytes for group in self.groups if group.growth.is_state),
+            "state_bytes_per_request": sum(
+                one.places * one.layout.nbytes for one in self.groups if one.growth.is_state
+            ),
             "padding_percent": round(max(100 * (1 - data / nbytes) if nbytes else 0.0 for data, nbytes in filled), 4),
             "unused_percent": round(100 * (1 - self.nbytes / self.budget), 4),
             "longest_context": self.longest_context,
             "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
+            "formats": [asdict(one) for one in self.formats],
             "layer_kinds": self._by_label(),
             "groups": [group.to_dict() for group in self.groups],
         }
@@ -336,6 +356,10 @@ class Plan:
             lines[f"at {int(length):,} tokens"] = (
                 "0 (the model's limit is lower)" if too_long else f"{number:,} requests"
             )
+        for group in self.groups:
+            if (more := group.places - 1) > 0:
+                cost = f"{more} more places for states, {format_bytes(more * group.layout.nbytes)} a request"
+                lines["verify width"] = f"{more} tokens: {cost}"
         lines["hit granularity"] = f"{self.block_size} tokens"
         if self.num_sectors:
             lines["one budget"] = f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"
@@ -344,6 +368,9 @@ class Plan:
         if padded := [group for group in self.groups if group.layout.multiple > ALIGN]:
             each = (f"{group.layout.multiple} bytes ({group.name})" for group in padded)
             lines["records"] = f"padded to multiples of {', '.join(each)}"
+        if any(one.format != "raw" for one in self.formats):
+            for number, one in enumerate(self.formats):
+                lines[f"rows{number + 1 if number else ''}"] = str(one)
         for number, note in enumerate(self.kernel_notes):
             lines[f"kernels{number + 1 if number else ''}"] = note
         lines["waste"] = f"{figures['padding_percent']:.2f} % padding, {figures['unused_percent']:.2f} % unused"
@@ -367,13 +394,14 @@ def largest_below(end: int, fits: Callable[[int], bool]) -> int:
 def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
     """Let ``groups`` share ``budget`` bytes, cut into sectors. Return (groups, number of sectors, bytes of a sector).
 
-    The first sector is for padding. Raises NeverFits unless one sector of each group fits beside it.
+    The first sector is for padding. Raises NeverFits unless the sectors for one block of each group, or for the states of
+    one request, fit beside it.
     """
     rows, multiples = tuple(group.row_nbytes for group in groups), tuple(group.multiple for group in groups)
     sector = sector_size(rows, budget // SHARE, multiples)
-    count = budget // sector.nbytes
-    if count < 1 + len(groups):
-        raise _too_small(groups, budget, budget_for(rows, [1] * len(groups), multiples), "raise the budget")
+    count, least = budget // sector.nbytes, [group.blocks_for(1) for group in groups]
+    if count < 1 + sum(map(ceil_div, least, sector.records)):
+        raise _too_small(groups, budget, budget_for(rows, least, multiples), "raise the budget")
 
     def share(group: GroupPlan, per: int) -> GroupPlan:
         nbytes, blocks = sector.nbytes // per, (count - 1) * per
@@ -389,7 +417,7 @@ def lone_group(group: GroupPlan, budget: int, max_requests: int) -> Groups:
     Raises NeverFits unless it gets at least one block or, if it is the group of states, one for each of
     ``max_requests``.
     """
-    num_blocks, least = budget // group.row_nbytes - 1, max_requests if group.growth.is_state else 1
+    num_blocks, least = budget // group.row_nbytes - 1, max_requests * group.places if group.growth.is_state else 1
     if num_blocks < least:
         more = f"{least} states are among them; raise the budget, or lower max_requests"
         hint = more if least > 1 else "raise the budget"

@@ -11,19 +11,22 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, SupportsIndex
 
-from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.layouts.named import names
 from kvpagoda.layouts.pages import KIND_OF_ROWS
+from kvpagoda.schema.at_rest import checked_format, layout_at_rest
 from kvpagoda.schema.config_source import config_named
-from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, dtype_name
-from kvpagoda.schema.from_hf import read_config
+from kvpagoda.schema.fields import CHECKPOINT, STATE, WHOLE_TEXT, Growth, dtype_name
+from kvpagoda.schema.from_hf import draft_config, read_config, read_mtp
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
 from kvpagoda.schema.kernel_fit import fit as fitted
-from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
+from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Recurrent, Shared
+from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, arena_order, by_kind, choices_of
 from kvpagoda.schema.plan import GroupPlan, Plan, equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
+from kvpagoda.schema.row_formats import RowFormat, row_formats
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16
@@ -58,28 +61,48 @@ class Schema:
         config: Any,
         *,
         dtype: str | None = None,
-        kv_format: str = "raw",
+        kv_format: KVFormatNames = "raw",
+        kv_scales: Mapping[int, tuple[float, float]] | None = None,
         layout: LayoutNames | None = None,
         verify_width: int = 0,
+        draft: Any = None,
     ) -> Schema:
         """Return the schema of a transformers config, or of a dict read from ``config.json``. Needs no torch.
 
         ``config`` may also be the path of a ``config.json``, a folder that holds one, or the name of a preset
         (``kvpagoda.schema.presets.presets``) or of its model on the Hugging Face hub, as text or a ``Path``.
 
-        ``dtype``: of the cached rows; None: the dtype that the config names, else bfloat16. ``kv_format``: the encoding
-        of MLA latents and DeepSeek-V4 entries; a model with other kinds must have ``raw``. ``raw`` stores rows as the
-        model computes them. ``fp8`` uses the packed rows of FlashMLA and DeepGEMM; rows of other sizes or another dtype
-        have codes and scales in separate arrays. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32,
-        16, and 64 or 128 elements. ``layout``: see ``laid_out``; it decides the format and dialect of encoded rows.
-        ``verify_width``: how many of the newest tokens ``rewind`` may remove, see ``rewindable``.
+        ``dtype``: of the cached rows as they are written and read back; None: the dtype that the config names, else
+        bfloat16. ``kv_format``: how the rows of K/V heads, MLA latents and DeepSeek-V4 entries are encoded: one name for
+        all layers that have such a form, or names by layer kind, ``{"full": "fp8", "window": "raw"}``
+        (``kv_format.LAYER_KINDS``; kinds that are not named are raw). What has no such form stays as the model computes
+        it; ``formats`` tells. ``raw`` stores all rows so. ``fp8``: for heads ``fp8_e4m3``; for latents and entries the
+        packed rows of FlashMLA and DeepGEMM, or, for rows of other sizes or another dtype, codes and scales in separate
+        arrays. ``fp8_e4m3`` and ``fp8_e5m2`` store heads as one byte an element, with one scale for all K rows of a layer
+        and one for all V rows. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32, 16, and (latents and
+        entries) 64 or 128 elements or (heads) a head. ``fp8_per_token_head`` and ``int8_per_token_head`` are vLLM's packed
+        heads, with a scale for each. ``kv_scales``: see ``scaled``; None: 1.0. ``layout``: see ``laid_out``; it decides the
+        format and dialect of packed rows.
+        ``verify_width``: how many of the newest tokens ``rewind`` may remove, and how many tokens of a step may stay
+        uncommitted; see ``rewindable``.
+
+        ``draft``: also the layers of a draft, see ``drafted_by``: its config (of an EAGLE head or of an ordinary model),
+        given as ``config`` is; or "mtp" (or True) for the multi-token prediction layers that ``config`` names. ``dtype``
+        and, for MTP layers, ``kv_format`` hold for them too; other drafts have raw rows.
 
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
         verify_width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
         name, config = config_named(config) if isinstance(config, str | PathLike) else (None, config)
-        schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
+        schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format))
+        if draft is True or (isinstance(draft, str) and draft.lower() == "mtp"):
+            schema = schema._with_drafts(read_mtp(config, dtype=dtype, kv_format=kv_format))
+        elif draft is not None and draft is not False:
+            head = draft_config(config_named(draft)[1] if isinstance(draft, str | PathLike) else draft)
+            schema = schema.drafted_by(cls(*read_config(head, dtype=dtype, kv_format="raw")))
+        schema = schema.rewindable(verify_width)
         schema = schema if name is None else replace(schema, name=name)
+        schema = schema if kv_scales is None else schema.scaled(kv_scales)
         return schema if layout is None else schema.laid_out(layout)
 
     def __post_init__(self) -> None:
@@ -94,7 +117,62 @@ class Schema:
                 )
         if not self.layers:
             raise SchemaError("a schema needs at least one layer")
-        _ = self.groups  # raises for a layer that mixes growth laws
+        _ = self.groups, self.state_growth  # raise for layers that mix growth laws, or ways to go back
+
+    def drafted_by(self, draft: Schema) -> Schema:
+        """Return this schema with the layers of ``draft``, a smaller model or an EAGLE head that proposes tokens of the
+        same text; their indices follow those of this model's own layers. They are its ``draft_layers``.
+
+        Layers whose growth law a layer of this model has lie in the same blocks, so they are found and evicted together.
+        Others have a group of their own, which is optional (``Growth.is_optional``): a hit never ends earlier for lack of
+        its blocks. Raises SchemaError if ``draft`` has another vocabulary, or keeps states and this model does not: its
+        hits would end at checkpoints, which the model itself does not need; or if this schema has drafts already.
+
+        >>> from kvpagoda.schema import Attention
+        >>> model = Schema((Layer(0, "attention", (Attention(8, 128, 128, "bfloat16"),)),))
+        >>> head = Schema((Layer(0, "attention", (Attention(2, 64, 64, "bfloat16"),)),))
+        >>> both = model.drafted_by(head)
+        >>> [(layer.index, layer.is_draft) for layer in both.layers], len(both.groups)
+        ([(0, False), (1, True)], 1)
+        """
+        if None not in (self.vocab_size, draft.vocab_size) and self.vocab_size != draft.vocab_size:
+            raise SchemaError(
+                f"the draft {draft.name} has a vocabulary of {draft.vocab_size:,} tokens and {self.name} one of "
+                f"{self.vocab_size:,}, so they cannot share a text; choose a draft with the same tokenizer"
+            )
+        if draft.state_layout.nbytes and not self.state_layout.nbytes:
+            raise SchemaError(
+                f"the draft {draft.name} keeps states and {self.name} keeps none, so hits would end where checkpoints of "
+                f"the draft are; choose a draft with attention only"
+            )
+        first = 1 + max(layer.index for layer in self.layers)
+        return self._with_drafts(tuple(_renumbered(layer, first) for layer in draft.layers))
+
+    def _with_drafts(self, layers: tuple[Layer, ...]) -> Schema:
+        """Return this schema with the draft ``layers``, whose indices follow its own; see ``drafted_by``."""
+        if self.draft_layers:
+            raise SchemaError(f"{self.name} has {len(self.draft_layers)} draft layers already")
+        laws = {layer.growth for layer in self.layers}
+        drafts = []
+        for layer in layers:
+            kinds = layer.kinds if layer.growth in (None, *laws) else tuple(_optional(kind) for kind in layer.kinds)
+            drafts.append(replace(layer, label=f"draft {layer.label}", kinds=kinds, is_draft=True))
+        return replace(self, layers=(*self.layers, *drafts))
+
+    @cached_property
+    def draft_layers(self) -> tuple[Layer, ...]:
+        """The layers of its draft; none for most schemas."""
+        return tuple(layer for layer in self.layers if layer.is_draft)
+
+    @cached_property
+    def without_drafts(self) -> Schema:
+        """The schema of its own layers, without those of its draft."""
+        return replace(self, layers=tuple(layer for layer in self.layers if not layer.is_draft))
+
+    def draft_alone(self, name: str) -> Schema:
+        """Return the schema of its draft's layers, numbered from 0, for the draft model of type ``name``."""
+        first = self.draft_layers[0].index
+        return replace(self, layers=tuple(_renumbered(layer, -first) for layer in self.draft_layers), name=name)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -124,9 +202,28 @@ class Schema:
         return Group(STATE, self.layers).block_layout()
 
     @cached_property
+    def state_growth(self) -> Growth:
+        """The growth law of the states: with ``slack`` if they have several places in turn. Raises SchemaError if only
+        some layers' states have."""
+        layers = {
+            kind.state_places(): f"layer {layer.index} ({layer.label})"
+            for layer in self.layers[::-1]
+            for kind in layer.kinds
+            if kind.state_rows()
+        }
+        if len(layers) > 1:
+            places = ", ".join(f"{layer} {number}" for number, layer in sorted(layers.items()))
+            text = f"the states of a request lie together, but these layers have different numbers of places: {places}"
+            hint = (
+                "give verify_width=0, since a state that is written in place (a ring, sinks) cannot move beside others"
+            )
+            raise SchemaError.with_hint(text, hint, available=0, needed=max(layers) - 1)
+        return replace(STATE, slack=next(iter(layers), 1) - 1)
+
+    @cached_property
     def all_groups(self) -> tuple[Group, ...]:
         """``groups``, and the group of states if any layer has a state."""
-        return (*self.groups, Group(STATE, self.layers)) if self.state_layout.nbytes else self.groups
+        return (*self.groups, Group(self.state_growth, self.layers)) if self.state_layout.nbytes else self.groups
 
     @cached_property
     def tokens_per_row(self) -> int:
@@ -156,6 +253,9 @@ class Schema:
     def fingerprint(self) -> str:
         """16 bytes of BLAKE2b over the rows of every layer, in hex. Caches may exchange records only if it is equal."""
         rows = repr([(layer.index, layer.growth, layer.block_rows(), layer.state_rows()) for layer in self.layers])
+        rows += repr([(x.index, x.growth and x.growth.is_optional) for x in self.draft_layers]) * bool(
+            self.draft_layers
+        )
         return hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()
 
     def cast(self, dtype: str) -> Schema:
@@ -168,6 +268,38 @@ class Schema:
             return replace(kind, dtype=name) if isinstance(kind, Attention | Latent | Compressed) else kind
 
         return self._with_kinds(cast)
+
+    def scaled(self, kv_scales: Mapping[int, tuple[float, float]]) -> Schema:
+        """Return this schema with ``kv_scales``, layer index -> (scale of K, scale of V), in all layers whose heads have
+        one scale a tensor. Scales of other layers are ignored: a checkpoint may have them for every layer.
+
+        Stored is x / scale. The scales are part of the rows' identity, so caches with other scales share no records.
+        Raises SchemaError if a layer lacks its scales, a scale is not finite or not above 0, or no layer takes any.
+        """
+        takers = [layer for layer in self.layers if any(rows.encoding.is_scaled for rows in layer.rows())]
+        if not takers:
+            raise SchemaError(
+                f"no layer of {self.name} has one scale a tensor; choose kv_format 'fp8_e4m3' or 'fp8_e5m2'"
+            )
+        if lacking := [layer.index for layer in takers if layer.index not in kv_scales]:
+            raise SchemaError.with_hint(
+                f"kv_scales has none for {len(lacking)} of {len(takers)} layers of {self.name}: {lacking[:8]}",
+                "give all, or leave kv_scales out for scales of 1.0", needed=len(takers), available=len(takers) - len(lacking),
+            )  # fmt: skip
+        of_layer = {layer.index: _pair(kv_scales[layer.index], layer) for layer in takers}
+        layers = []
+        for layer in self.layers:
+            try:
+                kinds = tuple(kind.scaled(of_layer.get(layer.index, (1.0, 1.0))) for kind in layer.kinds)
+            except SchemaError as error:
+                raise SchemaError(f"kv_scales of layer {layer.index} ({layer.label}): {error}") from None
+            layers.append(replace(layer, kinds=kinds))
+        return replace(self, layers=tuple(layers))
+
+    @cached_property
+    def formats(self) -> tuple[RowFormat, ...]:
+        """How the rows of each layer kind are stored, and why those stay raw that do: what ``kv_format`` came to."""
+        return row_formats(self.layers)
 
     def laid_out(self, layout: LayoutNames) -> Schema:
         """Return this schema with its rows stored and encoded as in the named layout (``kvpagoda.layouts.names``).
@@ -194,18 +326,22 @@ class Schema:
         return laid
 
     def rewindable(self, verify_width: int) -> Schema:
-        """Return this schema with rings and windows that let ``rewind`` remove the ``verify_width`` newest tokens.
+        """Return this schema with rings, windows and states that let ``rewind`` remove the ``verify_width`` newest tokens.
 
-        These are the draft tokens of one step of speculative decoding. Rings and windows keep that many tokens more;
-        other kinds stay as they are. Raises SchemaError unless ``verify_width`` is a whole number of at least 0.
+        These are the draft tokens of one step of speculative decoding. Rings and windows keep that many tokens more, and
+        a request has that many more places for recurrent and convolution states; other kinds stay as they are. Raises
+        SchemaError unless ``verify_width`` is a whole number of at least 0, and for a model that keeps such states beside
+        states that are written in place (rings, sinks), unless it is 0.
         """
         width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
 
         def deepen(kind: LayerKind) -> LayerKind:
-            if isinstance(kind, Compressed):
+            if isinstance(kind, Compressed | Recurrent):
                 return replace(kind, verify_width=width)
-            if isinstance(kind, Attention | Latent) and kind.law.is_bounded:
-                return replace(kind, law=replace(kind.law, slack=width))
+            if isinstance(kind, Attention | Latent):
+                law = replace(kind.law, slack=width) if kind.law.is_bounded else kind.law
+                indexer = kind.indexer and replace(kind.indexer, verify_width=width if kind.indexer.pool > 1 else 0)
+                return replace(kind, law=law, indexer=indexer)
             return kind
 
         return self._with_kinds(deepen)
@@ -219,16 +355,17 @@ class Schema:
         """Return the schema of one rank of ``tp`` tensor-parallel ranks in pipeline stage ``rank`` of ``pp`` stages.
 
         Heads and channels are divided over the tensor-parallel ranks, layers over the stages. Stages get equal runs of
-        layers; if these do not divide evenly, the first stages get one more. Raises BadInput for numbers out of range,
-        SchemaError for heads that do not divide.
+        layers; if these do not divide evenly, the first stages get one more. The draft is in the last stage. Raises
+        BadInput for numbers out of range, SchemaError for heads that do not divide.
         """
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         rank = whole_number(rank, "rank", at_least=0)
-        if pp > len(self.layers) or rank >= pp:
-            raise BadInput(f"cannot split {len(self.layers)} layers into tp={tp}, pp={pp}, stage {rank}")
-        short, longer = divmod(len(self.layers), pp)
+        own = [layer for layer in self.layers if not layer.is_draft]
+        if pp > len(own) or rank >= pp:
+            raise BadInput(f"cannot split {len(own)} layers into tp={tp}, pp={pp}, stage {rank}")
+        short, longer = divmod(len(own), pp)
         first = rank * short + min(rank, longer)
-        stage = self.layers[first : first + short + (rank < longer)]
+        stage = (*own[first : first + short + (rank < longer)], *(self.draft_layers if rank == pp - 1 else ()))
         return replace(self, layers=tuple(layer.split(tp) for layer in stage))
 
     def plan(
@@ -245,6 +382,7 @@ class Schema:
         kernels: KernelNames = (),
         kernel_page: int | None = None,
         order: str | None = None,
+        checkpoint_format: str | None = None,
     ) -> Plan:
         """Return the plan for ``budget`` (bytes, or text such as "40GiB"), or for ``num_blocks`` blocks of every group.
 
@@ -257,7 +395,8 @@ class Schema:
         ``kernels``: the kernels that read and write the cache (``kvpagoda.layouts.demands.kernels``), for all kinds of
         rows or by kind: ``"flashmla-sparse-sm100"``. Padding, ``kernel_page`` (tokens of a kernel page) and
         ``block_size`` are chosen to suit them unless given. ``order``: of the ``Arena`` (None: the layout's, else
-        block); groups never share layer-major arenas.
+        block); groups never share layer-major arenas. ``checkpoint_format``: how checkpoints keep float32 states, see
+        ``Retention``.
 
         Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError if a kernel would refuse,
         copy or misread the cache, with the kernel's rule, what would satisfy it, and the layouts that fit, which are its
@@ -279,13 +418,18 @@ class Schema:
         blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
         if max(max_requests, blocks) >= 2**31:
             raise BadInput(f"max_requests and num_blocks must be below 2^31, got {max_requests:,} and {blocks:,}")
-        is_shared = shared and order == "block" and not blocks and len(self.all_groups) > 1
+        checkpoint_format = checked_format(checkpoint_format)
+        num_groups = len(self.all_groups)
+        if checkpoint_format and layout_at_rest(self.all_groups[-1], checkpoint_format, order) is not None:
+            num_groups += 1
+        is_shared = shared and order == "block" and not blocks and num_groups > 1
         if checkpoints is None:
             is_bounded = any(group.growth.is_bounded for group in self.all_groups)
-            has_parts = bool(blocks) or (not is_shared and len(self.all_groups) > 1)
+            has_parts = bool(blocks) or (not is_shared and num_groups > 1)
             checkpoints = (max_requests if has_parts else MAX_CHECKPOINTS) if is_bounded else 0
         checkpoints = whole_number(checkpoints, "checkpoints", at_least=0)
-        groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints)
+        groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints, checkpoint_format)
+        checkpoint_format = checkpoint_format if groups[-1].growth.is_at_rest else None
         num_sectors = sector_nbytes = 0
         if blocks:
             nbytes = groups_nbytes(groups := equal_groups(groups, blocks))
@@ -298,7 +442,9 @@ class Schema:
         given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
         readers = readers_of(kernels)  # checked again: sectors may have spread the records
         assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
-        return Plan(*given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes)
+        return Plan(
+            *given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes, checkpoint_format
+        )
 
     def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str) -> Fit:
         """Return block size, kernel page and padding with which ``kernels`` can read; given sizes are kept."""
@@ -343,18 +489,47 @@ class Schema:
         return [*dict.fromkeys(filter(None, found))]
 
     def _largest_groups(
-        self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int
+        self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int, checkpoint_format: str | None
     ) -> tuple[GroupPlan, ...]:
         """Return the plan of every group, states included, with all blocks that requests and checkpoints can hold.
 
-        A group whose requests have no bound gets ``WHOLE_TEXT`` blocks. A state is one block, however long the request
-        is.
+        A group whose requests have no bound gets ``WHOLE_TEXT`` blocks. A state has as many blocks as places, however
+        long the request is. With a ``checkpoint_format`` that changes them, checkpoints have a group of their own, the last.
         """
         largest = []
         for group in self.all_groups:
             law, layout = group.growth, fit.block_layout(group, order)
             size = WHOLE_TEXT if law.is_state else fit.block_size
-            most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
+            most, kept = law.most_blocks(size, step_tokens), law.checkpoint_blocks(size)
+            rest = layout_at_rest(group, checkpoint_format, order) if checkpoint_format else None
+            if rest is not None:
+                kept = 0
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
             largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))
+            if rest is not None:  # states are the last group
+                largest.append(GroupPlan(CHECKPOINT, rest, size, checkpoints, 0, rest.nbytes))
         return tuple(largest)
+
+
+def _pair(scales: Any, layer: Layer) -> tuple[float, float]:
+    """Return the scales of K and V of ``layer``. Raises SchemaError unless they are two."""
+    if not isinstance(scales, tuple | list) or len(scales) != 2 or None in scales:
+        raise SchemaError(
+            f"kv_scales of layer {layer.index} is {shown(scales)}; expected two numbers: those of K and V"
+        )
+    return (scales[0], scales[1])
+
+
+def _renumbered(layer: Layer, first: int) -> Layer:
+    """Return ``layer`` with ``first`` added to its index, and to that of the layer whose rows it shares."""
+    kinds = (replace(kind, owner=kind.owner + first) if isinstance(kind, Shared) else kind for kind in layer.kinds)
+    return replace(layer, index=layer.index + first, kinds=tuple(kinds))
+
+
+def _optional(kind: LayerKind) -> LayerKind:
+    """Return ``kind`` with optional rows. Raises SchemaError if its kind has rows of another law beside them."""
+    if (law := kind.growth()) is None:
+        return kind
+    if not isinstance(kind, Attention | Latent):
+        raise SchemaError(f"a draft with {type(kind).__name__} layers needs a model that keeps {law.name} blocks too")
+    return replace(kind, law=replace(kind.law, is_optional=True))

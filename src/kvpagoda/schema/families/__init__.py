@@ -35,6 +35,8 @@ class Family:
     attention    "heads", "latent" (MLA) or "compressed" (DeepSeek-V4)
     has_indexer  whether layer i keeps indexer keys, if its type is indexed
     index_dtype  dtype of indexer keys ("": the dtype of the model)
+    index_pool   the field that says of how many tokens one indexer key is made (None: of one)
+    index_parts  rows that a token of an open pool has in the state: its key, and a gate if there are two
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
     max_positions  tokens of the longest context that the config names; None if it names none
@@ -56,6 +58,8 @@ class Family:
     attention: str = "heads"
     has_indexer: Callable[[Config, int], bool] = layer_types.every_layer
     index_dtype: str = ""
+    index_pool: str | None = None
+    index_parts: int = 1
     window: Callable[[Config], Any] = layer_types.sliding_window
     num_layers: Callable[[Config], int] = layer_types.hidden_layers
     max_positions: Callable[[Config], int | None] = layer_types.named_positions
@@ -100,7 +104,28 @@ def model_types() -> Mapping[str, Any]:
     >>> row["family"].fields["head_dim"], row["defaults"]["kv_channels"]
     (['kv_channels'], 128)
     """
-    table = read_json(__name__, "model_types.json")
+    return _rows("model_types.json")
+
+
+@lru_cache(maxsize=1)
+def served_types() -> Mapping[str, Any]:
+    """Return the rows of ``served_types.json``: types that engines serve and of which transformers has no causal model.
+
+    >>> served_types()["rwkv7"]["family"].verified
+    ('linear_attention',)
+    """
+    return _rows("served_types.json")
+
+
+@lru_cache(maxsize=1)
+def known_types() -> Mapping[str, Any]:
+    """Return the rows of ``model_types`` and ``served_types``."""
+    return {**model_types(), **served_types()}
+
+
+def _rows(file: str) -> Mapping[str, Any]:
+    """Return the rows of a table of model types, each with its ``Family``."""
+    table = read_json(__name__, file)
     families = {name: read_family(row) for name, row in table["families"].items()}
     for row in table["model_types"].values():
         row["family"] = families[row["family"]] if isinstance(row["family"], str) else read_family(row["family"])
@@ -117,6 +142,24 @@ def refused() -> Mapping[str, str]:
     """
     reasons: Mapping[str, str] = read_json(__name__, "refused.json")["reasons"]
     return reasons
+
+
+@lru_cache(maxsize=1)
+def mtp_layers() -> Mapping[str, Any]:
+    """Return the rows of ``mtp.json``: model type -> the types and the number of its MTP layers. Read at the first call.
+
+    >>> mtp_layers()["qwen3_next"]["types"]
+    ['full_attention']
+    """
+    rows: Mapping[str, Any] = read_json(__name__, "mtp.json")["model_types"]
+    return rows
+
+
+@lru_cache(maxsize=1)
+def mtp_letters() -> Mapping[str, str]:
+    """Return letter -> layer type, for configs that write the types of MTP layers as text. Read at the first call."""
+    letters: Mapping[str, str] = read_json(__name__, "mtp.json")["letters"]
+    return letters
 
 
 def families() -> dict[str, Family]:

@@ -21,7 +21,7 @@ class Heads:
     queries: int
 
     def __post_init__(self) -> None:
-        if min(self.number, self.k_dim, self.v_dim) < 1:
+        if min(self.number, self.k_dim) < 1 or self.v_dim < 0:
             sizes = f"{self.number} K/V heads of {self.k_dim} and {self.v_dim} elements"
             raise SchemaError(f"{sizes}; expected at least 1 of each: hidden_size may be less than num_attention_heads")
 
@@ -95,6 +95,11 @@ def gemma4(c: Config, layer_type: str) -> Heads:
 def latent(c: Config, layer_type: str) -> Heads:
     """One head: its K row is the latent, its V row is the RoPE key."""
     return Heads(1, c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), c.size("num_attention_heads"))
+
+
+def latent_alone(c: Config, layer_type: str) -> Heads:
+    """A latent; its RoPE key has no elements in a model without position embeddings."""
+    return Heads(1, c.size("kv_lora_rank"), c.size("qk_rope_head_dim", 0), c.size("num_attention_heads"))
 
 
 def swa_latent(c: Config, layer_type: str) -> Heads:

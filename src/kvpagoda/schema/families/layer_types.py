@@ -186,6 +186,11 @@ def deepseek_v4(c: Config, i: int) -> str:
     return types[ratios[i]]
 
 
+def deepseek_v41(c: Config, i: int) -> str:
+    """Compressed on the layers that ``kv_source_layer_ids`` lists; the others have a window, and may read those entries."""
+    return CSA if i in c.indices("kv_source_layer_ids") else SLIDING
+
+
 def dots3_note(c: Config, i: int) -> str:
     """Without ``layer_types``: sliding layers but for layers 0 and 1 and every fourth layer from 1 on.
 

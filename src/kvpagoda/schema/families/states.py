@@ -167,6 +167,14 @@ def rwkv(c: Config, dtype: str) -> tuple[Rows, ...]:
     return *shifts, sums, replace(sums, name="weights"), replace(sums, name="exponent", fill=-1e30)
 
 
+def rwkv7(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """RWKV-7 (arXiv 2503.14456): the previous token's row, for the feed-forward part and for attention, and a matrix
+    per head in float32."""
+    shifts = (Rows(f"{part}_shift", (c.size("hidden_size"),), dtype) for part in ("feed_forward", "attention"))
+    width = c.size("head_dim")
+    return *shifts, delta(c.ratio("hidden_size", "head_dim"), width, width)
+
+
 def xlstm(c: Config, dtype: str) -> tuple[Rows, ...]:
     """xLSTM (arXiv 2405.04517, section 2.3): each head's matrix memory, its normaliser and its largest exponent so far.
 

@@ -1,7 +1,7 @@
 """Configs of public models by name, for plans without a download. The table is ``models.json``, one entry per model.
 
 ``hub``: the name of the model on the Hugging Face hub. ``config``: the fields of its ``config.json`` that decide what
-is cached and how long a context may be.
+is cached and how long a context may be. ``unverified``: why no engine could be asked what the model keeps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""Scales of K and V for formats with one scale a tensor: those of a checkpoint, or measured on running text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from kvpagoda.errors import BadInput, SchemaError, shown
+from kvpagoda.formats.encoding import TENSOR
+from kvpagoda.hf.model_cache import check_model, runner_of
+from kvpagoda.schema import Schema
+from kvpagoda.schema.kv_format import KVFormatNames
+
+Scales = dict[int, tuple[float, float]]
+"""Layer index -> (scale of K, scale of V): the argument ``kv_scales``."""
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_NAMES = (
+    r"\.(?:self_attn|attn|attention|mixer)(?:\.attn)?\.(kv|k|v)_scale$",
+    r"\.(?:self_attn|attn|attention|mixer)\.(?:[kv]_proj|qkv_proj|qkqkv_proj)\.([kv])_scale$",
+    r"\.self_attn\.([kv])_cache\.scale$",
+)
+"""Names of scales in checkpoints, as vLLM reads them (model_executor/model_loader/weight_utils.py). The group says whose:
+K's, V's or one for both."""
+_NOT_OF_TEXT = re.compile(r"(?:^|\.)(?:vision\w*|visual|audio\w*|mtp|draft\w*)\.")
+
+
+def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
+    """Return the scales of K and V in the safetensors files of ``folder``, for the layers of ``schema`` with one scale a
+    tensor. Only the scales are read.
+
+    A layer with a scale of K alone, or one for both (``kv_scale``), uses it for both, as vLLM does. Raises BadInput if there
+    are no such files, and SchemaError, with the layers and numbers, for missing scales, and for those that are not one
+    number, not finite or not above 0, or that two names give differently.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise BadInput(f"{str(folder)!r} holds no *.safetensors file; give the folder of a checkpoint")
+    found: dict[int, dict[str, tuple[str, float]]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 -- no mapping
+                if (place := _place(name)) is None:
+                    continue
+                layer, whose = place
+                scale = _number(name, tensors.get_tensor(name))
+                other, before = found.setdefault(layer, {}).setdefault(whose, (name, scale))
+                if before != scale:
+                    raise SchemaError(
+                        f"{name} is {scale!r} and {other} is {before!r}; a layer has one scale of {whose}"
+                    )
+    scales = {layer: pair for layer, each in found.items() if (pair := _pair(each)) is not None}
+    needed = [layer.index for layer in schema.layers if any(rows.encoding.is_scaled for rows in layer.rows())]
+    if lacking := [layer for layer in needed if layer not in scales]:
+        raise SchemaError.with_hint(
+            f"{str(folder)!r} has no scales of K and V for {len(lacking)} of {len(needed)} layers: {lacking[:8]}",
+            "leave kv_scales out for scales of 1.0, or measure them with calibrated_scales",
+            needed=len(needed), available=len(needed) - len(lacking),
+        )  # fmt: skip
+    return {layer: scales[layer] for layer in needed}
+
+
+def calibrated_scales(model: Any, texts: Iterable[Any], kv_format: KVFormatNames = "fp8", *, step: int = 256) -> Scales:
+    """Return the scales with which the largest |K| and |V| of each layer on ``texts`` become the largest code of
+    ``kv_format``: amax / 448 for e4m3, amax / 57344 for e5m2.
+
+    ``texts``: token ids of each text. They run through ``model`` over a cache with raw rows, ``step`` tokens at once. The
+    rows that other texts have may be larger: these saturate. Raises BadInput without texts, SchemaError for a format
+    without such rows, and with the layer and the number if a layer's K or V is 0 or not finite in all texts. O(tokens)
+    forward work.
+    """
+    check_model(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format)
+    tops = {
+        (layer.index, rows.name): TENSOR[rows.encoding.name][1]
+        for layer in schema.layers
+        for rows in layer.block_rows()
+        if rows.encoding.is_scaled
+    }
+    if not tops:
+        raise SchemaError(f"kv_format {shown(kv_format)} gives no layer of {schema.name} one scale a tensor")
+    pieces = [np.asarray(text, dtype=np.int32) for text in texts]
+    if not pieces or not all(len(text) for text in pieces):
+        raise BadInput(f"calibration needs texts of at least one token, got {[len(text) for text in pieces][:8]}")
+    most = dict.fromkeys(tops, 0.0)
+    blocks = -(-max(map(len, pieces)) // schema.block_size()) + step // schema.block_size() + 2
+    for text in pieces:
+        # new memory for each text is zeros wherever no row was written, so that the largest element is that of a row
+        runner, _ = runner_of(model, step, 0, "raw", {"num_blocks": blocks, "max_requests": 1})
+        with runner.cache.open(text, lookup=False, capacity=0) as sequence:
+            while sequence.length < len(text):
+                left = len(text) - sequence.length
+                size = min(left, step, runner.most_tokens(sequence) or step, runner.cache.step_limit(sequence))
+                sequence.extend(size)  # chunk by chunk: a window has no room for a long text at once
+                runner.step([(sequence, text[sequence.length : sequence.length + size])])
+                for layer, name in tops:
+                    found = runner.cache.layer(layer)[name].abs().amax().item()
+                    most[layer, name] = found if math.isnan(found) else max(most[layer, name], found)
+                sequence.commit(text[sequence.length : sequence.length + size])
+        runner.cache.close()
+    for (layer, name), amax in most.items():
+        if not 0 < amax < math.inf:
+            raise SchemaError(
+                f"the largest |{name.upper()}| of layer {layer} is {amax} in {len(pieces)} texts; no scale fits"
+            )
+    layers = dict.fromkeys(layer for layer, _ in tops)
+    return {layer: (most[layer, "k"] / tops[layer, "k"], most[layer, "v"] / tops[layer, "v"]) for layer in layers}
+
+
+def _place(name: str) -> tuple[int, str] | None:
+    """Return (layer, ``k``, ``v`` or ``kv``) of a scale named ``name``; None for other tensors."""
+    layer = _LAYER.search(name)
+    if layer is None or _NOT_OF_TEXT.search(name):
+        return None
+    whose = next((match[1] for pattern in _NAMES if (match := re.search(pattern, name))), None)
+    return None if whose is None else (int(layer[1]), whose)
+
+
+def _number(name: str, tensor: Any) -> float:
+    """Return the one number of ``tensor``. Raises SchemaError unless it is finite and above 0."""
+    if tensor.numel() != 1:
+        raise SchemaError(f"{name} has shape {list(tensor.shape)}; expected one scale for the whole tensor")
+    scale = float(tensor.float().item())
+    if not 0 < scale < math.inf:
+        raise SchemaError(f"{name} is {scale}; expected a finite scale above 0")
+    return scale
+
+
+def _pair(found: Mapping[str, tuple[str, float]]) -> tuple[float, float] | None:
+    """Return the scales of K and V from those that a layer has; None for a scale of V alone."""
+    k = found.get("k", found.get("kv"))
+    return None if k is None else (k[1], found.get("v", k)[1])
