@@ -27,7 +27,7 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
     def guarded(self: Sequence, /, *args: P.args, **kwargs: P.kwargs) -> T:
         guard = self._guard
         if not guard.lock.acquire(False):
-            guard.raise_busy(method.__qualname__)
+            guard.raise_refused(method.__qualname__)
         try:
             if guard.is_torn:
                 guard.raise_torn()

@@ -1,0 +1,69 @@
+"""The physical memory behind the addresses of arenas: allocated once, given back while a cache sleeps, got again at the same
+addresses.
+
+    allocate ──► in use ──give_back──► addresses without memory ──get_again──► in use, zero
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvpagoda.errors import BadInput, shown
+from kvpagoda.memory.arena import zeros
+from kvpagoda.memory.pages import give_back
+
+
+class Backing(Protocol):
+    """Three calls. Give an object of your own as ``KVCache(memory=...)``, for one cache.
+
+    Where virtual memory is managed by you (the driver's calls on a GPU, an allocator of the engine), ``give_back`` unmaps
+    and ``get_again`` maps. A plain buffer that you own implements ``allocate`` alone: the others do nothing, and what you
+    do with the buffer between ``sleep`` and ``wake`` is your affair, since nothing reads it then.
+    """
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return zeroed memory, uint8 ``[nbytes]``, contiguous, on the cache's device. Called when the cache is made,
+        once for each arena; the addresses must stay the same as long as the tensor lives."""
+
+    def give_back(self) -> int:
+        """Give the physical memory of all that was allocated back, and return how many bytes that are. Nothing reads or
+        writes there until ``get_again`` has returned."""
+
+    def get_again(self) -> None:
+        """Provide memory at the same addresses, which reads as zero. Also called after a ``give_back`` or ``get_again``
+        that raised or was interrupted. Raises whatever says that there is none: the cache then sleeps on."""
+
+
+class OwnMemory:
+    """The memory of a cache that is given none, on ``device``. On a CPU it is given back page by page, where the system can;
+    torch's memory on a GPU is not given back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._buffers = device, list[torch.Tensor]()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._buffers.append(zeros(nbytes, self._device))
+        return self._buffers[-1]
+
+    def give_back(self) -> int:
+        return sum(give_back(buffer.numpy()) for buffer in self._buffers if self._device.type == "cpu")
+
+    def get_again(self) -> None:
+        pass
+
+
+def checked(memory: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return ``memory``, which a ``Backing`` allocated. Raises BadInput unless it is uint8 ``[nbytes]`` on ``device``."""
+    is_right = isinstance(memory, torch.Tensor) and memory.dtype == torch.uint8 and memory.shape == (nbytes,)
+    if not is_right or memory.device.type != device.type or not memory.is_contiguous():
+        found = (
+            f"{memory.dtype} {list(memory.shape)} on {memory.device}"
+            if isinstance(memory, torch.Tensor)
+            else shown(memory)
+        )
+        raise BadInput(
+            f"allocate({nbytes}) of memory= must return contiguous uint8 [{nbytes}] on {device}, got {found}"
+        )
+    return memory
