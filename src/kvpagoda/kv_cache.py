@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -364,8 +365,12 @@ class KVCache:
         from kvpagoda.sleeping import wake
 
         self._core.check_open()
+        self._woke(partial(wake, self._core))
+
+    def _woke(self, call: Callable[[], None]) -> None:
+        """Record that ``call`` wakes the cache, if it sleeps."""
         is_asleep = self._core.guard.aside is not None
-        wake(self._core)
+        call()
         if self._recording is not None and is_asleep:
             self._recording.woke()
 
@@ -391,7 +396,7 @@ class KVCache:
         core, timeout = self._core, real_number(timeout, "the timeout, in seconds,")
         if core.guard.is_torn or core.guard.aside is not None:
             core.clear()
-            core.guard.open()
+            self._woke(core.guard.open)
         self._lifecycle.ending.close_all()
         if core.is_open:
             core.tiers.close(timeout)

@@ -73,15 +73,15 @@ class DeviceMemory(NoMemory):
         self.arrays = DeviceArrays(default_device(device))
         self.device = self.arrays.device
         self._backing = OwnMemory(self.device) if backing is None else backing
-        shared = self._allocate(plan.num_sectors * plan.sector_nbytes)
+        shared = self._allocate(plan.num_sectors * plan.sector_nbytes) if plan.num_sectors else None
         self.arenas = [
             Arena(
                 group.layout, group.num_rows, device=self.device, order=plan.order,
-                within=(shared, group.row_nbytes) if plan.num_sectors else None, allocate=self._allocate,
+                within=None if shared is None else (shared, group.row_nbytes), allocate=self._allocate,
             )
             for group in plan.groups
         ]  # fmt: skip
-        self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self.arenas]
+        self._buffers = [arena.buffer for arena in self.arenas] if shared is None else [shared]
         self._growths = [group.growth for group in plan.groups]
         self._sector_nbytes, self.is_poisoning = plan.sector_nbytes, poison
         self._to_poison: list[tuple[int, Ids]] = []
