@@ -26,6 +26,7 @@ from kvpagoda.units import format_bytes, parse_bytes
 from random_driver.caches import has_xxhash
 from test_below import Flaky, Slow, run, slow_tier
 from test_below import cache_of as tiered
+from test_manager import FakeEngine
 from test_recording import proven
 
 FULL, WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=8))
@@ -372,6 +373,32 @@ def test_more_than_the_staging_memory_goes_below_a_piece_at_a_time() -> None:
     assert slept.dropped == 0
     cache.wake()
     assert [run(cache, text) for text in texts] == [56] * 7
+    cache.close()
+
+
+def test_nothing_is_stored_where_nothing_is_kept() -> None:
+    cache = tiered("full", host_tier("1MiB", staging="64KiB"))
+    run(cache, np.arange(60, dtype=np.int32))
+    assert cache.sleep().dropped == 15
+    cache.wake()
+    assert cache.flush() and cache.stats().tiers[0].stored == 0
+    cache.close()
+
+
+def test_layers_that_are_on_their_way_arrive_first() -> None:
+    cache, text = tiered("full", host_tier("1MiB", write="commit", staging="1MiB")), np.arange(60, dtype=np.int32)
+    run(cache, text)
+    assert cache.flush()
+    cache.reset()
+    with cache.open(text, "tenant 0", layerwise=True) as sequence:
+        assert sequence.match.loaded == 56 and cache.core.memory.is_copying
+        cache.sleep()
+        cache.wake()
+        assert not cache.core.memory.is_copying
+        engine = FakeEngine(cache)
+        engine.spaces[id(sequence)] = 0
+        engine.step([sequence], [text[56:]])  # compares all rows that it reads
+        sequence.commit(text[56:])
     cache.close()
 
 

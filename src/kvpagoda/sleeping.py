@@ -199,11 +199,12 @@ def _move_below(core: Core, deadline: float) -> tuple[int, int]:
 
 
 def _found(level: Any, records: list[tuple[bytes, tuple[int, int]]], deadline: float) -> tuple[int, int]:
-    """Return how many blocks and bytes those of ``records``, (key, blocks and bytes), have that ``level`` has."""
+    """Return how many blocks and bytes those of ``records``, (key, blocks and bytes), have that ``level`` has. It gets until
+    ``deadline`` to answer, and its own timeout at least."""
     blocks = nbytes = 0
+    until = max(deadline, monotonic() + level.spec.timeout)
     for at in range(0, len(records), _ASKED):
         part = records[at : at + _ASKED]
-        until = max(deadline, monotonic() + level.spec.timeout)
         lease = level.tier.lookup([key for key, _ in part], until, 0.0).result()
         for (_, (count, size)), status in zip(part, lease.statuses):
             if status is Status.OK:

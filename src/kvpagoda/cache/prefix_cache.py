@@ -240,17 +240,20 @@ class PrefixCache:
         """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable. Full group: in the policy's order.
         Window group: cold blocks; without any, one checkpoint, whose blocks become cold. States: one checkpoint."""
         freed = self.cached[group.index].evict(n)
-        return self.evict_checkpoint() if freed is None else self._counted(freed, group)
+        if freed is None:
+            return self.evict_checkpoint()
+        for number, names in freed.blocks:
+            if number == group.index:
+                self.num_evicted[number] += len(names)
+            if self.residency is not None:
+                self.residency.evicted(number, names)
+        return freed
 
     def evict_texts(self, n: int) -> Freed:
         """Evict ``n`` blocks of texts in the policy's order, none ahead, and what other groups have of these. O(n)."""
-        return self._counted(self.index.removed(self.tree.evict(n)), self.full)
-
-    def _counted(self, freed: Freed, group: BlockGroup | None) -> Freed:
-        """Count the blocks of ``group`` among those that were ``freed`` as evicted, and return ``freed``."""
+        freed = self.index.removed(self.tree.evict(n))
         for number, names in freed.blocks:
-            if group is not None and number == group.index:
-                self.num_evicted[number] += len(names)
+            self.num_evicted[number] += len(names)
             if self.residency is not None:
                 self.residency.evicted(number, names)
         return freed
