@@ -89,7 +89,6 @@ def sleep(lifecycle: Lifecycle, keep: Keep, nbytes: int | str | None, timeout: f
     for request in core.running.values():
         lifecycle.ending.check_unfenced(request, "put to sleep")
     lifecycle.settler.settle_waiting()
-    core.memory.finish_copies()
     before, kept = _idle(core), (0, 0)
     where: Literal["", "host", "tiers"] = ""
     if keep == "nothing":
@@ -223,7 +222,8 @@ def _held(core: Core, group: BlockGroup) -> BlockPlaces:
 
 
 def _copied(core: Core) -> Iterable[_Copy]:
-    """Yield a copy of what is held, for each group that holds anything. Raises OutOfBlocks if the host lacks memory."""
+    """Yield a copy of what is held, for each group that holds anything. Waits for layers that are on their way to a block.
+    Raises OutOfBlocks if the host lacks memory."""
     memory = core.memory
     for group in core.groups if memory.has_memory else ():
         places, width = _held(core, group), group.plan.layout.nbytes
