@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,10 @@ def test_memory_that_is_not_what_was_asked_for() -> None:
         own.allocate = allocate  # type: ignore[method-assign]
         with pytest.raises(BadInput, match=r"allocate\(\d+\) of memory= must return contiguous uint8"):
             cache_of(memory=own)
+    with pytest.raises(
+        BadInput, match=r"memory= needs allocate, give_back and get_again; .* lacks give_back, get_again"
+    ):
+        cache_of(memory=SimpleNamespace(allocate=torch.zeros, give_back=3))
     with pytest.raises(BadInput, match="without memory"):
         cache_of(device="none", memory=Own())
 

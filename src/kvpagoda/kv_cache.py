@@ -360,8 +360,9 @@ class KVCache:
     def wake(self) -> None:
         """Get the memory again after ``sleep``, at the same addresses, with what waited in host memory at its places.
 
-        Does nothing if the cache is awake. If this raises or is interrupted, the cache sleeps on, and it may be called
-        again; nothing is lost. Raises Exhausted if there is no memory, StaleHandle if the cache is closed."""
+        Does nothing if the cache is awake. If there is no memory, or this is interrupted, the cache sleeps on
+        (``stats().is_asleep``), and it may be called again; nothing is lost. Raises what ``memory`` raises, Exhausted for
+        example, and StaleHandle if the cache is closed."""
         from kvpagoda.sleeping import wake
 
         self._core.check_open()

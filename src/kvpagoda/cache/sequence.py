@@ -200,7 +200,8 @@ class Sequence:
     @either_way
     def close(self) -> None:
         """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.
-        Inside a fence this waits until the fence ends. Raises StaleHandle if it is closed already."""
+        Inside a fence this waits until the fence ends, and while the cache sleeps until it wakes. Raises StaleHandle if it
+        is closed already."""
         request = self._request
         if request.state is not State.RUNNING and request.state is not State.SUSPENDED:
             request.check_running()

@@ -19,8 +19,8 @@ class Backing(Protocol):
     """Three calls. Give an object of your own as ``KVCache(memory=...)``, for one cache.
 
     Where virtual memory is managed by you (the driver's calls on a GPU, an allocator of the engine), ``give_back`` unmaps
-    and ``get_again`` maps. A plain buffer that you own implements ``allocate`` alone: the others do nothing, and what you
-    do with the buffer between ``sleep`` and ``wake`` is your affair, since nothing reads it then.
+    and ``get_again`` maps. With a plain buffer of yours, ``give_back`` does nothing and returns 0, and ``get_again`` fills it
+    with zeros: what you do with it in between is your affair, since nothing reads it then.
     """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -54,16 +54,23 @@ class OwnMemory:
         pass
 
 
+def backing_of(memory: Backing | None, device: torch.device) -> Backing:
+    """Return ``memory``, or for None memory of the cache's own on ``device``. Raises BadInput for an object that lacks one
+    of the three calls."""
+    if memory is None:
+        return OwnMemory(device)
+    lacking = [name for name in ("allocate", "give_back", "get_again") if not callable(getattr(memory, name, None))]
+    if lacking:
+        raise BadInput(f"memory= needs allocate, give_back and get_again; {shown(memory)} lacks {', '.join(lacking)}")
+    return memory
+
+
 def checked(memory: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return ``memory``, which a ``Backing`` allocated. Raises BadInput unless it is uint8 ``[nbytes]`` on ``device``."""
-    is_right = isinstance(memory, torch.Tensor) and memory.dtype == torch.uint8 and memory.shape == (nbytes,)
-    if not is_right or memory.device.type != device.type or not memory.is_contiguous():
-        found = (
-            f"{memory.dtype} {list(memory.shape)} on {memory.device}"
-            if isinstance(memory, torch.Tensor)
-            else shown(memory)
-        )
-        raise BadInput(
-            f"allocate({nbytes}) of memory= must return contiguous uint8 [{nbytes}] on {device}, got {found}"
-        )
-    return memory
+    found = shown(memory)
+    if isinstance(memory, torch.Tensor):
+        is_right = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.is_contiguous()
+        if is_right and memory.device.type == device.type:
+            return memory
+        found = f"{memory.dtype} {list(memory.shape)} on {memory.device}"
+    raise BadInput(f"allocate({nbytes}) of memory= must return contiguous uint8 [{nbytes}] on {device}, got {found}")

@@ -15,7 +15,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.kernels.flatten_table import flatten_table
 from kvpagoda.memory.arena import Arena, Device, Tensor, default_device
-from kvpagoda.memory.backing import Backing, OwnMemory, checked
+from kvpagoda.memory.backing import Backing, backing_of, checked
 from kvpagoda.memory.host_copy import LayerwiseCopy, copy_from_host, copy_to_host, side_stream
 from kvpagoda.memory.no_memory import Array, HostArrays, NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
@@ -72,7 +72,7 @@ class DeviceMemory(NoMemory):
     ) -> None:
         self.arrays = DeviceArrays(default_device(device))
         self.device = self.arrays.device
-        self._backing = OwnMemory(self.device) if backing is None else backing
+        self._backing = backing_of(backing, self.device)
         shared = self._allocate(plan.num_sectors * plan.sector_nbytes) if plan.num_sectors else None
         self.arenas = [
             Arena(

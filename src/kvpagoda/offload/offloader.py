@@ -325,7 +325,10 @@ class Offloader(NoTiers):
 
     def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
         if group is self._full:
-            self._blocks[group.names_at(places)] = 0
+            try:
+                self._blocks[group.names_at(places)] = 0
+            except MemoryError:  # blocks that are freed must lose their hashes, and this cannot be undone
+                self.clear()
 
     def clear(self) -> None:
         for backlog in self._backlog.values():
