@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from gc import collect
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -344,6 +346,17 @@ def test_what_is_pinned_is_kept_with_nothing_else() -> None:
     cache.wake()
     assert found(cache, kept) == 16
     assert cache.sleep("nothing").host_nbytes == 0
+
+
+def test_host_memory_is_freed_at_waking() -> None:
+    cache = cache_of()
+    leave(cache, 1)
+    cache.sleep("tree")
+    waiting = ref(cache.core.guard.aside.copies[0].table)
+    assert waiting() is not None
+    cache.wake()
+    collect()
+    assert waiting() is None
 
 
 # -- failures ------------------------------------------------------------------------------------------------------------
