@@ -1,10 +1,10 @@
-"""Operations: pins, invalidation, reset."""
+"""Operations: pins, invalidation, reset, sleep."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpagoda.errors import OutOfBlocks, RetryLater
+from kvpagoda.errors import Asleep, OutOfBlocks, RetryLater
 
 from .faults import Fault, Refused
 from .texts import NAMESPACES
@@ -64,4 +64,42 @@ def reset(driver: Driver) -> None:
         raise Fault("reset() forgot what a request uses")
 
 
-OPERATIONS = {"pin": (2.5, pin), "unpin": (1.5, unpin), "invalidate": (0.3, invalidate), "reset": (0.8, reset)}
+def sleep(driver: Driver) -> None:
+    """Put the cache to sleep and wake it. Meanwhile a request may be closed, and weights may change."""
+    keep, nbytes = driver.one("nothing", "tree"), driver.one(None, None, 1, 2048)
+    driver.attempt(
+        f"sleep({keep!r}, nbytes={nbytes})", lambda: driver.cache.sleep(keep, nbytes=nbytes),
+        *([RetryLater] if driver.num_fences else []),
+    )  # fmt: skip
+    driver.require(not any(one.fences for one in driver.requests.values()), "a cache with fences sleeps")
+    tokens, media = driver.documents.prompt()
+    for call in (lambda: driver.cache.open(tokens), lambda: driver.cache.batch([], []), driver.cache.flush):
+        try:
+            call()
+        except Asleep:
+            continue
+        raise Fault("a sleeping cache took a call")
+    driver.cache.lookup(tokens, media=media)
+    driver.cache.check()
+    ended = None
+    if driver.requests and driver.chance(0.3):
+        ended = driver.pick(lambda one: not one.is_closed)
+        driver.log.append(f"#{ended.number}.close() at {ended.length}, asleep")
+        ended.handle.close()
+        ended.is_closed = True
+        del driver.requests[ended.handle]
+    if driver.chance(0.2):
+        invalidate(driver)
+    driver.attempt("wake()", driver.cache.wake, may_fail=False)
+    driver.check()
+    if not driver.num_fences:
+        driver.audit()
+
+
+OPERATIONS = {
+    "sleep": (0.8, sleep),
+    "pin": (2.5, pin),
+    "unpin": (1.5, unpin),
+    "invalidate": (0.3, invalidate),
+    "reset": (0.8, reset),
+}

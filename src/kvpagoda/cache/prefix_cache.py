@@ -321,6 +321,15 @@ class PrefixCache:
                 self.residency.evicted(number, names)
         return freed
 
+    def evict_texts(self, n: int) -> Freed:
+        """Evict ``n`` blocks of texts in the policy's order, none ahead, and what other groups have of these. O(n)."""
+        freed = self.index.removed(self.tree.evict(n))
+        for number, names in freed.blocks:
+            self.num_evicted[number] += len(names)
+            if self.residency is not None:
+                self.residency.evicted(number, names)
+        return freed
+
     def evict_checkpoint(self) -> Freed:
         """Evict the least recently used checkpoint that is not held, if there is one."""
         freed = self.index.evict_checkpoint()

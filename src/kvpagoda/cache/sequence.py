@@ -28,7 +28,7 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
     def guarded(self: Sequence, /, *args: P.args, **kwargs: P.kwargs) -> T:
         guard = self._guard
         if not guard.lock.acquire(False):
-            guard.raise_busy(method.__qualname__)
+            guard.raise_refused(method.__qualname__)
         try:
             if guard.is_torn:
                 guard.raise_torn()
@@ -220,7 +220,8 @@ class Sequence:
     @either_way
     def close(self) -> None:
         """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.
-        Inside a fence this waits until the fence ends. Raises StaleHandle if it is closed already."""
+        Inside a fence this waits until the fence ends, and while the cache sleeps until it wakes. Raises StaleHandle if it
+        is closed already."""
         request = self._request
         if request.state is not State.RUNNING and request.state is not State.SUSPENDED:
             request.check_running()
