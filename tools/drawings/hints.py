@@ -15,8 +15,8 @@ END = 64
 
 
 def hints() -> Picture:
-    """Draw four promises of a running cache, from when they were given to when they ended."""
-    picture, now = Picture("Four promises on an axis of time, and how each ended"), [0.0]
+    """Draw three promises of a running cache, from when they were given to when they ended."""
+    picture, now = Picture("Three promises on an axis of time, and how each ended"), [0.0]
     cache = KVCache(
         model(FULL), num_blocks=14, block_size=BLOCK, max_requests=2, device="none",
         hints=Hints(lambda: now[0]), retention=Retention(pin_share=0.9),
