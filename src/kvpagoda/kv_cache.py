@@ -468,6 +468,8 @@ class KVCache:
             core.clear()
             self._woke(core.guard.open)
         self._lifecycle.ending.close_all()
+        if self._hints is not None:
+            self._hints.forget()
         if core.is_open:
             core.tiers.close(timeout)
         core.is_open = False

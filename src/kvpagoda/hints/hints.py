@@ -144,8 +144,10 @@ class Hints:
         self._promises.collect("released")
 
     def forget(self) -> None:
-        """Forget everything: called when the cache was reset."""
+        """Forget everything: called when the cache was reset or closed."""
         self._promises.collect("released")
+        while self._prefetched:
+            self._prefetched.popitem()[1][0].close()
         self._sessions.clear()
         self._waiting.clear()
         self._session_of.clear()
