@@ -6,6 +6,7 @@ while requests run:
 - A running sample continues over the rows that it has, as asynchronous trainers want it. ``sequence.epochs`` says which
   tokens were computed with which weights. Nothing that it computed is cached for reuse.
 - A sequence that is opened after the update computes its whole prompt with the new weights.
+- While the trainer works, ``cache.sleep()`` gives the cache's memory to it. Running samples go on after ``cache.wake()``.
 - Samples of a ``Namespace`` with an epoch stay on that epoch and share blocks among themselves. The engine has to keep
   the old weights for them.
 
@@ -47,8 +48,11 @@ def between(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, ob
     results["computed"] = model.computed_tokens - before
     results["computed without sharing"] = SAMPLES * (len(prompt) + LENGTH - 1)
     results["found before the update"] = cache.lookup(prompt).resumable
+    slept = cache.sleep()  # what is cached belongs to the old weights: nothing is kept
     model.load(TinyModel(seed=1))
     cache.invalidate()
+    cache.wake()
+    results["bytes for the trainer"], results["blocks dropped"] = slept.given_back, slept.dropped
     results["found after the update"] = cache.lookup(prompt).resumable
     results["exact, epoch 1"] = all(
         is_exact(model, np.array(text), len(prompt), i) for i, text in enumerate(samples(model, cache, prompt, 0))
@@ -62,11 +66,14 @@ def during(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, obj
     with cache.open(prompt, reserve=len(prompt) + LENGTH) as sequence:
         go_on(model, cache, sequence, text, LENGTH // 2, seed=9)
         updated_at = len(text)
+        slept = cache.sleep()  # the rows of the running sample wait in host memory
         model.load(TinyModel(seed=2))
         cache.invalidate()
+        cache.wake()
         go_on(model, cache, sequence, text, LENGTH // 2, seed=9)
         epochs = sequence.epochs
     return {
+        "requests that slept": slept.running,
         "epochs of the running sample": epochs,  # the trainer uses them for importance weights, or for a mask
         "exact until the update": is_exact(old, np.array(text[:updated_at]), len(prompt), 9),
         "exact for one model as a whole": any(

@@ -96,6 +96,11 @@ def test_rollouts() -> None:
         counts["found before the update"] == 64
         and counts["found after the update"] == counts["found after it closed"] == 0
     )
+    assert (
+        counts["bytes for the trainer"] > 500_000
+        and counts["blocks dropped"] > 8
+        and counts["requests that slept"] == 1
+    )
     assert [epoch for _, epoch in counts["epochs of the running sample"]] == [1, 2]
     assert counts["epochs of the second sample"] == [(0, 2)] and counts["both exact, old weights"]
     assert counts["found of the first sample"] == 64 and counts["found by the new weights"] == 0

@@ -12,8 +12,9 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "version", "formats", "layouts", "schema", "blocks", "policies", "prefix", "lanes",
-    "kernels", "memory", "tiers", "cache", "recording", "offload", "batch", "kv_cache", "events", "scheduling", "compat",
-    "console", "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
+    "kernels", "memory", "tiers", "cache", "recording", "offload", "batch", "sleeping", "hints", "kv_cache", "events",
+    "scheduling",
+    "compat", "console", "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "safetensors"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},
@@ -27,7 +28,7 @@ PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
     "formats.codec", "formats.quantise", "formats.small_floats", "formats.tensor_scale", "kernels",
     "layouts.packed", "doctor", "hf",
-    "memory.arena", "memory.device_memory", "memory.host_copy",
+    "memory.arena", "memory.backing", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.pool", "adapters.mini_sglang", "adapters.connector.block_rows",
     "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",

@@ -9,6 +9,7 @@ import kvpagoda
 from kvpagoda import compat
 
 NAMES = [
+    "Asleep",
     "BadInput",
     "Batch",
     "CacheStats",

@@ -13,8 +13,8 @@ from kvpagoda.loading import load_when_used
 
 _PUBLIC = {
     "kvpagoda.errors": (
-        "BadInput", "CheckFailed", "ConcurrentUse", "Exhausted", "KVPagodaError", "LayoutError", "MissingExtra", "NeedsReset",
-        "NeverFits", "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError", "StaleHandle",
+        "Asleep", "BadInput", "CheckFailed", "ConcurrentUse", "Exhausted", "KVPagodaError", "LayoutError", "MissingExtra",
+        "NeedsReset", "NeverFits", "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError", "StaleHandle",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
     "kvpagoda.batch.batch": ("Batch", "LayerView"),

@@ -247,6 +247,7 @@ def replay_trace(
     ] = None,
     page: Annotated[Path | None, typer.Option("--report", help="write a page of figures, e.g. out.html")] = None,
     warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
+    hints: Annotated[bool, typer.Option("--hints", help="also LRU told what the application knew")] = False,
     jobs: Annotated[int | None, typer.Option(help="number of processes (default: one per core)")] = None,
     limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
     file_order: Annotated[bool, typer.Option("--file-order", help="do not sort requests by arrival")] = False,
@@ -280,11 +281,13 @@ def replay_trace(
             report.run(
                 source, sizes, None if policy is None else _words(policy), as_json,
                 plot=plot, requests=requests, timeline=timeline, page=page, warm_up=warm_up, jobs=jobs,
+                with_hints=hints,
             )  # fmt: skip
             return
-        if any(given is not None for given in (capacity, plot, requests, jobs)) or warm_up:
+        if any(given is not None for given in (capacity, plot, requests, jobs)) or warm_up or hints:
             raise BadInput(
-                "--capacity, --plot, --requests, --warm-up and --jobs count blocks of one kind; with --schema give --budget"
+                "--capacity, --plot, --requests, --warm-up, --jobs and --hints count blocks of one kind; with --schema give "
+                "--budget"
             )
         settings = {"max_requests": max_requests, "tokens_per_id": tokens_per_id}
         _serve(

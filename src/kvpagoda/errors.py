@@ -10,6 +10,7 @@ KVPagodaError
 │   ├── OutOfBlocks                   nothing was taken; close a sequence or raise the budget
 │   └── RetryLater                    admission: not now; the request fits once others have closed
 ├── StaleHandle       (RuntimeError)  a sequence or view used after it was closed
+├── Asleep            (RuntimeError)  the cache gave its memory back; wake it first
 ├── MissingExtra      (ImportError)   the name needs a package that is not installed; says which extra installs it
 ├── ConcurrentUse     (RuntimeError)  two threads called one cache at the same time
 ├── NeedsReset        (RuntimeError)  an interrupt arrived in the middle of a change of the cache
@@ -110,6 +111,10 @@ class RetryLater(Exhausted):
 
 class StaleHandle(KVPagodaError, RuntimeError):
     """Use of a sequence after ``close``, or of a batch after one of its sequences was closed."""
+
+
+class Asleep(KVPagodaError, RuntimeError):
+    """A call that needs the memory of a cache, between its ``sleep`` and its ``wake``. This call changed nothing."""
 
 
 class MissingExtra(KVPagodaError, ImportError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.breakpoints import breakpoints_of
 from kvpagoda.cache.core import Core, Settings
 from kvpagoda.cache.event_log import EventLog
-from kvpagoda.cache.guard import either_way, exclusive
+from kvpagoda.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.lookup import look_up, prefetch
@@ -39,8 +40,11 @@ from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
+    from kvpagoda.hints import Hints, Outcome
+    from kvpagoda.memory.backing import Backing
     from kvpagoda.offload.hit import Prefetch
     from kvpagoda.recording import Recording
+    from kvpagoda.sleeping import Keep, Slept
 
 NO_DEVICE = "none"
 TIERS = "tiers are made by host_tier, disk_tier and others, or are a TierSpec"
@@ -62,7 +66,9 @@ class KVCache:
     block-major memory unless ``order`` is ``"layer"``. ``poison``: fill free memory with NaN, to detect stale reads.
     ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``). ``record``: the path of
     a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
-    ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it.
+    ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``memory``: provides the memory and takes it
+    back while the cache sleeps, with the three calls of a ``kvpagoda.memory.backing.Backing``. ``hints``: a
+    ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes.
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
@@ -99,6 +105,8 @@ class KVCache:
         poison: bool = False,
         events: EventLog | None = None,
         record: str | os.PathLike[str] | Recording | None = None,
+        memory: Backing | None = None,
+        hints: Hints | None = None,
     ) -> None:
         retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
         events = None if events is None else instance_of(events, EventLog, "events")
@@ -110,18 +118,21 @@ class KVCache:
             checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
             checkpoint_format=retention.checkpoint_format,
         )  # fmt: skip
-        memory = _memory(plan, device, truth(poison, "poison"), bool(tiers))
+        own = _memory(plan, device, truth(poison, "poison"), bool(tiers), memory)
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         if plan.checkpoint_format is not None:
             fingerprint += f" {plan.checkpoint_format}"
         below = _tiers(tiers, plan, identity, fingerprint, events)
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
-        self._core = core = Core(plan, memory, settings)
+        self._core = core = Core(plan, own, settings)
         self._guard, self._settler = core.guard, Settler(core)
         self._admission = Admission(core, self._settler)
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
         self._reuse = Reuse(core, self._lifecycle)
-        self._step_buffers = StepBuffers(memory.arrays)
+        self._step_buffers = StepBuffers(own.arrays)
+        self._hints: Hints | None = None
+        if hints is not None:
+            self._hear(hints)
         if self._recording is not None:
             self._recording.follow(core)
 
@@ -155,6 +166,13 @@ class KVCache:
         """The parts of this cache, for modules of this library that build on it; not part of the public interface."""
         return self._core
 
+    def _hear(self, hints: Hints) -> None:
+        """Attach ``hints``. Raises BadInput."""
+        from kvpagoda.hints import Hints as Made
+
+        instance_of(hints, Made, "hints").attach(self._core, self._reuse)
+        self._hints = hints
+
     # -- the life of a request ---------------------------------------------------------------------------------------
 
     @exclusive
@@ -172,6 +190,7 @@ class KVCache:
         lookup: bool = True,
         publish: bool = True,
         checkpoints: Any = None,
+        hints: Any = None,
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
@@ -186,7 +205,8 @@ class KVCache:
         reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing. ``checkpoints``:
         positions of the prompt, in tokens, at which others should be able to resume: the ends of a system prompt, of a
         tool's result. They are rounded down to whole blocks; ``Sequence.checkpoints`` says what became of each. With
-        full attention alone nothing must be kept for them.
+        full attention alone nothing must be kept for them. ``hints``: an envelope of hints about this request;
+        ``sequence.hints`` has their outcomes, and none makes this call fail.
 
         What only a tier has is loaded if that is expected to be faster than computing it. Raises BadInput, NeverFits
         (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
@@ -212,10 +232,39 @@ class KVCache:
         request = Request(tokens, length, key, priority, media_ids, publishes=publish)
         if checkpoints is not None:
             request.breakpoints = breakpoints_of(checkpoints, core.max_context)
+        if hints is not None:
+            self.hints.ask_checkpoints(request, hints)
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
+        if self._hints is not None:
+            self._hints.before_open()
+            if prefetch is None and lookup:
+                prefetch = self._hints.prefetched(tokens[:length], key)
         self._admission.open(request, first, most, prefetch, layerwise=layerwise, lookup=lookup)
+        if hints is not None:
+            sequence.hints = self.hints.opened(request, hints, namespace)
         return sequence
+
+    @property
+    def hints(self) -> Hints:
+        """The hints of this cache: ``hints.ended()`` tells what became of promises."""
+        if self._hints is None:
+            from kvpagoda.hints import Hints
+
+            self._hear(Hints())
+        assert self._hints is not None
+        return self._hints
+
+    @exclusive
+    def apply(self, envelope: Any, namespace: AnyNamespace = None) -> list[Outcome]:
+        """Do what the actions of an envelope of hints ask for, and return one ``Outcome`` for each.
+
+        ``envelope``: as vLLM's and SGLang's ``KvHintsEnvelope``: an object of theirs, a mapping, or JSON. ``namespace``: of
+        the texts that it speaks of. ``docs/hints.md`` defines the actions. Raises nothing for any hint; StaleHandle if
+        the cache is closed."""
+        self._core.check_open()
+        self._settler.settle_waiting()
+        return self.hints.apply(envelope, namespace)
 
     @exclusive
     def prefetch(
@@ -228,7 +277,7 @@ class KVCache:
         begun: Prefetch = prefetch(self._core, token_ids, namespace, media)
         return begun
 
-    @exclusive
+    @even_asleep
     def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
         """Return the ``Lookup`` of this prompt: what ``open`` would find, and what running requests will soon publish.
 
@@ -320,12 +369,12 @@ class KVCache:
         self._settler.settle_waiting()
         return self._reuse.pin(with_media(tokens, 0, media_ids), core.namespaces.key(namespace))
 
-    @exclusive
+    @even_asleep
     def unpin(self, pin: Pin) -> None:
         """End ``pin``. Does nothing if it has ended already. Raises BadInput for what is no pin."""
         self._reuse.unpin(pin)
 
-    @exclusive
+    @even_asleep
     def invalidate(self, *namespaces: AnyNamespace, weights: str | None = None) -> None:
         """Stop reuse of all that is cached in ``namespaces`` (none given: in all), for example after new weights.
 
@@ -335,29 +384,76 @@ class KVCache:
         Records stored in tiers from now on are found by this process alone; with ``weights``, a digest of the new
         weights of all namespaces, by all processes with the same one. A namespace that outlives the process must not
         mean two adapters."""
+        if self._hints is not None:
+            self._hints.before_open()
         self._reuse.invalidate(namespaces, weights)
+        if self._hints is not None:
+            self._hints.invalidated()
 
     @either_way
     def reset(self) -> None:
         """Forget everything that is kept for reuse, for example after new weights. Raises RetryLater while a request
         runs or is suspended. After NeedsReset it forgets every request too; their sequences are closed then."""
         self._reuse.reset()
+        if self._hints is not None:
+            self._hints.forget()
 
     @exclusive
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait at most ``timeout`` seconds until all records due for tiers are stored; return whether they are."""
         return self._core.tiers.flush(timeout)
 
-    # -- proof and counters ------------------------------------------------------------------------------------------
+    # -- sleep -------------------------------------------------------------------------------------------------------
 
     @exclusive
+    def sleep(self, keep: Keep = "nothing", *, nbytes: int | str | None = None, timeout: float = 10.0) -> Slept:
+        """Give the physical memory back until ``wake``; addresses stay. Return what was kept, dropped and given back.
+
+        What running requests and pins use waits in host memory, and ``wake`` brings it back to the same places: persistent
+        batches and captured graphs step on. ``keep``: of what else is cached, ``"nothing"``, or the ``"tree"``: a cache with
+        tiers moves it there, as what is evicted, and requests find it there again; without tiers it waits in host memory
+        too. ``nbytes``: the most bytes of it that are kept; the coldest is dropped first. ``timeout``: seconds that tiers get.
+
+        While it sleeps, calls that need memory raise Asleep. ``lookup``, ``stats``, ``check``, ``unpin``, ``invalidate``,
+        ``reset`` and ``close`` work; a sequence that is closed ends at ``wake``. Waits for copies in flight. Raises
+        RetryLater while a sequence is fenced, BadInput, and OutOfBlocks if the host lacks memory: the cache is awake then,
+        and no request lost anything, but blocks that were dropped stay dropped."""
+        from kvpagoda.sleeping import sleep
+
+        slept = sleep(self._lifecycle, keep, nbytes, timeout)
+        if self._recording is not None:
+            self._recording.slept(slept)
+        return slept
+
+    @even_asleep
+    def wake(self) -> None:
+        """Get the memory again after ``sleep``, at the same addresses, with what waited in host memory at its places.
+
+        Does nothing if the cache is awake. If there is no memory, or this is interrupted, the cache sleeps on
+        (``stats().is_asleep``), and it may be called again; nothing is lost. Raises what ``memory`` raises, Exhausted for
+        example, and StaleHandle if the cache is closed."""
+        from kvpagoda.sleeping import wake
+
+        self._core.check_open()
+        self._woke(partial(wake, self._core))
+
+    def _woke(self, call: Callable[[], None]) -> None:
+        """Record that ``call`` wakes the cache, if it sleeps."""
+        is_asleep = self._core.guard.aside is not None
+        call()
+        if self._recording is not None and is_asleep:
+            self._recording.woke()
+
+    # -- proof and counters ------------------------------------------------------------------------------------------
+
+    @even_asleep
     def stats(self) -> CacheStats:
         """Return the counters of this cache; cheap enough for every step. Blocks that a running request completed and
         nobody has asked for yet count as its own, not as shared."""
         self._lifecycle.ending.leave_dropped_fences()
         return stats_of(self._core)
 
-    @exclusive
+    @even_asleep
     def check(self) -> None:
         """Prove from scratch that every block, slot and row is in exactly one place. Raises CheckFailed, naming ids."""
         check(self._core)
@@ -365,11 +461,15 @@ class KVCache:
     @either_way
     def close(self, timeout: float = 10.0) -> None:
         """Close every sequence, running or suspended, and the cache: it admits no more requests. Tiers get at most
-        ``timeout`` seconds to store what is due. The memory is freed with the object."""
+        ``timeout`` seconds to store what is due; if the cache sleeps, only what is on the way to them. The memory is freed
+        with the object."""
         core, timeout = self._core, real_number(timeout, "the timeout, in seconds,")
-        if core.guard.is_torn:
+        if core.guard.is_torn or core.guard.aside is not None:
             core.clear()
+            self._woke(core.guard.open)
         self._lifecycle.ending.close_all()
+        if self._hints is not None:
+            self._hints.forget()
         if core.is_open:
             core.tiers.close(timeout)
         core.is_open = False
@@ -397,11 +497,14 @@ def _tiers(
     return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret, log)
 
 
-def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:
-    """Return memory for ``plan`` on ``device``; ``NoMemory`` for ``"none"``. Raises MissingExtra without torch."""
+def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool, backing: Backing | None) -> NoMemory:
+    """Return memory for ``plan`` on ``device``, provided by ``backing``; ``NoMemory`` for ``"none"``. Raises BadInput, and
+    MissingExtra without torch."""
     if isinstance(device, str) and device == NO_DEVICE:
+        if backing is not None:
+            raise BadInput("device='none' is a cache without memory; give it no memory=")
         return NoMemory()
     lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
     with MissingExtra.unless("torch", lacking):
         from kvpagoda.memory.device_memory import DeviceMemory
-    return DeviceMemory(plan, device, poison=poison, copies_aside=has_tiers)
+    return DeviceMemory(plan, device, poison=poison, copies_aside=has_tiers, backing=backing)

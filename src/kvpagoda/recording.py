@@ -3,7 +3,7 @@
     process "requests"   one track for each request that waits, runs or is suspended at the same time; a request stays on its
                          track, and the next one follows there. Its slice holds others: waiting, cached, computed,
                          suspended, resumed
-    process "cache"      counters of the blocks of each group; evictions, moves of blocks, traffic with tiers
+    process "cache"      counters of the blocks of each group; evictions, moves of blocks, traffic with tiers, sleep
 
 ``Recording`` wraps the calls that ``kvpagoda.cache.observing`` lists; a cache without one runs none of this code. It keeps
 no tokens, salts or media: sizes and reasons alone. The format is that of "Trace Event Format", Google, 2016, in its array
@@ -39,7 +39,7 @@ MOST_WAITING = 64
 _SECONDS = 1.0  # after which the next event writes what waits, so that the file of a running cache can be looked at
 REQUESTS, CACHE = 1, 2  # processes
 FIRST_THREAD = 101  # above all processes: a thread with the number of its process is its main thread to viewers
-EVICTIONS, MOVES, TIERS = range(FIRST_THREAD, FIRST_THREAD + 3)  # threads of the process "cache"
+EVICTIONS, MOVES, TIERS, SLEEP = range(FIRST_THREAD, FIRST_THREAD + 4)  # threads of the process "cache"
 _MICRO = 1e6
 _encode = json.JSONEncoder(separators=(",", ":"), default=int).encode  # numpy has integers of its own
 Told = dict[str, Any]
@@ -343,6 +343,19 @@ class Recording:
             self._file.put("i", "move", CACHE, MOVES, at, told, s="t")
             self._count(at)
         return is_vacated
+
+    # -- sleep -------------------------------------------------------------------------------------------------------
+
+    def slept(self, told: Any) -> None:
+        """Show that the cache sleeps from now on, until ``woke``. ``told``: a ``Slept``."""
+        at = self._clock()
+        self._file.put("M", "thread_name", CACHE, SLEEP, 0.0, {"name": "sleep"})
+        self._file.put("B", "asleep", CACHE, SLEEP, at, vars(told))
+        self._count(at)
+
+    def woke(self) -> None:
+        """Show that the cache is awake again."""
+        self._file.put("E", "", CACHE, SLEEP, self._clock())
 
     # -- tiers -------------------------------------------------------------------------------------------------------
 

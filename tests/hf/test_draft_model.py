@@ -41,7 +41,7 @@ def expected(name: str) -> list[list[int]]:
 
 
 PAIRS = [
-    ("llama", "llama"), ("llama", "mistral"), ("mistral", "llama"), ("gemma3_text", "llama"), ("gpt_oss", "mistral"),
+    ("qwen3_next", "llama"), ("llama", "llama"), ("llama", "mistral"), ("mistral", "llama"), ("gemma3_text", "llama"), ("gpt_oss", "mistral"),
     ("deepseek_v3", "llama"), ("qwen3", "deepseek_v3"), ("mistral", "gemma3_text"), ("deepseek_v4", "llama"),
     ("llama", "gpt2"),
 ]  # fmt: skip

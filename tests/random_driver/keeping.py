@@ -1,10 +1,11 @@
-"""Operations: pins, invalidation, reset."""
+"""Operations: pins, hints, invalidation, reset, sleep."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvpagoda.errors import OutOfBlocks, RetryLater
+from kvpagoda.errors import Asleep, OutOfBlocks, RetryLater
+from kvpagoda.hints.outcome import ANSWERS, ENDS
 
 from .faults import Fault, Refused
 from .texts import NAMESPACES
@@ -36,6 +37,38 @@ def unpin(driver: Driver) -> None:
         driver.pins.remove(pin)
 
 
+def envelope(driver: Driver) -> dict[str, Any]:
+    """Return a few hints, some of them wrong, about texts of this driver and sessions."""
+    actions = []
+    for number in range(driver.one(1, 2, 4)):
+        payload: dict[str, Any] = {
+            "session_id": driver.one("a", "b", "c"),
+            "event": driver.one("begin", "continue", "end"),
+        }
+        if driver.chance(0.6):
+            payload["token_ids"] = driver.documents.prompt()[0].tolist()
+        kind = driver.one("retain", "retain", "pin", "release", "demote", "session", "checkpoint", "x")
+        payload |= driver.one(
+            {}, {"seconds": 1e-4}, {"seconds": 60, "priority": 90}, {"range": [0, 9]}, {"answer": {"priority": 0}},
+            {"discard": True}, {"tier": "none"}, {"positions": [5, 9]}, {"seconds": -1}, {"promise": "0"},
+        )  # fmt: skip
+        actions.append(
+            {"action_id": str(number), "action_type": f"kv.{kind}", "action_version": "1.0", "payload": payload}
+        )
+    return {"message_id": "m", "actions": actions}
+
+
+def hint(driver: Driver) -> None:
+    """Apply hints. Each is answered, and nothing else happens that a request could see."""
+    hints, namespace = envelope(driver), driver.one(None, None, *NAMESPACES)
+    answers = driver.attempt(f"apply({hints}, {namespace!r})", lambda: driver.cache.apply(hints, namespace))
+    driver.require(len(answers) == len(hints["actions"]), f"{len(answers)} answers")
+    driver.require({one.status for one in answers} <= {*ANSWERS}, f"answers {answers}")
+    if driver.chance(0.5):
+        driver.require({one.status for one in driver.cache.hints.ended()} <= {*ANSWERS, *ENDS}, "an unknown end")
+    driver.check()
+
+
 def invalidate(driver: Driver) -> None:
     namespaces = tuple(one for one in NAMESPACES if driver.chance(0.3))
     weights = driver.one(None, "w", "x") if not namespaces else None
@@ -64,4 +97,43 @@ def reset(driver: Driver) -> None:
         raise Fault("reset() forgot what a request uses")
 
 
-OPERATIONS = {"pin": (2.5, pin), "unpin": (1.5, unpin), "invalidate": (0.3, invalidate), "reset": (0.8, reset)}
+def sleep(driver: Driver) -> None:
+    """Put the cache to sleep and wake it. Meanwhile a request may be closed, and weights may change."""
+    keep, nbytes = driver.one("nothing", "tree"), driver.one(None, None, 1, 2048)
+    driver.attempt(
+        f"sleep({keep!r}, nbytes={nbytes})", lambda: driver.cache.sleep(keep, nbytes=nbytes),
+        *([RetryLater] if driver.num_fences else []),
+    )  # fmt: skip
+    driver.require(not any(one.fences for one in driver.requests.values()), "a cache with fences sleeps")
+    tokens, media = driver.documents.prompt()
+    for call in (lambda: driver.cache.open(tokens), lambda: driver.cache.batch([], []), driver.cache.flush):
+        try:
+            call()
+        except Asleep:
+            continue
+        raise Fault("a sleeping cache took a call")
+    driver.cache.lookup(tokens, media=media)
+    driver.cache.check()
+    ended = None
+    if driver.requests and driver.chance(0.3):
+        ended = driver.pick(lambda one: not one.is_closed)
+        driver.log.append(f"#{ended.number}.close() at {ended.length}, asleep")
+        ended.handle.close()
+        ended.is_closed = True
+        del driver.requests[ended.handle]
+    if driver.chance(0.2):
+        invalidate(driver)
+    driver.attempt("wake()", driver.cache.wake, may_fail=False)
+    driver.check()
+    if not driver.num_fences:
+        driver.audit()
+
+
+OPERATIONS = {
+    "sleep": (0.8, sleep),
+    "pin": (2.5, pin),
+    "hint": (1.0, hint),
+    "unpin": (1.5, unpin),
+    "invalidate": (0.3, invalidate),
+    "reset": (0.8, reset),
+}

@@ -14,6 +14,7 @@ from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleH
 
 from .caches import has_places, is_prefetched, prompt_length, staging_in_use
 from .faults import Fault, Refused
+from .keeping import envelope
 from .oracle import DIALECTS, StepTexts
 from .texts import NAMESPACES, Request, Tokens, epoch_of, on_epoch
 
@@ -59,7 +60,9 @@ def started(
     if handle.capacity > request.length:
         look(driver, request)
     asked = [one.asked for one in handle.checkpoints]
-    driver.require(asked == [*settings.get("checkpoints", ())], f"{request} says {handle.checkpoints}")
+    given = [*settings.get("checkpoints", ())]
+    driver.require(asked[: len(given)] == given, f"{request} says {handle.checkpoints}")
+    driver.require(len(asked) == len(given) or "hints" in settings, f"{request} says {handle.checkpoints}")
     return request
 
 
@@ -108,6 +111,8 @@ def open_one(driver: Driver) -> None:
     if driver.chance(0.4):
         most = min(len(tokens) + 1, driver.longest)
         settings["checkpoints"] = [driver.between(0, most) for _ in range(driver.between(0, 4))]
+    if driver.chance(0.15):
+        settings["hints"] = envelope(driver)
     begin(driver, tokens, media, namespace_of(driver), **settings)
 
 

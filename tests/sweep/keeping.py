@@ -1,12 +1,15 @@
-"""Operations: pins, invalidation, reset and fences."""
+"""Operations: pins, invalidation, reset, fences, sleep and wake."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import pytest
 from tests.sweep.operations import Steps, operation
 from tests.sweep.scene import Scene
+
+from kvpagoda.errors import Asleep
 
 
 @operation("pin")
@@ -100,6 +103,65 @@ def fence(scene: Scene) -> Any:
         assert raised
         second.sequence.close()
     scene.requests.remove(second)
+    assert scene.running == 1, f"{scene.running} run, not 1: a slot was lost"
+    first.sequence.suspend()  # raises if the sequence is still fenced
+    first.sequence.resume()
+    return outcome
+
+
+def slept(scene: Scene, keep: Any) -> Steps:
+    """Put a cache to sleep in which a request runs, a text is pinned and others are cached, and wake it."""
+    for number in (1, 2, 3):
+        scene.leave(scene.words(number, 2))
+    pin = scene.cache.pin(scene.words(1, 2), "one")
+    scene.compute(scene.open(scene.words(4, 1.5)))
+
+    def call() -> None:
+        scene.cache.sleep(keep)
+        scene.cache.wake()
+
+    _, raised = yield call
+    stats = scene.cache.stats()
+    if stats.is_asleep:
+        with pytest.raises(Asleep):
+            scene.cache.open([1])
+        scene.cache.wake()
+    elif not stats.sleeps:
+        assert raised
+        call()
+    scene.cache.check()
+    assert scene.cache.lookup(scene.words(1, 3), "one").cached >= 2 * scene.size, "a pinned text is lost"
+    scene.cache.unpin(pin)
+    return "done" if stats.sleeps else "undone"
+
+
+@operation("sleep, nothing is kept")
+def sleep(scene: Scene) -> Any:
+    return (yield from slept(scene, "nothing"))
+
+
+@operation("sleep, the tree in host memory")
+def sleep_with_the_tree(scene: Scene) -> Any:
+    return (yield from slept(scene, "tree"))
+
+
+@operation("sleep, the tree in a tier", tier=True)
+def sleep_with_a_tier(scene: Scene) -> Any:
+    return (yield from slept(scene, "tree"))
+
+
+@operation("wake, a request was closed")
+def wake(scene: Scene) -> Any:
+    scene.leave(scene.words(1, 2))
+    first, second = (scene.compute(scene.open(scene.words(number, 1.5))) for number in (2, 3))
+    scene.cache.sleep("tree")
+    scene.remember(second)
+    second.sequence.close()
+    scene.requests.remove(second)
+    _, raised = yield scene.cache.wake
+    outcome = "undone" if scene.cache.stats().is_asleep else "done"
+    assert raised or outcome == "done"
+    scene.cache.wake()
     assert scene.running == 1, f"{scene.running} run, not 1: a slot was lost"
     first.sequence.suspend()  # raises if the sequence is still fenced
     first.sequence.resume()

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from tools.drawings import blocks, hit, places, plots, rooms
+from tools.drawings import blocks, hints, hit, places, plots, rooms, sleep
 from tools.drawings.logo import BLUE, logo
 
-DRAWINGS = {**blocks.DRAWINGS, **hit.DRAWINGS, **places.DRAWINGS, **rooms.DRAWINGS, **plots.DRAWINGS}
+DRAWINGS = {
+    **blocks.DRAWINGS,
+    **hit.DRAWINGS,
+    **places.DRAWINGS,
+    **sleep.DRAWINGS,
+    **hints.DRAWINGS,
+    **rooms.DRAWINGS,
+    **plots.DRAWINGS,
+}
 
 
 def files() -> dict[str, str]:

@@ -50,6 +50,17 @@ def levels(graph: dict[str, set[str]]) -> dict[str, int]:
     return level
 
 
+def _lines(row: list[str]) -> list[dict[str, int]]:
+    """Return the widths of the rooms of a row, in as few lines as fit into the picture."""
+    widths = {room: 7 * len(room) + 12 for room in row}
+    for count in range(1, len(row) + 1):
+        size = -(-len(row) // count)
+        lines = [{room: widths[room] for room in row[at : at + size]} for at in range(0, len(row), size)]
+        if all(sum(line.values()) + GAP * (len(line) - 1) <= WIDTH - 2 * MARGIN for line in lines):
+            return lines
+    raise AssertionError(f"a room of {row} is wider than the picture")
+
+
 def rooms() -> Picture:
     """Draw the rooms in rows: each one in the lowest row that is above all that it imports."""
     picture = Picture("The rooms of the library in rows: a room imports only rooms in rows below its own")
@@ -58,15 +69,15 @@ def rooms() -> Picture:
     for room, level in levels(graph).items():
         rows[level].append(room)
     for level in sorted(rows, reverse=True):
-        widths = {room: 7 * len(room) + 12 for room in sorted(rows[level])}
-        x = (WIDTH - sum(widths.values()) - GAP * (len(widths) - 1)) / 2
-        assert x >= MARGIN, rows[level]
-        for room, width in widths.items():
-            has_torch = "torch" in graph[room]
-            picture.box(x, picture.y, width, 20, "pale" if has_torch else "main")
-            picture.text(x + width / 2, picture.y + 14, room, "ink" if has_torch else "on", SIZE, "middle")
-            x += width + GAP
-        picture.y += 26
+        for line in _lines(sorted(rows[level])):
+            x = (WIDTH - sum(line.values()) - GAP * (len(line) - 1)) / 2
+            for room, width in line.items():
+                has_torch = "torch" in graph[room]
+                picture.box(x, picture.y, width, 20, "pale" if has_torch else "main")
+                picture.text(x + width / 2, picture.y + 14, room, "ink" if has_torch else "on", SIZE, "middle")
+                x += width + GAP
+            picture.y += 22
+        picture.y += 4
     picture.y += 4
     for fill, text in (("main", "without torch"), ("pale", "some files import torch")):
         x = MARGIN if fill == "main" else 150

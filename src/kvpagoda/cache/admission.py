@@ -201,18 +201,18 @@ class Admission:
 
     def _begin(self, request: Request, reserved: list[int], capacity: int, sources: Iterator[Source | None]) -> None:
         """Start ``request`` from the first of ``sources`` for which there is room, with ``reserved[i]`` blocks of group i
-        reserved and room for ``capacity`` tokens. At each None close what was dropped, else end the oldest pin. Raises
-        RetryLater if there is no room and no pin; the request then holds nothing."""
+        reserved and room for ``capacity`` tokens. At each None close what was dropped, else end the pin of the lowest
+        priority. Raises RetryLater if there is no room and no pin; the request then holds nothing."""
         core = self._core
         for source in sources:
             if source is not None:
                 if self._start(request, source, reserved, capacity):
                     return
             elif not core.dropped or not self.ending.close_dropped():
-                pin = core.prefix.oldest_pin()
+                pin = core.prefix.next_pin()
                 if pin is None:
                     raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
-                _log.info("a pin of %d blocks is ended to make room for a request", pin.holding.lease.num_blocks)
+                _log.info("a pin of %d blocks is ended to make room for a request", pin.num_blocks)
                 core.guard.change(core.prefix.unpin, pin)
 
     def _start(self, request: Request, source: Source, reserved: list[int], capacity: int) -> bool:

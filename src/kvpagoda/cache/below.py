@@ -77,6 +77,16 @@ class NoTiers:
         """Store what is ``freed`` to make room in the levels that write at eviction. Memory must still hold it; it is
         copied before this returns."""
 
+    def num_storable(self, deadline: float) -> int | None:
+        """Wait until ``deadline`` for what is being stored, and return how many records ``evicted`` can store at once then;
+        None if no level writes at eviction."""
+        return None
+
+    def records(self) -> dict[Any, dict[bytes, tuple[int, int]]]:
+        """Return for each level the keys under which it has what is cached now, if it has that, and how many blocks and
+        bytes each stands for. O(blocks)."""
+        return {}
+
     def checkpoint_dropped(self, checkpoint: int) -> None:
         """Forget ``checkpoint``, which is no longer kept."""
 

@@ -38,14 +38,15 @@ class Counters:
 
     ``closed``: requests that ended; ``dropped``: of these, ended because their sequences were collected. ``failed``:
     errors while publishing, other than lack of memory. ``stopped``: how often a running one was closed or suspended.
-    ``passed``: positions where states should have been copied, but steps went past them. ``short_requests``,
-    ``short_tokens``: what cut a hit short -> requests, and tokens that were found but had to be computed nevertheless.
+    ``sleeps``: how often the cache gave its memory back. ``passed``: positions where states should have been copied, but
+    steps went past them. ``short_requests``, ``short_tokens``: what cut a hit short -> requests, and tokens that were found
+    but had to be computed nevertheless.
     ``found``: group -> prompt tokens for which it had what a request needs. ``hit_counts``: requests by the length of
     their hit, in the buckets of ``HIT_TOKENS``; ``hit_total``: the tokens of all hits."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret[:64] or urandom(16)
-        self.closed = self.stopped = self.passed = 0
+        self.closed = self.stopped = self.passed = self.sleeps = 0
         self.dropped = self.failed = 0
         self.short_requests, self.short_tokens, self.found = Counter[str](), Counter[str](), Counter[str]()
         self.hit_counts, self.hit_total = [0] * (len(HIT_TOKENS) + 1), 0

@@ -52,6 +52,8 @@ class Ending:
             core.release(request, last=self._settler.last_blocks(request))
         counters.closed += 1
         request.tally.computed += computed
+        if request.on_end is not None:
+            request.on_end(request)
         self.tidy()
 
     def close_dropped(self) -> bool:

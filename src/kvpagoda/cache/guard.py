@@ -1,20 +1,42 @@
-"""The lock of a cache: one thread at a time, and no use after an interrupt in the middle of a change."""
+"""The lock of a cache: one thread at a time, no use after an interrupt in the middle of a change, and little use while
+it sleeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
 from threading import RLock
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from kvpagoda.errors import ConcurrentUse, NeedsReset
+from kvpagoda.errors import Asleep, ConcurrentUse, NeedsReset
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Shut:
+    """What calls find in place of the lock ``own`` of a cache that sleeps: it cannot be taken. ``aside``: what the cache
+    needs to wake."""
+
+    __slots__ = ("_own", "aside")
+
+    def __init__(self, own: Any, aside: Any) -> None:
+        self._own, self.aside = own, aside
+
+    def acquire(self, blocking: bool) -> bool:
+        """Return False."""
+        return False
+
+    def release(self) -> None:
+        """Release the lock, for the call that shut the cache."""
+        self._own.release()
+
+
 class Guard:
-    """The lock of one cache, and whether its state is consistent.
+    """The lock of one cache, whether its state is consistent, and whether it sleeps.
+
+    ``lock``: what a call takes; while the cache sleeps, a ``Shut``. ``own``: the lock itself, for calls that are allowed
+    then.
 
     ``is_torn`` is set before the first of several assignments that belong together, and cleared after the last. If an
     exception leaves it set, the cache refuses every call but ``close`` and ``reset``.
@@ -22,10 +44,24 @@ class Guard:
     Calls prepare first, where anything may raise. The code between setting and clearing is short and allocates nothing,
     so only a signal, such as Ctrl-C, can interrupt it."""
 
-    __slots__ = ("is_torn", "lock")
+    __slots__ = ("is_torn", "lock", "own")
 
     def __init__(self) -> None:
-        self.lock, self.is_torn = RLock(), False
+        self.own, self.is_torn = RLock(), False
+        self.lock: Any = self.own
+
+    @property
+    def aside(self) -> Any:
+        """What the cache needs to wake; None if it is awake."""
+        return self.lock.aside if isinstance(self.lock, Shut) else None
+
+    def shut(self, aside: Any) -> None:
+        """Let calls that need memory raise Asleep from now on."""
+        self.lock = Shut(self.own, aside)
+
+    def open(self) -> None:
+        """Let all calls run again."""
+        self.lock = self.own
 
     def change(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``call`` with ``is_torn`` set, and return its result. ``call`` must either do all that it says, or raise
@@ -38,6 +74,12 @@ class Guard:
             raise
         self.is_torn = False
         return result
+
+    def raise_refused(self, call: str) -> None:
+        """Raise what says why ``lock`` could not be taken. ``call``: the name of the refused method."""
+        if self.lock is not self.own:
+            raise Asleep.with_hint(f"this cache sleeps, so {call} has no memory", "call wake() first")
+        self.raise_busy(call)
 
     def raise_busy(self, call: str) -> None:
         """Raise ConcurrentUse. ``call``: the name of the refused method."""
@@ -64,27 +106,45 @@ G = TypeVar("G", bound=Guarded)
 
 
 def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
-    """Wrap ``method`` so that it raises ConcurrentUse while another thread is in a method of the same cache, and
-    NeedsReset after an interrupt in the middle of a change."""
-    return _locked(method)
+    """Wrap ``method`` so that it raises ConcurrentUse while another thread is in a method of the same cache, Asleep while
+    the cache sleeps, and NeedsReset after an interrupt in the middle of a change."""
 
-
-def either_way(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
-    """Wrap ``method`` like ``exclusive``, but let it run also after an interrupt in the middle of a change."""
-    return _locked(method, even_torn=True)
-
-
-def _locked(method: Callable[Concatenate[G, P], T], *, even_torn: bool = False) -> Callable[Concatenate[G, P], T]:
     @wraps(method)
     def guarded(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
         guard = self._guard
         if not guard.lock.acquire(False):
+            guard.raise_refused(method.__qualname__)
+        try:
+            if guard.is_torn:
+                guard.raise_torn()
+            return method(self, *args, **kwargs)
+        finally:
+            guard.lock.release()
+
+    return guarded
+
+
+def even_asleep(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+    """Wrap ``method``, which needs no memory, like ``exclusive``, but let it run also while the cache sleeps."""
+    return _at_any_time(method)
+
+
+def either_way(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+    """Wrap ``method`` like ``even_asleep``, but let it run also after an interrupt in the middle of a change."""
+    return _at_any_time(method, even_torn=True)
+
+
+def _at_any_time(method: Callable[Concatenate[G, P], T], *, even_torn: bool = False) -> Callable[Concatenate[G, P], T]:
+    @wraps(method)
+    def guarded(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        guard = self._guard
+        if not guard.own.acquire(False):
             guard.raise_busy(method.__qualname__)
         try:
             if guard.is_torn and not even_torn:
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            guard.lock.release()
+            guard.own.release()
 
     return guarded

@@ -12,6 +12,7 @@ here: methods return what follows from them, and ``Capacity`` applies it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
 from copy import deepcopy
@@ -28,6 +29,7 @@ from kvpagoda.cache.options import Retention
 from kvpagoda.cache.residency import Residency
 from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.names import copied
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.prefix.hybrid import Freed, Holding, HybridIndex, IndexGroup, Window
@@ -35,6 +37,8 @@ from kvpagoda.prefix.hybrid import Freed, Holding, HybridIndex, IndexGroup, Wind
 EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
 _NONE = BlockNames(np.empty(0, np.intp))
 _SHARE = 32  # at most 1/32 of a window group
+MOST_PRIORITY = 100
+"""The priority of pins that users make themselves."""
 
 
 def num_evicted_ahead(group: BlockGroup) -> int:
@@ -72,11 +76,21 @@ class Pin:
 
     holding: Holding = field(repr=False)
     namespace: bytes = field(repr=False)
+    priority: int = MOST_PRIORITY
+    """Pins of low priority are ended first, the oldest of these before others."""
+    ended: deque[Pin] | None = field(default=None, repr=False)
+    """Where this pin is appended when it ends, if somebody wants to know."""
+    number: int = 0
 
     @property
     def is_held(self) -> bool:
         """False after ``unpin``, or once it was ended to make room for a request."""
         return self.holding.lease.is_open
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of its text."""
+        return self.holding.lease.num_blocks
 
 
 class PrefixCache:
@@ -141,7 +155,9 @@ class PrefixCache:
         self.windows: tuple[tuple[BlockGroup, Window], ...] = tuple(
             (self._groups[window.number], window) for window in self.index.windows
         )
-        self._pins: dict[Pin, None] = {}  # oldest first
+        self._pins: dict[int, Pin] = {}  # by number, oldest first
+        self._first_pins = LazyHeap(lambda number: (self._pins[number].priority, number))
+        self._num_made = self.num_pinned = 0  #: pins made so far; blocks of those that are held, each for itself
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -240,37 +256,57 @@ class PrefixCache:
 
     # -- pins --------------------------------------------------------------------------------------------------------
 
-    def pin(self, match: Match) -> Pin:
+    @property
+    def most_pinned(self) -> int:
+        """The most blocks that pins may have together."""
+        return self._most_pinned
+
+    def pin(self, match: Match, priority: int = MOST_PRIORITY, ended: deque[Pin] | None = None) -> Pin:
         """Pin the blocks of ``match`` and what is needed to resume after them. Raises OutOfBlocks, changing nothing."""
-        pinned = sum(pin.holding.lease.num_blocks for pin in self._pins)
-        if pinned + match.num_blocks > self._most_pinned:
+        if self.num_pinned + match.num_blocks > self._most_pinned:
             most, hint = self._most_pinned, "unpin others, or raise pin_share"
             text = (
-                f"a pin of {match.num_blocks} blocks beside {pinned} pinned ones passes the {most} that pins may have"
+                f"a pin of {match.num_blocks} blocks beside {self.num_pinned} pinned ones passes the {most} that pins "
+                "may have"
             )
-            raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - pinned)
+            raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - self.num_pinned)
         _, found = self.found(match)
         spans = self.index.columns(match, found.resumable)
         windows = self.index.names_in(match.ids, spans)
-        pin = Pin(self.index.hold(match, match.num_blocks, windows, found.checkpoint), match.namespace)
-        self._pins[pin] = None
+        holding = self.index.hold(match, match.num_blocks, windows, found.checkpoint)
+        self._num_made += 1
+        pin = self._pins[self._num_made] = Pin(holding, match.namespace, priority, ended, self._num_made)
+        self.num_pinned += match.num_blocks
+        self._first_pins.add(pin.number)
         return pin
 
     def unpin(self, pin: Pin) -> None:
         """End ``pin``, if it is still held."""
-        if pin in self._pins:
-            del self._pins[pin]
+        if self._pins.get(pin.number) is pin:
+            del self._pins[pin.number]
+            self._first_pins.discard(pin.number)
+            self.num_pinned -= pin.num_blocks
             self.index.release(pin.holding)
+            if pin.ended is not None:
+                pin.ended.append(pin)
 
-    def oldest_pin(self) -> Pin | None:
-        """Return the pin that is ended first to make room for a request, or None."""
-        return next(iter(self._pins), None)
+    def next_pin(self) -> Pin | None:
+        """Return the pin that is ended first to make room for a request, or None. Amortised O(log pins)."""
+        first = self._first_pins.first()
+        return None if first is None else self._pins[first[2]]
 
     def pins_of(self, namespaces: Collection[bytes] | None = None) -> list[Pin]:
         """Return all pins, or those of ``namespaces``, oldest first."""
-        return [pin for pin in self._pins if namespaces is None or pin.namespace in namespaces]
+        return [pin for pin in self._pins.values() if namespaces is None or pin.namespace in namespaces]
 
     # -- eviction ----------------------------------------------------------------------------------------------------
+
+    def evict_end(self, match: Match) -> Freed:
+        """Evict the blocks at the end of ``match`` that no other text, request or pin uses, whatever their age."""
+        freed = self.index.removed(self.tree.evict_end(match))
+        for number, names in freed.blocks:
+            self.num_evicted[number] += len(names)
+        return freed
 
     def evict(self, group: BlockGroup, n: int) -> Freed:
         """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable. Full group: in the policy's order.
@@ -281,6 +317,15 @@ class PrefixCache:
         for number, names in freed.blocks:
             if number == group.index:
                 self.num_evicted[number] += len(names)
+            if self.residency is not None:
+                self.residency.evicted(number, names)
+        return freed
+
+    def evict_texts(self, n: int) -> Freed:
+        """Evict ``n`` blocks of texts in the policy's order, none ahead, and what other groups have of these. O(n)."""
+        freed = self.index.removed(self.tree.evict(n))
+        for number, names in freed.blocks:
+            self.num_evicted[number] += len(names)
             if self.residency is not None:
                 self.residency.evicted(number, names)
         return freed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.namespace import Namespace
-from kvpagoda.cache.prefix_cache import Pin
+from kvpagoda.cache.prefix_cache import MOST_PRIORITY, Pin
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.prefix import Match
 from kvpagoda.units import utf8
@@ -26,10 +27,13 @@ class Reuse:
     def pin(self, keys: Ids, namespace: bytes) -> Pin:
         """Pin what is cached of the text ``keys``; see ``KVCache.pin``. Raises OutOfBlocks and StaleHandle, pinning
         nothing."""
+        self._core.check_open()
+        return self.pin_match(self._core.prefix.tree.match(keys, namespace))
+
+    def pin_match(self, match: Match, priority: int = MOST_PRIORITY, ended: deque[Pin] | None = None) -> Pin:
+        """Pin the blocks of ``match``, which was found just now. Raises OutOfBlocks, pinning nothing."""
         core = self._core
-        core.check_open()
-        match: Match = core.prefix.tree.match(keys, namespace)
-        pin = core.guard.change(core.prefix.pin, match)
+        pin = core.guard.change(core.prefix.pin, match, priority, ended)
         try:
             if core.capacity.fits([0] * len(core.groups)):
                 return pin

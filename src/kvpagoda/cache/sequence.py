@@ -28,7 +28,7 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
     def guarded(self: Sequence, /, *args: P.args, **kwargs: P.kwargs) -> T:
         guard = self._guard
         if not guard.lock.acquire(False):
-            guard.raise_busy(method.__qualname__)
+            guard.raise_refused(method.__qualname__)
         try:
             if guard.is_torn:
                 guard.raise_torn()
@@ -49,7 +49,9 @@ class Sequence:
     After ``close`` every method raises StaleHandle. A sequence that is collected unclosed is closed by a later call of its
     cache: at the latest by one that needs its slot or blocks."""
 
-    __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request")
+    __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request", "hints")
+    hints: list[Any]
+    """The outcomes of the hints with which it was opened."""
 
     def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
@@ -218,7 +220,8 @@ class Sequence:
     @either_way
     def close(self) -> None:
         """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.
-        Inside a fence this waits until the fence ends. Raises StaleHandle if it is closed already."""
+        Inside a fence this waits until the fence ends, and while the cache sleeps until it wakes. Raises StaleHandle if it
+        is closed already."""
         request = self._request
         if request.state is not State.RUNNING and request.state is not State.SUSPENDED:
             request.check_running()

@@ -111,6 +111,9 @@ class CacheStats:
     """Errors while blocks or checkpoints were published, other than lack of memory. They are logged, and tried again."""
     hit_tokens: Histogram = _NO_HITS
     """Requests by the prompt tokens that they did not have to compute."""
+    sleeps: int = 0
+    """How often the cache gave its memory back (``KVCache.sleep``)."""
+    is_asleep: bool = False
     residency: ResidencyStats | None = None
     """How long sampled blocks live; None unless a ``CacheCollector`` follows them."""
 
@@ -165,7 +168,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         block_size=core.block_size,
         checkpoints=len(prefix.kept),
         pins=len(pins),
-        pinned_blocks=sum(pin.holding.lease.num_blocks for pin in pins),
+        pinned_blocks=prefix.num_pinned,
         groups=tuple(group_stats(core, group) for group in core.groups),
         short_hits=tuple(
             ShortHits(reason, requests, counters.short_tokens[reason])
@@ -176,6 +179,8 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         dropped=counters.dropped,
         publish_failures=counters.failed,
         hit_tokens=Histogram(HIT_TOKENS, tuple(counters.hit_counts), counters.hit_total),
+        sleeps=counters.sleeps,
+        is_asleep=core.guard.aside is not None,
         residency=None if prefix.residency is None else prefix.residency.stats(),
     )
 

@@ -8,7 +8,7 @@ Both orders use the same arithmetic: a field has a start, and its rows are a str
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,8 @@ class Arena:
     ``num_rows * layout.payload_nbytes``. New memory is zero; ``reset`` writes the initial values.
 
     ``within``: uint8 memory that other arenas use too, and the distance of two records in bytes. The arena then
-    allocates nothing and is block-major.
+    allocates nothing and is block-major. ``allocate``: returns zeroed uint8 ``[nbytes]`` on ``device`` (default: new
+    memory of its own).
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Arena:
         packed: bool = False,
         pin_memory: bool = False,
         within: tuple[Tensor, int] | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.layout, self.num_rows = layout, num_rows
         self.device = default_device(device) if within is None else within[0].device
@@ -80,7 +82,10 @@ class Arena:
         if within is None:
             pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
             nbytes = num_rows * (layout.payload_nbytes if packed else layout.nbytes)
-            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) if pin else zeros(nbytes, self.device)
+            if pin:
+                self.buffer = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self.buffer = zeros(nbytes, self.device) if allocate is None else allocate(nbytes)
         else:
             self.buffer = within[0][: num_rows * self.row_nbytes]
         self.num_pages = num_rows * layout.kernel_pages

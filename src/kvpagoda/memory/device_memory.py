@@ -14,7 +14,8 @@ import torch
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.kernels.flatten_table import flatten_table
-from kvpagoda.memory.arena import Arena, Device, default_device, zeros
+from kvpagoda.memory.arena import Arena, Device, Tensor, default_device
+from kvpagoda.memory.backing import Backing, backing_of, checked
 from kvpagoda.memory.host_copy import LayerwiseCopy, copy_from_host, copy_to_host, side_stream
 from kvpagoda.memory.no_memory import Array, HostArrays, NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
@@ -55,7 +56,8 @@ class DeviceMemory(NoMemory):
     """Arenas for the groups of ``plan``, allocated by the constructor.
 
     Groups that share one memory are in one buffer, in sectors, block-major. ``poison``: fill blocks that no owner holds
-    with NaN. ``copies_aside``: let copies from the host run on a stream of their own.
+    with NaN. ``copies_aside``: let copies from the host run on a stream of their own. ``backing``: provides the memory
+    (default: ``OwnMemory``).
     """
 
     has_memory = True
@@ -67,18 +69,20 @@ class DeviceMemory(NoMemory):
         *,
         poison: bool = False,
         copies_aside: bool = False,
+        backing: Backing | None = None,
     ) -> None:
         self.arrays = DeviceArrays(default_device(device))
         self.device = self.arrays.device
-        shared = zeros(plan.num_sectors * plan.sector_nbytes, self.device)
+        self._backing = backing_of(backing, self.device)
+        shared = self._allocate(plan.num_sectors * plan.sector_nbytes) if plan.num_sectors else None
         self.arenas = [
             Arena(
                 group.layout, group.num_rows, device=self.device, order=plan.order,
-                within=(shared, group.row_nbytes) if plan.num_sectors else None,
+                within=None if shared is None else (shared, group.row_nbytes), allocate=self._allocate,
             )
             for group in plan.groups
         ]  # fmt: skip
-        self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self.arenas]
+        self._buffers = [arena.buffer for arena in self.arenas] if shared is None else [shared]
         self._plan = plan
         self._of_states: list[dict[int, Pool]] | None = None
         self._growths = [group.growth for group in plan.groups]
@@ -88,9 +92,15 @@ class DeviceMemory(NoMemory):
         self._stream = side_stream(self.device) if copies_aside else None
         self._pools: dict[int, tuple[Pool | None, Pool | None]] = {}
         self.page_offset = max((buffer.data_ptr() % PAGE for buffer in self._buffers), default=0)
-        if poison:
-            for buffer in self._buffers:
-                buffer.fill_(POISON)
+        self._poisons = poison
+        self._poison_all()
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return checked(self._backing.allocate(nbytes), nbytes, self.device)
+
+    def _poison_all(self) -> None:
+        for buffer in self._buffers if self._poisons else ():
+            buffer.fill_(POISON)
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +190,16 @@ class DeviceMemory(NoMemory):
             group, ids = self._to_poison[-1]
             self.arenas[group].poison(ids)
             self._to_poison.pop()
+
+    def give_back(self) -> int:
+        self.is_poisoning = False
+        self._to_poison.clear()
+        return self._backing.give_back()
+
+    def get_again(self) -> None:
+        self._backing.get_again()
+        self._poison_all()
+        self.is_poisoning = self._poisons
 
     def record_nbytes(self, group: int) -> int:
         return self.arenas[group].layout.nbytes

@@ -87,6 +87,14 @@ class NoMemory:
     def poison_freed(self) -> None:
         """Overwrite the freed blocks, if that is enabled. If this raises, the others stay to be overwritten."""
 
+    def give_back(self) -> int:
+        """Give the physical memory of all blocks back; return how many bytes that are. Addresses stay; nothing is read or
+        written until ``get_again``, and nothing is left to be overwritten then."""
+        return 0
+
+    def get_again(self) -> None:
+        """Provide memory again, at the same addresses, as new memory is. May be repeated. Raises Exhausted."""
+
     # -- host memory -------------------------------------------------------------------------------------------------
 
     def record_nbytes(self, group: int) -> int:

@@ -1,8 +1,11 @@
-"""Page-aligned host memory."""
+"""Page-aligned host memory, which can be given back to the system while its addresses stay."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -31,3 +34,17 @@ def pages(nbytes: int, *, large: bool = False) -> Bytes:
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+def give_back(memory: Bytes) -> int:
+    """Give the physical memory of ``memory``, which ``pages`` returned, back to the system; return the bytes given back.
+
+    The addresses stay, and read as zero from then on; the system provides pages again when they are touched. Returns 0,
+    changing nothing, where the system has no such call (on Linux ``madvise`` with ``MADV_DONTNEED``). Raises OSError.
+    """
+    if sys.platform != "linux" or not memory.nbytes:
+        return 0
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    if advise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memory.nbytes

@@ -207,6 +207,28 @@ class Offloader(NoTiers):
         for checkpoint, kept in freed.checkpoints:
             self.store_checkpoint(checkpoint, kept, "evict")
 
+    def num_storable(self, deadline: float) -> int | None:
+        levels = [level for level in self.levels if level.spec.write == "evict"]
+        for level in levels:
+            level.settle(deadline)
+        return min((level.num_writable for level in levels), default=None)
+
+    def records(self) -> dict[Level, dict[bytes, tuple[int, int]]]:
+        names = _NONE if self._full is None else self._prefix.index.texts.names()
+        hashes, index = self._hashes[names], self._prefix.index
+        texts = [one.tobytes() for one in hashes[hashes.any(axis=1)]]
+        width = 0 if self._full is None else self._full.plan.layout.nbytes
+        found = {
+            level: dict.fromkeys([level.key(one) for one in texts], (level.unit, level.unit * width))
+            for level in self.levels
+        }
+        for name, block_hash in self._checkpoints.items():
+            counts = [len(names) for names in index.needed_by(self._prefix.kept[name])]
+            nbytes = sum(n * group.plan.layout.nbytes for n, group in zip(counts, self._bounded))
+            for level, keys in found.items():
+                keys[level.key(block_hash, checkpoint_part(0))] = sum(counts), nbytes
+        return found
+
     def _evicted(self, names: BlockNames) -> None:
         """Store ``names``, blocks of the full group, the deepest in their texts first."""
         for level in self.levels:
@@ -303,7 +325,10 @@ class Offloader(NoTiers):
 
     def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
         if group is self._full:
-            self._blocks[group.names_at(places)] = 0
+            try:
+                self._blocks[group.names_at(places)] = 0
+            except MemoryError:  # blocks that are freed must lose their hashes, and this cannot be undone
+                self.clear()
 
     def clear(self) -> None:
         for backlog in self._backlog.values():

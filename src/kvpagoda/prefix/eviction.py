@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import numpy as np
@@ -13,10 +14,32 @@ from kvpagoda.prefix.eviction_order import EvictionOrder
 from kvpagoda.prefix.node import Node, nodes_below
 
 
-def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int, list[int], list[Node]]:
+def end_of(node: Node, depth: int) -> list[tuple[Node, int]]:
+    """Return the nodes up to ``depth``, which lies in ``node``, that no lease and no other text uses: the deepest first,
+    each with its number of blocks, as ``EvictionOrder.victims`` yields them. O(nodes)."""
+    found: list[tuple[Node, int]] = []
+    if depth < node.end:
+        return found  # a text goes on there
+    while node.parent is not None and not node.num_pinned and len(node.children) == bool(found):
+        found.append((node, node.num_blocks))
+        node = node.parent
+    return found
+
+
+def emptied(victims: list[tuple[Node, int]]) -> Iterator[tuple[Node, int]]:
+    """Yield ``victims``, and empty each after its blocks were evicted: a queue may still refer to it."""
+    for node, count in victims:
+        yield node, count
+        node.cut(0)
+
+
+def evict(
+    order: EvictionOrder, checkpoints: Checkpoints, ids: Ids, victims: Iterable[tuple[Node, int]] | None = None
+) -> tuple[int, list[int], list[Node]]:
     """Evict one block for each column of ``ids``, int32 ``[rows, n]``, and write its ids there in that order.
 
-    At least n blocks must be evictable. Returns the number of evicted blocks, the state ids of their checkpoints, and
+    ``victims``: the nodes whose last blocks are evicted, each with how many (None: in the order of ``order``). At least n
+    blocks must be evictable. Returns the number of evicted blocks, the state ids of their checkpoints, and
     the roots without any node left. A step that fails has no effect: the blocks evicted before it are returned, and the
     error is raised only if there are none.
     """
@@ -27,7 +50,7 @@ def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int
     alone: list[int] = []  # ids of nodes of one block: joining thousands of short arrays is slow
     is_plain = len(ids) == 1 and not order.num_rows
     try:
-        for node, count in order.victims(ids.shape[1]):
+        for node, count in order.victims(ids.shape[1]) if victims is None else victims:
             is_whole = count == node.num_blocks
             try:
                 if is_plain and is_whole and count == 1:

@@ -159,5 +159,6 @@ class LRUOrder:
             self._newest = when
             self._in_order.append(node)
         else:
-            heappush(self._heap, when)
+            if when not in self._heaped:  # else that of a node below, used together with this one and removed since
+                heappush(self._heap, when)
             self._heaped[when] = node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
@@ -216,8 +218,18 @@ class PrefixTree:
         for each block. Raises BadInput for a negative number."""
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         evictable = self.num_cached - self._leases.num_pinned
-        ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
-        done, states, bare = eviction.evict(self._order, self.checkpoints, ids)
+        return self._evict(asked if asked < evictable else evictable, asked, None)
+
+    def evict_end(self, at: Match | Lease) -> Evicted:
+        """Evict the blocks at the end of what ``at`` covers that no lease and no other text uses, whatever their age.
+        O(nodes behind it). Raises as ``pin`` does."""
+        victims = eviction.end_of(*self._locate(at))
+        count = sum(count for _, count in victims)
+        return self._evict(count, count, eviction.emptied(victims))
+
+    def _evict(self, count: int, asked: int, victims: Iterator[tuple[Node, int]] | None) -> Evicted:
+        ids = np.empty((self._num_rows, count), np.int32)
+        done, states, bare = eviction.evict(self._order, self.checkpoints, ids, victims)
         if done:
             self.num_cached -= done
             self._removals += 1

@@ -15,7 +15,7 @@ Grouped: the chain is the ids of all groups in their order. An id has a meaning 
 for an equal share of the prompt.
 
 Run length: a line {"conv": ..} begins a conversation. An id has a meaning only inside its conversation; the reader
-makes the ids of all conversations different.
+makes the ids of all conversations different. "sp": "tool_use" says that the answer ended with the call of a tool.
 
 Lcp: a prompt of ``n`` bytes begins with the first ``l`` bytes of prompt ``p``. Whole blocks of 64 bytes become ids.
 
@@ -58,7 +58,8 @@ class Request:
     ``block_ids``: int64 ``[n]``, the chain of blocks of its prompt. Equal ids after equal chains are equal blocks. It
     is empty if the trace has only lengths. ``block_tokens``: the number of tokens that an id stands for (the last id
     stands for the rest of the prompt), or int64 ``[n]``, one number for each id; None if the trace does not say. The
-    caller owns the arrays.
+    caller owns the arrays. ``session``: the number of its conversation; -1 if the trace does not say. ``calls_tool``:
+    whether its answer ended with the call of a tool, so that the next request of the session comes without a user.
     """
 
     arrival: float
@@ -66,6 +67,8 @@ class Request:
     output_length: int
     block_ids: Ids
     block_tokens: int | Ids | None = None
+    session: int = -1
+    calls_tool: bool = False
 
 
 Source: TypeAlias = str | Path | Iterable[Request | Mapping[str, Any]]
@@ -213,10 +216,10 @@ def _block_tokens(record: Mapping[str, Any], num_ids: int) -> int | Ids | None:
 
 def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[Request]:
     """Yield the requests of the run length form, with different ids in different conversations. Raises BadInput."""
-    first = fresh = 0  # first id of this conversation, and of the next one
+    first = fresh = session = 0  # first id of this conversation, and of the next one
     for record in records:
         if "conv" in record or "format" in record:
-            first = fresh
+            first, session = fresh, session + 1
             continue
         runs, tokens = _field(record, "r"), _count(record, "in")
         if not isinstance(runs, list) or len(runs) % 2 or not set(map(type, runs)) <= {int}:
@@ -228,7 +231,8 @@ def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[R
         spans = [np.arange(begin, begin + count) for begin, count in zip(runs[::2], runs[1::2])]
         ids = np.concatenate([np.empty(0, np.int64), *spans]) + first
         fresh = max(fresh, int(ids.max(initial=-1)) + 1)
-        yield Request(_seconds(record, "t"), tokens, _count(record, "out"), ids, block_size)
+        is_tool = record.get("sp") == "tool_use"
+        yield Request(_seconds(record, "t"), tokens, _count(record, "out"), ids, block_size, session, is_tool)
 
 
 def common_prefix(records: Iterable[dict[str, Any]]) -> Iterator[Request]:

@@ -16,6 +16,7 @@ import numpy as np
 from kvpagoda import console
 from kvpagoda.errors import BadInput
 from kvpagoda.recording import TraceFile
+from kvpagoda.replay.hinted import replay_hints
 from kvpagoda.replay.own_policy import policy_from_text
 from kvpagoda.replay.page import Page, schema_sections, tree_sections
 from kvpagoda.replay.reuse import Reuse, WorkingSet, lru_hits, reuse_histogram, working_set
@@ -87,11 +88,13 @@ def run(
     page: Path | None = None,
     warm_up: float = 0.0,
     jobs: int | None = None,
+    with_hints: bool = False,
 ) -> None:
     """Replay at every capacity, in blocks (None: shares of the distinct blocks), with every policy (None: the default
     policies; "FILE.py:CLASS": one of the user's own), and print the results. ``plot``, ``requests``, ``timeline``, ``page``:
     files for a plot, for the hits of every request, for trace events of one replay, and for a report. ``jobs``: processes.
-    Raises BadInput, MissingExtra, OSError.
+    ``with_hints``: also LRU that is told what the application knew (``kvpagoda.replay.hinted``). Raises BadInput,
+    MissingExtra, OSError.
     """
     chosen: list[AnyPolicy] = [policy_from_text(text) for text in policies or DEFAULT_POLICIES]
     _, sizes = checked(chosen, capacities or (), warm_up)
@@ -109,13 +112,23 @@ def run(
         left_out = [name for name in DEFAULT_POLICIES if name not in WITHOUT_TREE]
         chosen = [name for name in DEFAULT_POLICIES if name in WITHOUT_TREE]
         notes.append(f"{', '.join(left_out)} left out: slow with so many references; name it with --policy to run it")
+    if with_hints and (warm_up or trace.sessions is None):
+        raise BadInput("--hints needs a trace that says which requests belong to one session, and no --warm-up")
     if not sizes:
         sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
     began = time.perf_counter()
     reuse = Reuse.of(trace)
-    with console.progress(len(sizes) * len(chosen), "replays") as moved:
+    longest = int(np.diff(trace.starts).max(initial=1))
+    hinted = [size for size in sizes if size > longest] if with_hints else []
+    if with_hints and len(hinted) < len(sizes):
+        notes.append(f"no hints below {longest + 1:,} blocks, the longest request and one more")
+    with console.progress(len(sizes) * len(chosen) + len(hinted), "replays") as moved:
         at_once = _processes(trace) if jobs is None else jobs
         results = hit_rate_curve(trace, sizes, chosen, warm_up=warm_up, jobs=at_once, reuse=reuse, on_progress=moved)
+        for size in hinted:
+            if moved is not None:
+                moved(len(results), "LRU with hints")
+            results.append(replay_hints(trace, size))
     seconds = time.perf_counter() - began
     span = float(np.ptp(trace.arrivals))
     windows = working_set(trace, span / WINDOWS * (1 + 1e-9) if span > 0 else 1.0)

@@ -34,8 +34,10 @@ class Trace:
     1]]``. They are the source's own numbers if those are small, else renumbered. ``starts`` int64 ``[requests + 1]``;
     ``arrivals`` float64 ``[requests]``, seconds; ``input_lengths``, ``output_lengths`` int64 ``[requests]``, tokens. An
     id stands for ``block_size`` tokens, or for ``block_tokens``, int32 ``[refs]``, if the source gives each id its own
-    number of tokens. ``out_of_order``: how many requests the source named after one that arrived later; ``read`` ordered
-    them, unless it was told to keep the order.
+    number of tokens. ``sessions`` int64 ``[requests]``: the number of each request's conversation, -1 where the source
+    does not say; ``calls_tool`` bool ``[requests]``: see ``Request``; both None if it says nothing. ``out_of_order``:
+    how many requests the source named after one that arrived later; ``read`` ordered them, unless it was told to keep
+    the order.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Trace:
     block_size: int = DEFAULT_BLOCK_SIZE
     block_tokens: Ids32 | None = None
     out_of_order: int = 0
+    sessions: Ints | None = None
+    calls_tool: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def read(
@@ -68,6 +72,7 @@ class Trace:
             return source if limit is None or limit >= len(source) else source.take(np.arange(limit))
         name = str(source) if isinstance(source, str | Path) else "records"
         arrivals, inputs, outputs, counts, tokens = [], [], [], [0], []
+        sessions, tools = [], []
         ids = _GrowingIds()
         for request in islice(read_requests(source), limit):
             arrivals.append(request.arrival)
@@ -75,10 +80,14 @@ class Trace:
             outputs.append(request.output_length)
             counts.append(len(request.block_ids))
             tokens.append(request.block_tokens)
+            sessions.append(request.session)
+            tools.append(request.calls_tool)
             ids.add(request.block_ids)
         made = cls(
             name, _small(ids.array()), np.cumsum(counts, dtype=np.int64), np.array(arrivals, np.float64),
             np.array(inputs, np.int64), np.array(outputs, np.int64),
+            sessions=np.array(sessions, np.int64) if max(sessions, default=-1) >= 0 else None,
+            calls_tool=np.array(tools, np.bool_) if any(tools) else None,
         )  # fmt: skip
         default = DEFAULT_BLOCK_SIZE if block_size is None else whole_number(block_size, "block_size", at_least=1)
         return made._with_tokens(tokens, default)._ordered(keep_order)
@@ -189,6 +198,8 @@ class Trace:
         return Trace(
             self.name, taken(self.ids), starts, self.arrivals[chosen], self.input_lengths[chosen],
             self.output_lengths[chosen], self.block_size, None if self.block_tokens is None else taken(self.block_tokens),
+            sessions=None if self.sessions is None else self.sessions[chosen],
+            calls_tool=None if self.calls_tool is None else self.calls_tool[chosen],
         )  # fmt: skip
 
 

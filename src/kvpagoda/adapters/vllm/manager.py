@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
 from kvpagoda.adapters.vllm.options import Options
+from kvpagoda.adapters.vllm.promises import Promises
 from kvpagoda.adapters.vllm.recent import Recent
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import as_policy
@@ -82,6 +84,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self._alignment = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
         if self._bounded:
             self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
+        self.promises = Promises(self.block_pool, self.options.promised)
         self._order()
 
     def _is_bounded(self, manager: Any) -> bool:
@@ -147,11 +150,14 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             and computed + num_new_computed_tokens + num_new_tokens >= request.num_tokens
         ):
             more["full_sequence_must_fit"] = False  # it is what has to fit anyway: once is enough
-        added: KVCacheBlocks | None = super().allocate_slots(
-            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, *others, **more
-        )
+        args = (request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, *others)
+        added: KVCacheBlocks | None = super().allocate_slots(*args, **more)
+        while added is None and self.promises.give_way():  # running requests come first
+            added = super().allocate_slots(*args, **more)
         if added is None:
             return None
+        if new_computed_blocks is not None and (hints := getattr(request, "kv_hints", None)) is not None:
+            self.promises.began(name, hints)
         if self._has_order:
             if name not in self._places:
                 self._begin(request, num_new_computed_tokens, new_computed_blocks)
@@ -278,7 +284,27 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
 
     def free(self, request: Request) -> None:
         """As vLLM's: the blocks at the end of the text are used again first, in all groups alike."""
+        self.promises.expire()
+        if request.is_finished():
+            self.promises.at_end(request, partial(self._blocks_of, request))
         self.block_pool.free_blocks(reversed(self.pop_blocks_for_free(request)))
+
+    def _blocks_of(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+        """Return the blocks of ``request`` from which its first ``num_tokens`` can be resumed, in the order of their
+        positions."""
+        place = num_tokens // self._alignment * self._alignment
+        columns: list[list[KVCacheBlock]] = []
+        sizes: list[int] = []
+        if self._bounded:
+            self._hold(request, place)
+        for manager in self.coordinator.single_type_managers:
+            if not manager.kv_cache_spec.prefix_cacheable:
+                continue
+            size, blocks = manager.block_size, manager.req_to_blocks.get(request.request_id, [])
+            first = max(0, manager.get_num_skipped_tokens(place)) // size if manager in self._bounded else 0
+            columns.append(blocks[first : place // size])
+            sizes.append(size)
+        return _by_position(columns, sizes)
 
     def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
         """As vLLM's. The blocks of all groups are in the order of their positions; those of windows are kept."""
@@ -303,6 +329,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM's."""
+        self.promises.clear()
         is_reset: bool = super().reset_prefix_cache()
         if is_reset:
             if self._seen is not None:

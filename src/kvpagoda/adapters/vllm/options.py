@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpagoda.errors import BadInput, MissingExtra, shown, unknown_name
 from kvpagoda.policies import POLICY_NAMES
-from kvpagoda.units import whole_number
+from kvpagoda.units import real_number, whole_number
 
 SUPPORTED = ("0.32", "0.33")
 """The releases of vLLM that were read and tried."""
@@ -23,11 +23,13 @@ _KEY = "kvpagoda"
 class Options:
     """How the cache behaves. ``policy``: which cached text is evicted first, by name. ``checkpoint_every``: keep what
     resuming needs after every so many tokens too, not only where texts end and part; None: what vLLM's
-    ``--prefix-cache-retention-interval`` says, whose default 0 means nowhere else.
+    ``--prefix-cache-retention-interval`` says, whose default 0 means nowhere else. ``promised``: the share of the blocks, 0
+    to 1, that hints (``kv_hints`` of requests) may keep.
     """
 
     policy: str = "lru"
     checkpoint_every: int | None = None
+    promised: float = 0.5
 
     def __post_init__(self) -> None:
         if self.policy in NEEDS_PRIORITIES:
@@ -37,6 +39,8 @@ class Options:
             raise unknown_name("eviction policy", self.policy, known)
         if self.checkpoint_every is not None:
             whole_number(self.checkpoint_every, "checkpoint_every", 1)
+        if real_number(self.promised, "promised") > 1:
+            raise BadInput(f"promised is a share of the blocks, 0 to 1, got {self.promised}")
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:

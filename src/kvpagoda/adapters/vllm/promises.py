@@ -1,0 +1,174 @@
+"""Hints in vLLM: the texts that requests asked to keep, by the ``kv_hints`` that vLLM carries on a request.
+
+vLLM tells a scheduler of hints with a request alone, so ``kv.retain`` and ``kv.pin`` are about that request, from its end
+on; ``kv.session`` lets the next request of a session replace what it was promised before, and ``kv.release`` ends a
+promise. A promise holds blocks as a request does. When a request lacks blocks, promises end first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from time import monotonic
+from typing import Any
+
+from kvpagoda.errors import BadInput, KVPagodaError
+from kvpagoda.hints import HintLimits, Outcome, read_envelope
+from kvpagoda.hints.envelope import DEFAULT_PRIORITY, MOST_PRIORITY, Payload, is_known
+from kvpagoda.hints.keep import Keep
+
+_HERE = ("kv.retain", "kv.pin", "kv.release", "kv.session")
+
+
+@dataclass(eq=False)
+class Promise:
+    """Blocks that are held, ends of texts first. ``until``: None: until it is released."""
+
+    keep: Keep
+    outcome: Outcome
+    session: str | None
+    blocks: list[Any]
+
+
+class Promises:
+    """The promises in ``pool``, a block pool of vLLM: at most ``share`` of its blocks.
+
+    ``clock``: seconds. ``limits``: see ``HintLimits``; those on sessions and tenants have no meaning here.
+    """
+
+    def __init__(
+        self, pool: Any, share: float, clock: Callable[[], float] = monotonic, limits: HintLimits | None = None
+    ) -> None:
+        self._pool, self._clock, self._limits = pool, clock, HintLimits() if limits is None else limits
+        self._most = int(share * pool.num_gpu_blocks)
+        self.num_blocks = 0  #: of all promises, each for itself
+        self._held: dict[int, Promise] = {}
+        self._by_end: list[tuple[float, int]] = []
+        self._numbers = count()
+        self._asked: dict[str, tuple[list[Keep], str | None]] = {}  # request -> promises for its end, its session
+        self._news: deque[Outcome] = deque(maxlen=self._limits.news)
+
+    def ended(self) -> list[Outcome]:
+        """Return what became of deferred actions and of promises since the last call, in order."""
+        self.expire()
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def began(self, request: str, envelope: Any) -> list[Outcome]:
+        """Answer the hints of ``request``, which has its first blocks."""
+        try:
+            message, actions = read_envelope(envelope, self._limits.actions, self._limits.nbytes)
+        except KVPagodaError as error:
+            return [Outcome("", "", "", "rejected", str(error))]
+        keeps: list[Keep] = []
+        session: str | None = None
+        answers: list[Outcome] = []
+        for action in actions:
+            asked = Outcome(message, action.action_id, action.action_type, "accepted")
+            if (wrong := is_known(action)) is not None:
+                answers.append(asked.now("unknown", wrong))
+                continue
+            if action.action_type not in _HERE:
+                answers.append(asked.now("rejected", "vLLM's scheduler does not do this; KVCache does"))
+                continue
+            try:
+                payload = Payload(action.payload)
+                if action.action_type == "kv.session":
+                    name = payload.text("session_id")
+                    if payload.one_of("event", ("begin", "continue", "end")) == "end":
+                        answers.append(self._release(asked, None, name))
+                    else:
+                        session = name
+                        answers.append(asked)
+                elif action.action_type == "kv.release":
+                    answers.append(self._release(asked, payload.text("promise"), payload.text("session_id")))
+                else:
+                    is_pin = action.action_type == "kv.pin"
+                    default, seconds = (MOST_PRIORITY, None) if is_pin else (DEFAULT_PRIORITY, self._limits.seconds)
+                    keeps.append(Keep.of(asked, payload, default, seconds))
+                    answers.append(asked.now("deferred", "to the end of the request"))
+            except BadInput as error:
+                answers.append(asked.now("rejected", str(error)))
+        if keeps or session is not None:
+            self._asked[request] = keeps, session
+        return answers
+
+    def at_end(self, request: Any, blocks_of: Callable[[int], list[Any]]) -> None:
+        """Give the promises that ``request``, which ends, asked for. ``blocks_of(n)``: the blocks from which its first n
+        tokens can be resumed, in the order of their positions."""
+        keeps, session = self._asked.pop(request.request_id, ((), None))
+        if session is not None:
+            self._release(None, None, session, "replaced")
+        for keep in keeps:
+            end = keep.end
+            if keep.answer is not None:
+                if keep.answer.priority:
+                    self._grant(keep.answer, request, blocks_of, session)
+                end = min(request.num_prompt_tokens, request.num_prompt_tokens if end is None else end)
+            self._grant(keep._replace(end=end), request, blocks_of, session)
+
+    def expire(self) -> None:
+        """End the promises whose time is over."""
+        while self._by_end and self._by_end[0][0] <= self._clock():
+            self._end(heappop(self._by_end)[1], "expired")
+
+    def give_way(self) -> bool:
+        """End the promise of the lowest priority for a request that lacks blocks; return whether there was one."""
+        if not self._held:
+            return False
+        lowest = min(self._held, key=lambda number: (self._held[number].keep.priority, number))
+        self._end(lowest, "taken")
+        return True
+
+    def clear(self) -> None:
+        """End all promises."""
+        for number in [*self._held]:
+            self._end(number, "released")
+
+    def _grant(self, keep: Keep, request: Any, blocks_of: Callable[[int], list[Any]], session: str | None) -> None:
+        wanted = min(request.num_computed_tokens, request.num_tokens)
+        wanted = wanted if keep.end is None else min(wanted, keep.end)
+        blocks = [block for block in blocks_of(wanted) if not block.is_null] if keep.priority else []
+        if not blocks:
+            reason = "nothing of it is cached" if keep.priority else "priority 0: no promise"
+            self._news.append(keep.asked.now("missing" if keep.priority else "accepted", reason, wanted=wanted))
+            return
+        if self.num_blocks + len(blocks) > self._most or len(self._held) >= self._limits.promises:
+            reason = f"{len(blocks)} blocks beside {self.num_blocks} promised ones pass {self._most}"
+            self._news.append(keep.asked.now("rejected", reason, wanted=wanted))
+            return
+        number, until, status = next(self._numbers), None, "accepted"
+        if keep.seconds is not None:
+            until = self._clock() + min(keep.seconds, self._limits.seconds)
+            status = "clipped" if keep.seconds > self._limits.seconds else status
+            heappush(self._by_end, (until, number))
+        self._pool.touch(blocks)
+        outcome = keep.asked.now(status, f"{len(blocks)} blocks", wanted=wanted, tokens=wanted, until=until)
+        self._held[number] = Promise(keep, outcome, session, blocks)
+        self.num_blocks += len(blocks)
+        self._news.append(outcome)
+
+    def _release(
+        self, asked: Outcome | None, action: str | None, session: str | None, status: str = "released"
+    ) -> Outcome:
+        found = [
+            number
+            for number, one in self._held.items()
+            if (action is not None and one.outcome.action_id == action)
+            or (action is None and session is not None and one.session == session)
+        ]
+        for number in found:
+            self._end(number, status)
+        asked = asked or Outcome("", "", "", "released")
+        return asked.now("accepted", f"{len(found)} promises") if found else asked.now("missing", "no such promise")
+
+    def _end(self, number: int, status: str) -> None:
+        promise = self._held.pop(number, None)
+        if promise is not None:
+            self.num_blocks -= len(promise.blocks)
+            self._pool.free_blocks(reversed(promise.blocks))
+            self._news.append(promise.outcome.now(status))
