@@ -41,7 +41,8 @@ def expected(name: str) -> list[list[int]]:
 
 
 PAIRS = [
-    ("qwen3_next", "llama"), ("llama", "llama"), ("llama", "mistral"), ("mistral", "llama"), ("gemma3_text", "llama"), ("gpt_oss", "mistral"),
+    ("qwen3_next", "llama"),
+    ("llama", "llama"), ("llama", "mistral"), ("mistral", "llama"), ("gemma3_text", "llama"), ("gpt_oss", "mistral"),
     ("deepseek_v3", "llama"), ("qwen3", "deepseek_v3"), ("mistral", "gemma3_text"), ("deepseek_v4", "llama"),
     ("llama", "gpt2"),
 ]  # fmt: skip
