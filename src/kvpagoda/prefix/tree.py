@@ -211,24 +211,14 @@ class PrefixTree:
             self._order.mark(node)
         return Inserted(own, duplicates, added, lease)
 
-    def evict(self, num_blocks: int) -> Evicted:
+    def evict(self, num_blocks: int, victims: Iterator[tuple[Node, int]] | None = None) -> Evicted:
         """Evict ``num_blocks`` blocks, or all unpinned blocks if these are fewer, in the order of the policy.
 
         Leaves first, block by block from the end. Costs the policy's choice, amortised O(log leaves) with LRU, and O(1)
-        for each block. Raises BadInput for a negative number."""
+        for each block. ``victims``: see ``evict_end``. Raises BadInput for a negative number."""
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         evictable = self.num_cached - self._leases.num_pinned
-        return self._evict(asked if asked < evictable else evictable, asked, None)
-
-    def evict_end(self, at: Match | Lease) -> Evicted:
-        """Evict the blocks at the end of what ``at`` covers that no lease and no other text uses, whatever their age.
-        O(nodes behind it). Raises as ``pin`` does."""
-        victims = eviction.end_of(*self._locate(at))
-        count = sum(count for _, count in victims)
-        return self._evict(count, count, eviction.emptied(victims))
-
-    def _evict(self, count: int, asked: int, victims: Iterator[tuple[Node, int]] | None) -> Evicted:
-        ids = np.empty((self._num_rows, count), np.int32)
+        ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
         done, states, bare = eviction.evict(self._order, self.checkpoints, ids, victims)
         if done:
             self.num_cached -= done
@@ -236,6 +226,12 @@ class PrefixTree:
             for root in bare:
                 self._roots.drop(root)
         return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
+
+    def evict_end(self, at: Match | Lease) -> Evicted:
+        """Evict the blocks at the end of what ``at`` covers that no lease and no other text uses, whatever their age.
+        O(nodes behind it). Raises as ``pin`` does."""
+        victims = eviction.end_of(*self._locate(at))
+        return self.evict(sum(count for _, count in victims), eviction.emptied(victims))
 
     def oldest(self) -> int | None:
         """Return when the block that is evicted next was last used, by the clock of ``checkpoints``. None if no block
