@@ -23,8 +23,6 @@ from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.units import whole_number
 
-SHARE = 0.95
-"""Of the blocks, that promises may have."""
 QUANTILE = 0.75
 """A promise lasts as long as this share of the tools took so far."""
 _FEW = 32  # tools that were seen before their times are relied on
@@ -61,10 +59,10 @@ def replay_hints(
 ) -> ReplayResult:
     """Replay a trace, whose sessions are known, with LRU and hints. A block of the trace is one block of the cache.
 
-    While a tool runs, the text of its session is retained for the usual time of a tool; when it is the user's turn, or
-    none is known, nothing is promised; when a session ends, its blocks are evicted. Requests run one after another, and
-    the clock is that of their arrivals. Raises BadInput for a trace without sessions, and NeverFits for a request that
-    is larger than the capacity.
+    While a tool runs, the text of its session is retained for the usual time of a tool; when it is the user's turn,
+    nothing is promised; when a session ends, its blocks are evicted. Promises leave room for the largest request, so that
+    none is taken back. Requests run one after another, and the clock is that of their arrivals. Raises BadInput for a
+    trace without sessions, and NeverFits for a request that is larger than the capacity.
     """
     columns, capacity = readable(trace), whole_number(capacity_blocks, "a capacity in blocks", at_least=1)
     if columns.sessions is None or columns.calls_tool is None:
@@ -83,7 +81,7 @@ def replay_hints(
     limits = HintLimits(seconds=float(1 << 40), promises=1 << 20, sessions=1 << 20, session_tokens=1 << 40)
     cache = KVCache(
         _ONE, num_blocks=capacity, block_size=1, max_requests=1, device="none", hints=Hints(now, limits),
-        retention=Retention(pin_share=SHARE), limits=Limits(capacity, capacity),
+        retention=Retention(pin_share=1 - (longest + 1) / capacity), limits=Limits(capacity, capacity),
     )  # fmt: skip
     last = {session: number for number, session in enumerate(sessions.tolist())}
     for number in range(len(columns)):

@@ -15,7 +15,7 @@ Grouped: the chain is the ids of all groups in their order. An id has a meaning 
 for an equal share of the prompt.
 
 Run length: a line {"conv": ..} begins a conversation. An id has a meaning only inside its conversation; the reader
-makes the ids of all conversations different. "sp": "tool_use" says that the answer ended with the call of a tool.
+makes the ids of all conversations different. "sp" says why the answer ended: "end_turn", or "tool_use".
 
 Lcp: a prompt of ``n`` bytes begins with the first ``l`` bytes of prompt ``p``. Whole blocks of 64 bytes become ids.
 
@@ -59,7 +59,8 @@ class Request:
     is empty if the trace has only lengths. ``block_tokens``: the number of tokens that an id stands for (the last id
     stands for the rest of the prompt), or int64 ``[n]``, one number for each id; None if the trace does not say. The
     caller owns the arrays. ``session``: the number of its conversation; -1 if the trace does not say. ``calls_tool``:
-    whether its answer ended with the call of a tool, so that the next request of the session comes without a user.
+    whether its answer ended for another reason than the end of a turn, so that the next request of the session comes
+    without a user.
     """
 
     arrival: float
@@ -231,7 +232,7 @@ def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[R
         spans = [np.arange(begin, begin + count) for begin, count in zip(runs[::2], runs[1::2])]
         ids = np.concatenate([np.empty(0, np.int64), *spans]) + first
         fresh = max(fresh, int(ids.max(initial=-1)) + 1)
-        is_tool = record.get("sp") == "tool_use"
+        is_tool = record.get("sp", "end_turn") != "end_turn"
         yield Request(_seconds(record, "t"), tokens, _count(record, "out"), ids, block_size, session, is_tool)
 
 
