@@ -62,8 +62,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "longcat_flash": dict(mla_scale_q_lora=True, mla_scale_kv_lora=True, zero_expert_type="identity"),
     "mimo_v2_flash": dict(
         hybrid_layer_pattern=[0, 1, 1, 1], moe_layer_freq=[0, 1, 1, 1], layernorm_epsilon=1e-5,
-        layer_types=["full_attention"] + ["sliding_attention"] * 3, head_dim=12, v_head_dim=12,
-        swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=12, swa_v_head_dim=12, swa_rope_theta=10000.0,
+        layer_types=["full_attention"] + ["sliding_attention"] * 3, head_dim=12, v_head_dim=8,
+        swa_num_attention_heads=8, swa_num_key_value_heads=2, swa_head_dim=16, swa_v_head_dim=4, swa_rope_theta=10000.0,
         rope_theta=10000.0, partial_rotary_factor=1.0, sliding_window_size=8,
     ),
     "minimax_m2": dict(rotary_dim=6, scoring_func="sigmoid"),
