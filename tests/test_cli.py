@@ -105,6 +105,18 @@ def test_plan_says_which_presets_are_unverified(here: Command) -> None:
     assert "unverified" not in here("plan", "kimi-k3").stderr
 
 
+def test_plan_says_what_a_plan_of_the_type_does_not_do(here: Command, tmp_path: Path) -> None:
+    from kvpagoda.schema.presets import presets
+
+    told = "nothing between the prompt and the window of what is generated is freed"
+    assert told in here("plan", "unlimited-ocr").stderr
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(presets()["unlimited-ocr"]["config"]))
+    assert told in here("plan", str(config)).stderr
+    assert "verify_width above 0 is refused" in here("plan", "glm-5.3-flash").stderr
+    assert not here("plan", "kimi-k3").stderr
+
+
 def test_plan_takes_a_preset_by_its_name_on_the_hub(here: Command) -> None:
     made = json.loads(here("plan", "meta-llama/Llama-3.1-8B", "--json", "--dtype", "float32").stdout)
     assert made["schema"] == "llama-3.1-8b" and made["bytes_per_token"] == 2 * 131_072

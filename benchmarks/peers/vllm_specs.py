@@ -30,6 +30,8 @@ os.environ.update(
 )  # fmt: skip
 LONGEST = 60
 """Seconds after which a model that is not built is given up."""
+NOTE = "vllm.models.dots3_note.nvidia.model:Dots3NoteLanguageModelForCausalLM"
+"""The language model of a model that vLLM builds beside its tokenizer and its images alone; it has no name of its own."""
 BLOCK = 256
 """Tokens of a block: a multiple of every compression ratio."""
 
@@ -78,14 +80,20 @@ def replace_what_needs_a_gpu() -> None:
     ):
         setattr(fa_utils, name, getattr(fa_utils, name, MagicMock()))
     fa_utils.is_flash_attn_varlen_func_available = lambda: True
+    import_module("vllm.v1.attention.backends.flashinfer")._get_multi_ctas_kv_counter_buffer = MagicMock()
     import_module("vllm.utils.torch_utils").get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
+    registry.ModelRegistry.register_model(NOTE.partition(":")[2], NOTE)
+    from vllm.config import get_current_vllm_config
+
     platform: Any = import_module("vllm.platforms.cpu").CpuPlatform
     dense = platform.get_attn_backend_cls.__func__
 
     def backend(cls: Any, selected: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
-        """The kernel of an attention layer; of a sparse one FlashMLA's."""
+        """The kernel of an attention layer; of a sparse one FlashMLA's; FlashInfer's for a model that takes no other."""
         if attn_selector_config.use_sparse:
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+        if "FlintForCausalLM" in get_current_vllm_config().model_config.architectures:
+            return "vllm.v1.attention.backends.flashinfer.FlashInferBackend"
         return str(dense(cls, selected, attn_selector_config, num_heads))
 
     platform.get_attn_backend_cls = classmethod(backend)

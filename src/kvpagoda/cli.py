@@ -21,6 +21,7 @@ from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
 from kvpagoda.schema import Schema
 from kvpagoda.schema.config_source import config_named
+from kvpagoda.schema.families import known_types
 from kvpagoda.schema.kv_format import KVFormatNames, as_text, parsed
 from kvpagoda.schema.presets import presets
 from kvpagoda.units import format_bytes
@@ -124,8 +125,12 @@ def plan(
             text, fits, _ = str(error).partition("it fits with layout=")
             raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
-        if (why := presets().get(schema.name, {}).get("unverified")) is not None:
+        preset = presets().get(schema.name, {})
+        if (why := preset.get("unverified")) is not None:
             typer.echo(f"{schema.name} is unverified: {why}", err=True)
+        model_type = preset.get("config", {}).get("model_type", schema.name)
+        if (remark := known_types().get(model_type, {}).get("remark")) is not None:
+            typer.echo(f"{schema.name}: {remark}", err=True)
 
 
 def _words(text: str) -> list[str]:

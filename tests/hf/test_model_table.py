@@ -21,7 +21,7 @@ from vllm_specs import EXPLAINED, RESULT, ours  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
-from kvpagoda.schema.families import families, mtp_layers, refused, served_types  # noqa: E402
+from kvpagoda.schema.families import families, known_types, mtp_layers, refused, served_types  # noqa: E402
 from kvpagoda.schema.presets import presets  # noqa: E402
 from models import FAMILIES, tiny_config  # noqa: E402
 from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
@@ -62,23 +62,32 @@ Generated tokens equal those of the model's own forward pass without a cache. Th
 BESIDE = """
 ## Beside vLLM's own specs
 
-`tests/hf/vllm_specs.py` lets vLLM {vllm} build each of {asked} tiny models from its config, and adds up what its layers say
-that they keep: bytes of a token for each growth law, and of a request's states. {same} types keep the same bytes, {differ}
-others for the reasons below. States of recurrent layers are float32 in both (`mamba_ssm_cache_dtype`); vLLM's default is
-the model's dtype, unless the checkpoint's config names another.
+`tests/hf/vllm_specs.py` lets vLLM {vllm} build a tiny model of each of the {asked} types of `families/model_types.json`, from
+its config, and adds up what its layers say that they keep: bytes of a token for each growth law, and of a request's states.
+{same} types keep the same bytes, {differ} others for the reasons below, and of {absent} vLLM builds no model. Of the {covered}
+covered types above, {here} are among them, and {whole} are other names of them or multimodal models with one of them as text;
+{parts} of the {asked} are such texts, or names that transformers does not have. Of the {refused} refused types no bytes are
+compared.
+
+States of recurrent layers are float32 in both (`mamba_ssm_cache_dtype`); vLLM's default is the model's dtype, unless the
+checkpoint's config names another.
 
 | type | bytes here | bytes in vLLM | why |
 |---|---|---|---|"""
+SGLANG = """
+SGLang {sglang} has a class of its own for {name}, and its config says what a request keeps there without a GPU: {bytes}, here
+{own}. Its convolutions keep the hidden state of the last token, transformers' half the values made of it. Of the types that
+vLLM does not build SGLang has mllama and whisper alone, with rows of images or sounds beside those of the text: not asked."""
 SERVED_HEAD = """
 ## Served by engines, without a causal model in transformers
 
 Plans and caches alone: `kvpagoda.hf.Generator` has no model to run. The configs are presets (`kvpagoda plan --presets`).
 `index_tail` is a state: the keys of the open pool of an indexer that makes one key of several tokens. Of a model with a
-window over what is generated alone (R-SWA, unlimited-ocr) all rows stay, as in vLLM's blocks until they are evicted: the
-growth laws know positions, not where a prompt ends.
+window over what is generated alone (R-SWA, unlimited-ocr) all rows stay, as vLLM's specs say too: the growth laws know
+positions, not where a prompt ends.
 
-| preset | type | bytes | beside |
-|---|---|---|---|"""
+| preset | type | bytes | beside | remarks |
+|---|---|---|---|---|"""
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),
     "big_bird": "as a decoder, attention_type original_full",
@@ -170,21 +179,36 @@ def beside_vllm() -> str:
     for name, row in rows.items():
         if "absent" in row:
             absent.setdefault(row["absent"], []).append(name)
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    head = BESIDE.format(
+        vllm=found["vllm"], asked=len(rows), same=len(same), differ=len(differ), absent=sum(map(len, absent.values())),
+        covered=len(names - refused().keys()), here=len(names & rows.keys()), parts=len(rows.keys() - names),
+        whole=len(names - rows.keys() - refused().keys()), refused=len(refused()),
+    )  # fmt: skip
+    ((name, sizes),) = found["sglang"]["sizes"].items()
+    own = rows[name]["ours"]
+    kept_here = {"token": sum(nbytes for law, nbytes in own.items() if law != "state"), "state": own["state"]}
     return "\n".join(
         [
-            BESIDE.format(vllm=found["vllm"], asked=len(rows), same=len(same), differ=len(differ)),
+            head,
             *differ,
+            SGLANG.format(sglang=found["sglang"]["sglang"], name=name, bytes=figures(sizes), own=figures(kept_here)),
             f"\nvLLM {found['vllm']} builds no model of {sum(map(len, absent.values()))} types:\n",
             *(f"- {why}: {', '.join(names)}" for why, names in sorted(absent.items())),
             f"\nThe same bytes: {', '.join(same)}.",
             SERVED_HEAD,
             *(
-                f"| {name} | {row['config']['model_type']} | {figures(ours(name))} | {compared_with(name, found)} |"
+                f"| {name} | {kind} | {figures(ours(name))} | {compared_with(name, found)} | {remark(kind)} |"
                 for name, row in presets().items()
-                if row["config"]["model_type"] in {*served_types(), "kimi_linear"}
+                if (kind := row["config"]["model_type"]) in {*served_types(), "kimi_linear"}
             ),
         ]
     )
+
+
+def remark(model_type: str) -> str:
+    """What a plan of the type does not do."""
+    return str(known_types()[model_type].get("remark", ""))
 
 
 def compared_with(name: str, found: dict[str, Any]) -> str:

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from vllm_specs import EXPLAINED, PYTHON, RESULT, SERVED, ask, compared, configs, ours
+from vllm_specs import EXPLAINED, PYTHON, RESULT, SERVED, SGLANG, TOLD, ask, compared, configs, ours, reason
 
-from kvpagoda.schema.families import served_types
+from kvpagoda.schema.families import model_types, served_types
 from kvpagoda.schema.presets import presets
 
 RESULTS: dict[str, Any] = json.loads(RESULT.read_text())
@@ -23,7 +23,22 @@ SAMPLE = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mamba2", "qwen3_nex
 
 
 def test_every_type_was_asked_for() -> None:
-    assert RECORDED.keys() == ASKED.keys()
+    assert RECORDED.keys() == ASKED.keys() == model_types().keys()
+
+
+def test_why_a_type_was_not_built_is_known() -> None:
+    """A new error has a reason of its own in ``reason``."""
+    assert all(row["absent"] != reason("") for row in RECORDED.values() if "absent" in row)
+    assert not TOLD.keys() - RECORDED.keys()
+
+
+def test_sglang_keeps_the_same_rows_of_a_type_that_vllm_has_in_part() -> None:
+    """Its states have the hidden state of one token, in bfloat16, where transformers' have half the values of a K/V head."""
+    assert RESULTS["sglang"]["sizes"].keys() == SGLANG.keys() == {"zaya"}
+    sizes, own, config = RESULTS["sglang"]["sizes"]["zaya"], ours(ASKED["zaya"]), ASKED["zaya"]
+    assert sizes["token"] == own["full"] + own["window(8)"]
+    values = config["num_key_value_heads"] * config["head_dim"] // 2
+    assert sizes["state"] - own["state"] == 2 * config["num_hidden_layers"] * (config["hidden_size"] - values)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in RECORDED.items() if "ours" in row))

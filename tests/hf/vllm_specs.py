@@ -5,7 +5,8 @@
 
 ``KVPAGODA_VLLM_PYTHON``: the Python that runs vLLM. ``KVPAGODA_VLLM_PATH``: folders that it searches first, for a newer vLLM
 over the binaries of an older one. ``KVPAGODA_VLLM_TRANSFORMERS``: a folder with a newer transformers, for the types that vLLM
-does not build with its own.
+does not build with its own. ``KVPAGODA_SGLANG_PATH``: a folder with SGLang, which the same Python asks for types whose states
+no class of vLLM has; without it what was recorded of SGLang stays.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=2.0, original_max_position_embeddings=2048, beta_fast=32, beta_slow=1,
     truncate=False,
 )  # fmt: skip
+ROPE = dict(rope_type="default", rope_theta=10000.0)
 INKLING = dict(
     padded_vocab_size=128, use_embed_norm=False, q_bias=False, o_bias=False, sconv_kernel_size=3, use_sconv=True,
     final_logit_softcapping=None, dense_mlp_idx=1, dense_intermediate_size=64, use_gate_bias=False,
@@ -35,6 +38,7 @@ INKLING = dict(
 )  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
     "afmoe": dict(score_func="sigmoid", route_norm=True, route_scale=1.0, mup_enabled=False, n_group=1, topk_group=1),
+    "bailing_hybrid": dict(linear_head_dim=8),
     "beam": dict(
         rope_parameters=dict(sliding_attention=dict(rope_type="default", rope_theta=10000.0), full_attention=None)
     ),
@@ -44,6 +48,14 @@ FIELDS: dict[str, dict[str, Any]] = {
         compress_ratios=[0, 4, 128, 4, 128],
     ),
     "deepseek_v32": dict(index_head_dim=128),
+    "dots3_note_text": dict(
+        index_head_dim=128, per_layer_config={
+            str(i): dict(
+                num_attention_heads=2, num_key_value_heads=2, q_lora_rank=20, kv_lora_rank=36, head_dim=24, v_head_dim=12,
+                qk_rope_head_dim=8,
+            ) for i in (1, 3)
+        },
+    ),
     "glm_moe_dsa": dict(index_head_dim=128),
     "hy_v4": dict(index_head_dim=128),
     "glm4_moe_lite": dict(first_k_dense_replace=1),
@@ -62,42 +74,87 @@ FIELDS: dict[str, dict[str, Any]] = {
     "longcat_flash": dict(mla_scale_q_lora=True, mla_scale_kv_lora=True, zero_expert_type="identity"),
     "mimo_v2_flash": dict(
         hybrid_layer_pattern=[0, 1, 1, 1], moe_layer_freq=[0, 1, 1, 1], layernorm_epsilon=1e-5,
-        layer_types=["full_attention"] + ["sliding_attention"] * 3, head_dim=12, v_head_dim=12,
-        swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=12, swa_v_head_dim=12, swa_rope_theta=10000.0,
+        layer_types=["full_attention"] + ["sliding_attention"] * 3, head_dim=12, v_head_dim=8,
+        swa_num_attention_heads=8, swa_num_key_value_heads=2, swa_head_dim=16, swa_v_head_dim=4, swa_rope_theta=10000.0,
         rope_theta=10000.0, partial_rotary_factor=1.0, sliding_window_size=8,
     ),
     "minimax_m2": dict(rotary_dim=6, scoring_func="sigmoid"),
+    "qwen2_5_vl_text": dict(use_sliding_window=False, layer_types=["full_attention"] * 4),
+    "qwen2_vl_text": dict(use_sliding_window=False, layer_types=["full_attention"] * 4),
     "qwen4_exp_text": dict(output_gate_type="sigmoid"),
 }  # fmt: skip
 """Fields that checkpoints have and transformers' own configs rename or leave out, and sizes that vLLM's kernels demand."""
+TOLD: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": dict(
+        architectures=["BailingMoeV3ForCausalLM"], n_group=1, num_experts_per_tok=2,
+        moe_shared_expert_intermediate_size=32, use_bias=False, no_kda_lora=True,
+    ),
+    "dots3_note_text": dict(
+        architectures=["Dots3NoteLanguageModelForCausalLM"], model_type="dots3_note",
+        first_k_dense_replace=1, layer_types=["full_attention", "sliding_attention"] * 2, sliding_window_size=8,
+        swa_num_attention_heads=2, swa_q_lora_rank=20, swa_kv_lora_rank=36, swa_qk_nope_head_dim=16, swa_v_head_dim=12,
+        swa_qk_rope_head_dim=8, swa_rope_theta=10000.0, attention_gate_type="headwise", swa_attention_gate_type="headwise",
+        apply_mla_qkv_lora_rescale=False, num_nextn_predict_layers=0, rope_theta=10000.0,
+        rope_parameters=ROPE,
+    ),
+    "emu3_text_model": dict(architectures=["Emu3ForConditionalGeneration"]),
+    "gemma4_unified_text": dict(architectures=["Gemma4ForCausalLM"]),
+    "glm4v_moe_text": dict(architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", rope_parameters=ROPE),
+    "glm4v_text": dict(architectures=["Glm4ForCausalLM"], model_type="glm4", head_dim=12, rope_parameters=ROPE),
+    "inkling_text": dict(model_type="inkling_model"),
+    "minimax_m3_vl_text": dict(
+        architectures=["MiniMaxM3SparseForCausalLM"], model_type="minimax_m3_mtp", hidden_act="swigluoai",
+        moe_layer_freq=[1] * 4, num_mtp_modules=0, sparse_attention_config=dict(
+            use_sparse_attention=True, sparse_index_dim=8, sparse_num_index_heads=2, sparse_topk_blocks=3,
+            sparse_block_size=4, sparse_disable_index_value=[0, 1, 0, 1], sparse_score_type="max", sparse_init_block=0,
+            sparse_local_block=1, sparse_attention_freq=[0, 1, 0, 1],
+        ),
+    ),
+    "mllama_text_model": dict(architectures=["MllamaForConditionalGeneration"]),
+    "qwen2_5_vl_text": dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rope_parameters=ROPE),
+    "qwen2_vl_text": dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rope_parameters=ROPE),
+    "qwen3_vl_moe_text": dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", rope_parameters=ROPE),
+    "qwen3_vl_text": dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", rope_parameters=ROPE),
+}  # fmt: skip
+"""What vLLM is told instead: of a text that is a part of a multimodal model, the language model that vLLM's class of the
+whole builds for it; of others, vLLM's names of a type, a class and its fields."""
 SERVED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("served_configs.json").read_text())
 """Preset -> the config by which vLLM builds it: the preset's, and what a model needs besides. Experts are fewer, tables of
 n-grams smaller, and there are no draft layers; a cache has none of them."""
+SGLANG: dict[str, dict[str, Any]] = {"zaya": dict(zaya_layers=["a"] * 4)}
+"""Types that vLLM has only through its Transformers backend, without their states, and SGLang as a model of its own -> fields
+of the checkpoint that transformers' config leaves out."""
 NOT_PUBLISHED = ("_name_or_path", "output_attentions", "model_max_length")
 
 FP8_KEYS = "keys of the indexer in fp8 with a float32 scale for 128 elements, which no option of vLLM changes; here raw"
-DENSE = "through its Transformers backend, which computes dense attention and keeps no keys of the indexer"
-FULL_HERE = "through its Transformers backend, which knows neither these windows nor the states of their convolutions"
-KEPT_FULL = "windows that the config names without types of layers are kept as full attention; transformers masks them"
+FULL_HERE = (
+    "its Transformers backend, which gives windows to layers of the type sliding_attention alone, and has no states"
+)
+COHERE = "vLLM's class adds a token to the window, which the training had, as it says; transformers' model does not"
 EXPLAINED: dict[str, str] = {
-    "axk2": DENSE,
-    "cohere2": "a window of one token more than transformers masks",
-    "cohere2_moe": "a window of one token more than transformers masks",
+    "axk2": "its Transformers backend, which knows latents and no indexer: dense attention over all of them",
+    "cohere2": COHERE,
+    "cohere2_moe": COHERE,
     "deepseek_v32": FP8_KEYS,
     "deepseek_v4": "keys of the indexer in fp8 (132 bytes), here MXFP4 (68); rings and tails are blocks of windows",
+    "dots3_note_text": f"{FP8_KEYS}, in float32; latents of full layers are padded to the size of those with windows",
     "glm_moe_dsa": FP8_KEYS,
     "hy_v4": FP8_KEYS,
     "inkling2_text": FULL_HERE,
-    "mimo_v2_flash": "the window of a checkpoint counts the tokens before the current one; vLLM counts that one too",
-    "minicpm3": "decompressed heads, values padded to the keys' size; here the latent",
-    "minimax_m3_vl_text": DENSE,
-    "moshi": "windows on all layers; transformers' model masks none",
-    "qwen2_moe": KEPT_FULL,
+    "inkling_text": "the inputs of convolutions are bfloat16 rows of windows, each head's padded to a power of two; here "
+    "they are float32 states",
+    "mimo_v2_flash": "vLLM's window has sliding_window_size tokens with the current one, transformers' one more",
+    "minicpm3": "K/V heads made of the latent, values padded to the keys' size; here the latent itself",
+    "moshi": "its Transformers backend, which takes the config's window for all layers; transformers' model masks none",
+    "qwen2_moe": "vLLM's class has no windows; transformers masks those that use_sliding_window switches on",
+    "qwen4_exp_text": "one key of the indexer for indexer_compress_ratio tokens, and a ring for those of the open pool; "
+    "transformers' model keeps one a token. Tokens of n-grams are taken from the request, here they are a state of 16 bytes",
     "zaya": FULL_HERE,
     "deepseek-v4.1-flash": "entries, keys and rings in fp8 (584 and 132 bytes a row), here raw; rings are blocks of "
     "windows, and the tail of a compressor has 8 rows where 1 is read",
     "glm-5.3-flash": FP8_KEYS,
-    "qwen3.8-flash-next": "the last two tokens of an n-gram are read from the request, here they are a state of 16 bytes",
+    "qwen3.8-flash-next": "the two tokens before a step, which n-grams read, are taken from the request's tokens; here they "
+    "are a state of two int64",
 }
 """Model type or preset -> why vLLM keeps other bytes than we do."""
 
@@ -129,15 +186,23 @@ def configs() -> dict[str, dict[str, Any]]:
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "")
         found[name] = {key: value for key, value in kept.items() if key not in NOT_PUBLISHED}
         found[name]["architectures"] = [architecture]
+    found["kimi_k2"] = {**found["deepseek_v3"], "model_type": "kimi_k2"}
     return found
 
 
 def ask(configs: dict[str, dict[str, Any]], *folders: str, timeout: float = 500) -> dict[str, Any]:
     """What the installed vLLM says of ``configs``; see ``benchmarks/peers/vllm_specs.py``. ``folders`` are searched first."""
-    path = os.pathsep.join(filter(None, (*folders, os.environ.get("KVPAGODA_VLLM_PATH"), str(ROOT))))
+    told = {name: {**config, **TOLD.get(name, {})} for name, config in configs.items()}
+    if "dots3_note_text" in told:
+        del told["dots3_note_text"]["per_layer_config"]  # its swa_ fields say the same
+    return answered("vllm_specs", told, (*folders, os.environ.get("KVPAGODA_VLLM_PATH")), timeout)
+
+
+def answered(program: str, told: dict[str, Any], folders: Sequence[str | None], timeout: float) -> dict[str, Any]:
+    """What ``program`` of ``benchmarks/peers`` answers to ``told``; ``folders`` are searched first."""
     answer = subprocess.run(
-        [PYTHON, "-m", "benchmarks.peers.vllm_specs"], input=json.dumps(configs), capture_output=True, text=True,
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=timeout, check=False,
+        [PYTHON, "-m", f"benchmarks.peers.{program}"], input=json.dumps(told), capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (*folders, str(ROOT))))}, timeout=timeout, check=False,
     )  # fmt: skip
     if answer.returncode:
         raise RuntimeError(answer.stderr[-2000:])
@@ -175,13 +240,16 @@ def theirs(layers: list[dict[str, Any]]) -> dict[str, float]:
 def reason(error: str) -> str:
     """Why vLLM does not build a model, in a few words."""
     known = {
-        "are not supported for now": "no such architecture",
-        "is not supported anymore": "dropped since 0.28",
-        "position_ids not found": "not taken by its Transformers backend",
-        "KeyError: 'vllm'": "not taken by its Transformers backend",
-        "NOTE tokenizer": "built beside its tokenizer alone",
-        "dispatch": "not taken by its Transformers backend",
-        "Flint requires FlashInfer": "built on a GPU alone",
+        "Mllama": "dropped since 0.10.2",
+        "was supported in vLLM until": "dropped since 0.28",
+        "load the processor": "a text that it builds inside its multimodal model alone, which needs a processor of images",
+        "are not supported for now": "no such architecture, and transformers' class takes no attention of others",
+        "position_ids not found": "not taken by its Transformers backend: transformers' model takes no positions",
+        "(linear_attention)": "not taken by its Transformers backend, which has no states",
+        "(conv)": "not taken by its Transformers backend, which has no states",
+        "does not dispatch": "not taken by its Transformers backend: transformers' model computes attention itself",
+        "more than one module": "not taken by its Transformers backend: layers attend to an encoder too",
+        "KeyError: 'vllm'": "not taken by its Transformers backend: transformers' model chooses its attention from a list",
     }
     return next((text for part, text in known.items() if part in error), "an error while the tiny model is built")
 
@@ -202,13 +270,19 @@ def main() -> None:
     """See the top of this file."""
     asked = configs()
     answer = ask(asked)
-    newer = os.environ.get("KVPAGODA_VLLM_TRANSFORMERS")
-    if newer:
+    versions = [answer["transformers"]]
+    if newer := os.environ.get("KVPAGODA_VLLM_TRANSFORMERS"):
         missed = {name: asked[name] for name, found in answer["specs"].items() if "absent" in found}
-        answer["specs"] |= ask(missed, newer)["specs"]
-    served = compared(ask(SERVED), SERVED)
-    rows = compared(answer, asked)
-    result = {"vllm": answer["vllm"], "transformers": answer["transformers"], "types": rows, "presets": served}
+        second = ask(missed, newer)
+        answer["specs"] |= second["specs"]
+        versions.append(second["transformers"])
+    if folder := os.environ.get("KVPAGODA_SGLANG_PATH"):
+        told = {name: {**asked[name], **fields} for name, fields in SGLANG.items()}
+        sglang = answered("sglang_sizes", told, (newer, folder), 500)
+    else:
+        sglang = json.loads(RESULT.read_text())["sglang"]
+    rows, served = compared(answer, asked), compared(ask(SERVED), SERVED)
+    result = {"vllm": answer["vllm"], "transformers": versions, "types": rows, "presets": served, "sglang": sglang}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     for name, row in {**rows, **served}.items():
         if "absent" in row:

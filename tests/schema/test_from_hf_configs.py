@@ -43,6 +43,12 @@ KIMI_LINEAR = {
     },
 }  # fmt: skip
 
+MIMO = {
+    "model_type": "mimo_v2_flash", "num_hidden_layers": 48, "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 192,
+    "num_key_value_heads": 4, "v_head_dim": 128, "sliding_window_size": 128, "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+}  # fmt: skip
+
 
 def labels(schema: Schema) -> str:
     """The first letter of every layer's type."""
@@ -100,6 +106,27 @@ def test_kimi() -> None:
     k2 = {**v3, "model_type": "kimi_k2"}
     assert Schema.from_hf_config(k2).layers == Schema.from_hf_config(v3).layers
     assert Schema.from_hf_config({"model_type": "kimi_k25", "text_config": k2}) == Schema.from_hf_config(k2)
+
+
+def test_mimo_v2_flash_has_sizes_of_its_own_for_windows() -> None:
+    """transformers' model doubles the heads of the other layers; the published config says how many there are."""
+
+    def bytes_of(schema: Schema) -> dict[str, int]:
+        rows = {group.name: [row for layer in group.layers for row in layer.block_rows()] for group in schema.groups}
+        return {name: sum(row.row_nbytes * row.count for row in kept) for name, kept in rows.items()}
+
+    def laws(**changes: Any) -> dict[str, int]:
+        return bytes_of(Schema.from_hf_config({**MIMO, **changes}))
+
+    published = {"full": 9 * 4 * (192 + 128) * 2, "window(129)": 39 * 8 * (192 + 128) * 2}
+    unnamed = dict.fromkeys((field for field in MIMO if field.startswith("swa_")), None)
+    assert laws() == laws(**unnamed) == published
+    real = transformers.CONFIG_MAPPING["mimo_v2_flash"](sliding_window_size=128)
+    assert bytes_of(Schema.from_hf_config(real, dtype="bfloat16")) == published
+    assert laws(swa_num_key_value_heads=16)["window(129)"] == 39 * 16 * (192 + 128) * 2
+    assert laws(swa_head_dim=64, swa_v_head_dim=32) == {**published, "window(129)": 39 * 8 * (64 + 32) * 2}
+    with pytest.raises(SchemaError, match="num_attention_heads is 60; expected a multiple of num_key_value_heads = 8"):
+        laws(swa_num_attention_heads=60)
 
 
 def test_gemma3n_shares_the_last_layer_of_each_type() -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvpagoda import KVCache, Schema
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
 from kvpagoda.schema import Attention, Compressed, IndexKeys, Latent, Layer
+from kvpagoda.schema.families import served_types
 from kvpagoda.schema.presets import presets
 
 
@@ -64,3 +65,21 @@ def test_types_of_draft_layers_after_those_of_the_model_are_left_out() -> None:
     assert Schema.from_hf_config(listed).layers == Schema.from_hf_config(config).layers
     with pytest.raises(SchemaError, match="48 types"):
         Schema.from_hf_config({**listed, "num_nextn_predict_layers": 2})
+
+
+def test_tokens_of_an_open_pool_beside_recurrent_states_cannot_be_taken_back_and_the_type_says_so() -> None:
+    """The states of a request move from place to place together; the keys of an open pool are written in place."""
+    told = {
+        name
+        for name, row in served_types().items()
+        if row.get("remark", "").startswith("verify_width above 0 is refused")
+    }
+    refused = set()
+    for preset in presets().values():
+        if (model_type := preset["config"]["model_type"]) in served_types():
+            try:
+                Schema.from_hf_config(preset["config"], verify_width=1)
+            except SchemaError as error:
+                assert "these layers have different numbers of places" in str(error) and error.needed == 1
+                refused.add(model_type)
+    assert refused == told == {"glm5_next_text", "qwen4_exp_pooled"}

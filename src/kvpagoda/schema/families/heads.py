@@ -72,9 +72,20 @@ def swa(c: Config, layer_type: str) -> Heads:
 
 
 def mimo(c: Config, layer_type: str) -> Heads:
-    """Grouped heads; sliding layers have twice as many, and V rows have a width of their own."""
-    heads = grouped(c, layer_type)
-    return replace(heads, number=heads.number * (2 if layer_type == SLIDING else 1), v_dim=c.size("v_head_dim"))
+    """Grouped heads; V rows have a width of their own. Sliding layers have twice as many heads of the same sizes; each size
+    that the config names in a ``swa_`` field, as checkpoints do, is that field's instead."""
+    heads, v_dim = grouped(c, layer_type), c.size("v_head_dim")
+    if layer_type != SLIDING:
+        return replace(heads, v_dim=v_dim)
+    own = grouped(
+        c.replaced(
+            num_attention_heads=c.size_or("swa_num_attention_heads", heads.queries),
+            num_key_value_heads=c.size_or("swa_num_key_value_heads", 2 * heads.number),
+            head_dim=c.size_or("swa_head_dim", heads.k_dim),
+        ),
+        layer_type,
+    )
+    return replace(own, v_dim=c.size_or("swa_v_head_dim", v_dim))
 
 
 def zamba(c: Config, layer_type: str) -> Heads:
