@@ -16,6 +16,7 @@ NAMES = [
     "ConcurrentUse",
     "EvictionPolicy",
     "Exhausted",
+    "HandoverMiss",
     "Identity",
     "KVCache",
     "KVPagodaError",
@@ -37,6 +38,7 @@ NAMES = [
     "SchemaError",
     "Sequence",
     "StaleHandle",
+    "TicketRefused",
 ]
 COMPAT = [
     "AttentionType",
