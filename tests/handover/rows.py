@@ -26,7 +26,9 @@ def mixed(values: Array) -> Array:
 def prints_of(tokens: Array) -> Array:
     """Return one number for each prefix of ``tokens``: uint64 ``[n]``; entry i is of the first i + 1."""
     with np.errstate(over="ignore"):
-        return mixed(np.cumsum((np.asarray(tokens, np.uint64) + np.uint64(1)) * _WEIGHTS[: len(tokens)], dtype=np.uint64))
+        return mixed(
+            np.cumsum((np.asarray(tokens, np.uint64) + np.uint64(1)) * _WEIGHTS[: len(tokens)], dtype=np.uint64)
+        )
 
 
 class Rows:
@@ -75,7 +77,9 @@ class Rows:
                     memory[at] = expected
                 else:
                     same = memory[at] == expected
-                    assert same.all(), f"{group.name} layer {field.layer} {field.name}: {np.argwhere(~same)[:4].tolist()} of rank {self._rank}"
+                    assert same.all(), (
+                        f"{group.name} layer {field.layer} {field.name}: {np.argwhere(~same)[:4].tolist()} of rank {self._rank}"
+                    )
                     self.num_compared += len(wanted)
 
     def _expected(self, prints: Array, field: Any, rows: Array | None) -> Array:
@@ -95,7 +99,11 @@ class Rows:
 
     def _whole(self, heads: int, width: int) -> Array:
         """Return which elements of the whole model's axis this rank has, of a run of ``heads`` heads."""
-        first = self._rank * max(1, self.of_model.get(width, heads * self._ranks)) // self._ranks if heads == 1 else self._rank * heads
+        first = (
+            self._rank * max(1, self.of_model.get(width, heads * self._ranks)) // self._ranks
+            if heads == 1
+            else self._rank * heads
+        )
         return np.arange(first * width, (first + heads) * width)
 
     of_model: dict[int, int] = {}

@@ -32,6 +32,30 @@ class FieldPlace:
     itemsize: int
     runs: Runs | None
 
+    def is_like(self, other: FieldPlace) -> bool:
+        """Return whether a row has the same axes and elements as one of ``other``, whatever the number of heads."""
+        at = -1 if other.runs is None else other.runs[0]
+        if (self.itemsize, len(self.shape), self.runs is None) != (
+            other.itemsize,
+            len(other.shape),
+            other.runs is None,
+        ):
+            return False
+        if any(a != b for axis, (a, b) in enumerate(zip(self.shape, other.shape)) if axis != at):
+            return False
+        if self.runs is None or other.runs is None:
+            return True
+        widths = [[width for _, width in runs[1]] for runs in (self.runs, other.runs)]
+        sizes = sum(heads * width for heads, width in self.runs[1])
+        return self.runs[0] == at and widths[0] == widths[1] and sizes == self.shape[at] and min(self.runs[1])[0] > 0
+
+    def is_inside(self, rows: int, nbytes: int) -> bool:
+        """Return whether ``rows`` rows lie within the first ``nbytes`` bytes."""
+        if rows < 1 or self.offset < 0 or len(self.strides) != 1 + len(self.shape) or min(self.strides) < 0:
+            return False
+        last = sum((size - 1) * step for size, step in zip((rows, *self.shape), self.strides))
+        return self.offset + last + self.itemsize <= nbytes
+
 
 @dataclass(frozen=True)
 class GroupPlace:
@@ -62,6 +86,25 @@ class GroupPlace:
             for layer, field, offset, strides, shape, itemsize, runs in fields
         )  # fmt: skip
         return cls(str(name), int(tokens), int(nbytes), int(pages), _ints(rows), found)
+
+    def differs_from(self, other: GroupPlace) -> str:
+        """Return why records of ``other`` cannot be recut into these, in words; "" if they can. Names the first field."""
+        if self.name != other.name or bool(self.tokens) != bool(other.tokens):
+            return f"it is {other.name!r}"
+        if other.pages < 1 or len(other.rows) != len(other.fields) or other.nbytes % other.pages:
+            return f"{other.nbytes} bytes are not {other.pages} pages of {len(other.fields)} fields"
+        theirs = {(field.layer, field.name): (rows, field) for rows, field in zip(other.rows, other.fields)}
+        for rows, field in zip(self.rows, self.fields):
+            known, found = theirs.get((field.layer, field.name), (0, None))
+            if found is None or not found.is_like(field) or not found.is_inside(known, other.nbytes // other.pages):
+                return f"layer {field.layer} {field.name!r} is missing, has another shape, or lies outside of its page"
+            if (
+                known != rows
+                if not self.tokens
+                else self.tokens * known * other.pages != other.tokens * rows * self.pages
+            ):
+                return f"layer {field.layer} {field.name!r} has {known} rows a page of {other.tokens} tokens"
+        return ""
 
 
 def _ints(values: Any) -> tuple[int, ...]:

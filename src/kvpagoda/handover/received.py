@@ -76,15 +76,29 @@ class Receiver:
             )  # fmt: skip
 
     def _check_groups(self, ticket: Ticket) -> None:
-        """Raise TicketRefused unless the records that ``ticket`` describes have all that this cache keeps."""
-        for theirs, ours in zip(ticket.groups, self._groups):
-            fields = {(field.layer, field.name) for field in theirs.fields}
-            lacking = [field for field in ours.fields if (field.layer, field.name) not in fields]
-            if theirs.name != ours.name or lacking or len(ticket.groups) != len(self._groups):
-                raise TicketRefused(
-                    f"group {ours.name!r}: the ticket has {theirs.name!r}, without {len(lacking)} fields of it"
-                )
+        """Raise TicketRefused unless ``ticket`` names all that this cache keeps of its tokens."""
+        if len(ticket.groups) != len(self._groups):
+            raise TicketRefused(f"the ticket has {len(ticket.groups)} groups, this cache {len(self._groups)}")
+        for index, (group, theirs, ours) in enumerate(zip(self._core.groups, ticket.groups, self._groups)):
+            if why := ours.differs_from(theirs):
+                raise TicketRefused(f"group {ours.name!r} of the ticket cannot become blocks of this cache: {why}")
             givers_of(theirs, ours, (len(ticket.ranks), self._rank[1]), self._rank[0])
+            first, end, last = ticket.firsts[index], ticket.firsts[index] + ticket.counts[index], 1
+            needed = 0
+            if not group.growth.is_state:
+                last = ceil_div(ticket.length, theirs.tokens)
+                needed = ticket.length if group is self._core.full else group.growth.first_needed(ticket.length)
+                needed //= theirs.tokens
+            if first > needed or end != max(first, last):
+                raise TicketRefused(
+                    f"group {ours.name!r}: the ticket has blocks {first}..{end} of {ticket.length} tokens, needed are "
+                    f"{needed}..{last}", needed=last, available=end,
+                )  # fmt: skip
+
+        _, nbytes = lease_layout(ticket.counts, [group.nbytes for group in ticket.groups])
+        if wrong := [lease.nbytes for lease in ticket.ranks if lease.nbytes != nbytes]:
+            text = f"the ticket has a lease of {format_bytes(wrong[0])}, but its blocks take {format_bytes(nbytes)}"
+            raise TicketRefused(text, needed=nbytes, available=wrong[0])
 
     def source(self, match: Match, ticket: Ticket, transfer: Transfer) -> Received:
         """Return what ``ticket`` names, beyond what is cached of its text, in ``match``. Raises HandoverMiss if the ticket
@@ -178,11 +192,6 @@ class Received(Cached):
         found = {}
         for number, giver in enumerate(givers):
             lease, memory = ticket.ranks[giver], landing[number * nbytes : (number + 1) * nbytes]
-            if lease.nbytes != nbytes:
-                raise TicketRefused(
-                    f"rank {giver} has a lease of {format_bytes(lease.nbytes)}, its blocks take {format_bytes(nbytes)}",
-                    needed=nbytes, available=lease.nbytes,
-                )  # fmt: skip
             try:
                 self._transfer.read(dict(lease.address), lease.offset, memory)
             except OSError as error:

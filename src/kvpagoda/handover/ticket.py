@@ -141,10 +141,12 @@ class Ticket:
             tuple(map(int, data["counts"])), float(data["expires"]), str(data["checksum"]), leases,
         )  # fmt: skip
         sizes = {len(ticket.groups), len(ticket.firsts), len(ticket.counts)}
-        if not 1 <= len(leases) <= MOST_RANKS or len(sizes) > 1 or not 0 < ticket.length <= len(tokens):
+        if not 1 <= len(leases) <= MOST_RANKS or len(sizes) > 1 or ticket.length < 1:
             raise ValueError(f"{len(leases)} ranks, {ticket.length} of {len(tokens)} tokens, groups {sizes}")
-        if min((*ticket.firsts, *ticket.counts), default=0) < 0 or ticket.prompt_length > len(tokens):
-            raise ValueError("columns or a prompt that cannot be")
+        if min((*ticket.firsts, *ticket.counts), default=0) < 0 or max(ticket.length, ticket.prompt_length) != len(
+            tokens
+        ):
+            raise ValueError(f"{len(tokens)} tokens of a prompt of {ticket.prompt_length}, or columns below 0")
         return ticket
 
 
