@@ -162,8 +162,8 @@ class Pair:
             while True:
                 rank.send("go on", self.now)
                 answer = rank.answer()
-                if "reading" not in answer:
-                    self._typed([answer], length, "HandoverMiss")
+                if "reading" not in answer:  # right where the new lease is short: what it did not overwrite is verified
+                    self._typed([answer], length, "HandoverMiss", "")
                     break
         self.good(later, other)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from tools.drawings import blocks, hit, places, plots, rooms
+from tools.drawings import blocks, handover, hit, places, plots, rooms
 from tools.drawings.logo import BLUE, logo
 
-DRAWINGS = {**blocks.DRAWINGS, **hit.DRAWINGS, **places.DRAWINGS, **rooms.DRAWINGS, **plots.DRAWINGS}
+DRAWINGS = {
+    **blocks.DRAWINGS, **hit.DRAWINGS, **places.DRAWINGS, **handover.DRAWINGS, **rooms.DRAWINGS, **plots.DRAWINGS
+}  # fmt: skip
 
 
 def files() -> dict[str, str]:

@@ -58,7 +58,7 @@ def rooms() -> Picture:
     for room, level in levels(graph).items():
         rows[level].append(room)
     for level in sorted(rows, reverse=True):
-        widths = {room: 7 * len(room) + 12 for room in sorted(rows[level])}
+        widths = {room: 6 * len(room) + 12 for room in sorted(rows[level])}
         x = (WIDTH - sum(widths.values()) - GAP * (len(widths) - 1)) / 2
         assert x >= MARGIN, rows[level]
         for room, width in widths.items():
