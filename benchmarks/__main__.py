@@ -14,8 +14,8 @@ from benchmarks.timing import RESULTS, Parser, add_arguments, options_of, result
 
 NAMES = (
     "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth", "hybrid",
-    "one_budget", "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard", "handover",
-    "adapters", "paged_cache", "vllm_connector", "events", "router", "formats", "packed", "metrics",
+    "one_budget", "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard",
+    "handover", "adapters", "paged_cache", "vllm_connector", "events", "router", "formats", "packed", "metrics",
 )  # fmt: skip
 
 

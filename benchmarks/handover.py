@@ -21,7 +21,7 @@ import torch
 from benchmarks.swap import LLAMA_1B
 from benchmarks.timing import Options, Row, seconds, tell
 from kvpagoda import Identity, Retention
-from kvpagoda.handover import MooncakeEngine, SharedMemory, Ticket
+from kvpagoda.handover import MooncakeEngine, Sender, SharedMemory, Ticket
 from kvpagoda.handover.transfer import RECEIPTS_NBYTES
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
@@ -58,26 +58,10 @@ def _row(options: Options, transport: str, make: Callable[[int], Any], case: str
     sequences = [cache.open(text) for cache in givers]
     for sequence in sequences:
         sequence.commit(text)
-    found: dict[str, list[float]] = {"hand_over": [], "receive": [], "bare": []}
-    for _ in range(options.runs + 1):
-        tickets: list[Ticket] = []
-        found["hand_over"].append(
-            seconds(lambda: tickets.extend(one.hand_over(60.0, goes_on=True) for one in sequences))
-        )
-        ticket, taken = Ticket.joined(tickets), list[Any]()
-        found["receive"].append(
-            seconds(lambda: taken.extend(cache.receive(ticket, one) for cache, one in zip(takers, landings)))
-        )
-        for sequence, cache in zip(taken, takers):
-            sequence.close()
-            cache.reset()
-        reads = [(one, one.landing(nbytes // ways)) for one in landings]
-        found["bare"].append(seconds(lambda: [_read(one, ticket, into, many) for one, into in reads]))
-        for sender in senders:
-            sender.expire()
+    found = [_round(sequences, senders, takers, landings, nbytes) for _ in range(options.runs + 1)]
     for one in (*exported, *landings):
         one.close()
-    hand_over, receive, bare = (median(values[1:]) for values in found.values())  # the first touches the memory
+    hand_over, receive, bare = (median(values) for values in zip(*found[1:]))  # the first round touches the memory
     return {
         "case": f"{transport}, {case}",
         "tokens": tokens,
@@ -89,9 +73,27 @@ def _row(options: Options, transport: str, make: Callable[[int], Any], case: str
     }
 
 
-def _read(transfer: Any, ticket: Ticket, into: Any, many: int) -> None:
+def _round(
+    sequences: list[Any], senders: list[Sender], takers: list[KVCache], landings: list[Any], nbytes: int
+) -> tuple[float, float, float]:
+    """Return the seconds of one hand-over, of receiving it, and of a bare copy of as many bytes."""
+    tickets, taken = list[Ticket](), list[Any]()
+    hand_over = seconds(lambda: tickets.extend(one.hand_over(60.0, goes_on=True) for one in sequences))
+    ticket = Ticket.joined(tickets)
+    receive = seconds(lambda: taken.extend(cache.receive(ticket, one) for cache, one in zip(takers, landings)))
+    for sequence, cache in zip(taken, takers):
+        sequence.close()
+        cache.reset()
+    reads = [(one, one.landing(nbytes // len(takers))) for one in landings]
+    bare = seconds(lambda: [_read(one, ticket, into) for one, into in reads])
+    for sender in senders:
+        sender.expire()
+    return hand_over, receive, bare
+
+
+def _read(transfer: Any, ticket: Ticket, into: Any) -> None:
     """Read as many bytes as ``into`` has, from the leases of the source ranks in equal parts."""
-    part = min(1 << 40, len(into) // many)
+    part = len(into) // len(ticket.ranks)
     for number, lease in enumerate(ticket.ranks):
         transfer.read(dict(lease.address), lease.offset, into[number * part : (number + 1) * part])
 

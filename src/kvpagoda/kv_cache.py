@@ -269,7 +269,12 @@ class KVCache:
         receiver.check(given, core.namespaces.name_of(request.epochs[0][1]), clock)
         sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
         self._admission.receive(request, length, most, lambda match: receiver.source(match, given, transfer))
-        receiver.took(given, transfer)
+        try:
+            receiver.took(given, transfer)
+        except BaseException:
+            if not core.guard.is_torn:  # the caller gets no handle
+                self._lifecycle.ending.close(request)
+            raise
         return sequence
 
     @exclusive

@@ -65,7 +65,14 @@ class Rank:
 class Pair:
     """The ranks of a sender and those of a receiver of one model, and a receiver of another model and of other weights."""
 
-    def __init__(self, kind: str, ranks: tuple[int, int] = (1, 1), blocks: tuple[int, int] = (8, 8), transfer: str = "shared", seed: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        kind: str,
+        ranks: tuple[int, int] = (1, 1),
+        blocks: tuple[int, int] = (8, 8),
+        transfer: str = "shared",
+        seed: int = 0,
+    ) -> None:
         self.rng, self.now, self.seed = np.random.default_rng(seed), 1e6, seed * 1000
         self.seen, self.rows, self.transfer, self.kind = Counter[str](), 0, transfer, kind
         self.senders = [self._rank(kind, rank, ranks[0], blocks[0], "4MiB") for rank in range(ranks[0])]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class Rows:
                 else:
                     same = memory[at] == expected
                     assert same.all(), (
-                        f"{group.name} layer {field.layer} {field.name}: {np.argwhere(~same)[:4].tolist()} of rank {self._rank}"
+                        f"{group.name} layer {field.layer} {field.name}: rank {self._rank}, {np.argwhere(~same)[:4].tolist()}"
                     )
                     self.num_compared += len(wanted)
 
@@ -106,7 +106,7 @@ class Rows:
         )
         return np.arange(first * width, (first + heads) * width)
 
-    of_model: dict[int, int] = {}
+    of_model: ClassVar[dict[int, int]] = {}
     """Width of a head -> heads of the whole model, where a rank has a single head and may share it."""
 
 

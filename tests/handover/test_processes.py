@@ -3,19 +3,16 @@ miss; and nothing is held past its lease."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from driver import FAULTS, Pair
+from tests.handover.driver import FAULTS, Pair
 
 KILLS = ("killed sender", "killed receiver")
 GENTLE = tuple(fault for fault in FAULTS if fault not in (*KILLS, "wrong schema", "wrong weights"))

@@ -1,26 +1,33 @@
-"""A request that one cache hands over goes on in another, with the bytes that it had: every layer kind, width, page, layout."""
+"""A request that one cache hands over goes on in another, with its bytes: every layer kind, width, page size and layout."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "sweep")]
 
-from kinds import KINDS, schemas
-from rows import Rows
+from tests.handover.rows import Rows
+from tests.sweep.kinds import KINDS, schemas
 
 from kvpagoda import (
-    BadInput, HandoverMiss, Identity, KVCache, Limits, OutOfBlocks, RetryLater, Retention, Schema, StaleHandle, TicketRefused,
+    BadInput,
+    HandoverMiss,
+    Identity,
+    KVCache,
+    Limits,
+    OutOfBlocks,
+    Retention,
+    RetryLater,
+    Schema,
+    StaleHandle,
+    TicketRefused,
 )  # fmt: skip
 from kvpagoda.handover import Sender, SharedMemory, Ticket
 
@@ -107,7 +114,13 @@ class Side:
 
 
 @contextmanager
-def sides(schema: Schema, ranks: tuple[int, int] = (1, 1), other: Schema | None = None, blocks: tuple[int, int] = (4, 4), **settings: Any) -> Iterator[tuple[Side, Side]]:  # fmt: skip
+def sides(
+    schema: Schema,
+    ranks: tuple[int, int] = (1, 1),
+    other: Schema | None = None,
+    blocks: tuple[int, int] = (4, 4),
+    **settings: Any,
+) -> Iterator[tuple[Side, Side]]:
     one, two = (
         Side(schema, ranks[0], blocks[0], "8MiB", **settings),
         Side(other or schema, ranks[1], blocks[1], **settings),
@@ -298,10 +311,8 @@ def test_every_number_in_an_unsigned_ticket_may_be_wrong() -> None:
                 inner = inner[step]
             inner[last] = int(rng.choice([-1, 0, 1, 2**40, 7]))
             before = two.caches[0].stats().running
-            try:
+            with suppress(BadInput, HandoverMiss, RetryLater):
                 two.caches[0].receive(json.dumps(damaged), two.transfers[0], clock=one.clock).close()
-            except (BadInput, HandoverMiss, RetryLater):
-                pass
             assert two.caches[0].stats().running == before
             two.caches[0]._receiver = None  # forgets what it took
         two.caches[0].check()

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "sweep")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-from kinds import KINDS, schemas
-from rows import Rows
+from tests.handover.rows import Rows
+from tests.sweep.kinds import schemas
 
 from kvpagoda import Identity, KVCache, KVPagodaError, Limits, Retention, Schema
 from kvpagoda.handover import MooncakeEngine, SharedMemory, Transfer

@@ -46,9 +46,10 @@ def handover() -> Picture:
     picture.heading(f"Receiver: {len(held)} blocks of 8 tokens, both heads")
     _row(picture, held, 2 * CELL + 3, "warm")
     picture.paragraph(
-        f"In a cell: the place of the block. The request has {received.length} tokens here too, and {receiver.stats().running} "
-        "slot; the senders keep theirs until both receipts are there, or the lease is over.", size=10,
-    )  # fmt: skip
+        f"In a cell: the place of the block. The request has {received.length} tokens here too; the senders keep theirs "
+        "until both receipts are there, or the lease is over.",
+        size=10,
+    )
     for transfer in transfers:
         transfer.close()
     return picture

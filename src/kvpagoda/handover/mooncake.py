@@ -37,8 +37,8 @@ class MooncakeEngine:
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise MissingExtra(
-                f"no Mooncake transfer engine here ({error}): pip install 'kvpagoda[mooncake]' and apt-get install libibverbs1, "
-                "or, with CUDA, pip install mooncake-transfer-engine in its place", name="mooncake",
+                f"no Mooncake transfer engine here ({error}): pip install 'kvpagoda[mooncake]' and apt-get install "
+                "libibverbs1, or, with CUDA, pip install mooncake-transfer-engine in its place", name="mooncake",
             ) from error  # fmt: skip
         self._engine = TransferEngine()
         if self._engine.initialize(host, metadata, protocol, devices):

@@ -114,10 +114,9 @@ class Receiver:
         return Received(core, match, ticket, self._groups, self._rank, transfer)
 
     def took(self, ticket: Ticket, transfer: Transfer) -> None:
-        """Remember that ``ticket`` was taken, and write receipts to all its source ranks; a sender that cannot be reached
+        """Write receipts to all source ranks of ``ticket``, and remember that it was taken; a sender that cannot be reached
         any more keeps its lease until that expires."""
         rank, many = self._rank
-        self._taken.update((one.lease, ticket.expires) for one in ticket.ranks)
         data = transfer.landing(LEASE_NBYTES)
         for one in ticket.ranks:
             data[:] = np.frombuffer(receipt_of(bytes.fromhex(one.lease), many), np.uint8)
@@ -125,6 +124,7 @@ class Receiver:
                 transfer.write(dict(one.address), receipt_offset(one.slot, rank), data)
             except OSError:
                 continue
+        self._taken.update((one.lease, ticket.expires) for one in ticket.ranks)
 
 
 class Received(Cached):

@@ -99,10 +99,10 @@ class Sender(NoHandOvers):
         firsts, ids = self._columns(request, first)
         counts = [len(names) for names in ids]
         records, nbytes = lease_layout(counts, [group.nbytes for group in self._groups])
-        slot, offset = self._exported.take(nbytes)
-        name, memory = urandom(16), self._transfer.memory[offset : offset + nbytes]
-        lease = _Lease(request, slot, offset, nbytes, self._clock() + seconds + self._skew)
+        name, lease = urandom(16), _Lease(request, -1, 0, nbytes, self._clock() + seconds + self._skew)
         try:
+            lease.slot, lease.offset = slot, offset = self._exported.take(nbytes)
+            memory = self._transfer.memory[offset : offset + nbytes]
             tables = [one.table(memory) for one in records]
             for index, (names, table) in enumerate(zip(ids, tables)):
                 if len(names):
@@ -115,15 +115,15 @@ class Sender(NoHandOvers):
                 name.hex(), self._generation, slot, offset, nbytes, root_of(checksums), self._transfer.address()
             )
             ticket = self._ticket(request, place, firsts, counts, lease.until - self._skew)
+            self._leases[place.lease] = lease  # before the fence: an interrupt then leaves a lease that expires
             if not goes_on:
                 self._lifecycle.ending.enter_fence([request], lease.fenced)
                 self._lifecycle.ending.close(request)
         except BaseException:
-            self._exported.give(slot, offset, nbytes)
-            if lease.fenced and not self._guard.is_torn:
-                self._lifecycle.ending.leave_fence(lease.fenced)
+            if request.state is State.CLOSING:
+                request.state = State.RUNNING
+            self._end(name.hex(), lease)
             raise
-        self._leases[place.lease] = lease
         return ticket
 
     def _columns(self, request: Request, after: int) -> tuple[list[int], list[Any]]:
@@ -180,9 +180,9 @@ class Sender(NoHandOvers):
     @either_way
     def close(self) -> None:
         """Give up all leases, and detach from the cache. The transfer stays the caller's. Idempotent."""
-        for name in [*self._leases]:
+        for name, lease in [*self._leases.items()]:
+            self._end(name, lease)
             self.given_up += 1
-            self._end(name)
         self._end_observing()
         if self._core.hand_overs is self:
             self._core.hand_overs = NoHandOvers()
@@ -196,24 +196,29 @@ class Sender(NoHandOvers):
         return found[0]
 
     def _free(self, ticket: Ticket, lease: _Lease) -> None:
+        self._end(next(one.lease for one in ticket.ranks if self._leases.get(one.lease) is lease), lease)
         self.given_up += 1
-        self._end(next(one.lease for one in ticket.ranks if self._leases.get(one.lease) is lease))
 
     def _expire(self) -> int:
         now, ended = self._clock(), 0
         for name, lease in [*self._leases.items()]:
             is_fetched = self._exported.is_fetched(lease.slot, bytes.fromhex(name))
             if is_fetched or now >= lease.until:
+                self._end(name, lease)
                 self.fetched += is_fetched
                 self.expired += not is_fetched
                 ended += 1
-                self._end(name)
         return ended
 
-    def _end(self, name: str) -> None:
-        lease = self._leases.pop(name)
-        self._exported.give(lease.slot, lease.offset, lease.nbytes)
-        self._lifecycle.ending.leave_fence(lease.fenced)
+    def _end(self, name: str, lease: _Lease) -> None:
+        """Free the memory of ``lease``, and leave its fence. If that raises, the next call does the rest."""
+        if lease.slot >= 0:
+            self._transfer.memory[lease.offset : lease.offset + HEADER_NBYTES] = 0  # first: nobody takes it from now on
+        if not self._guard.is_torn:
+            self._lifecycle.ending.leave_fence(lease.fenced)
+        self._leases.pop(name, None)
+        if lease.slot >= 0:
+            self._exported.give(lease.slot, lease.offset, lease.nbytes)
 
     def _around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Free what ended before each ``open``, which may need its slot and blocks."""

@@ -98,11 +98,10 @@ class Exported:
             )
             hint = "wait until tickets are fetched or expire, or export more memory"
             raise OutOfBlocks.with_hint(text, hint, needed=nbytes, available=self.free_nbytes)
+        self._receipts(self._slots[-1])[:] = 0
         begin, end = self._free[place]
         self._free[place : place + 1] = [(begin + size, end)] if begin + size < end else []
-        slot = self._slots.pop()
-        self._receipts(slot)[:] = 0
-        return slot, begin
+        return self._slots.pop(), begin
 
     def give(self, slot: int, offset: int, nbytes: int) -> None:
         """Free what ``take`` returned for ``nbytes``: from now on it is not readable as that lease."""
