@@ -249,9 +249,11 @@ class KVCache:
         NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it reads."""
         from kvpagoda.handover.received import Receiver as Taker
         from kvpagoda.handover.ticket import Ticket as Made
+        from kvpagoda.handover.transfer import checked
 
         core = self._core
         core.check_open()
+        checked(transfer, key, clock)
         given = ticket if isinstance(ticket, Made) else Made.from_json(ticket, key)
         if self._receiver is None:
             self._receiver = Taker(core, self.schema)

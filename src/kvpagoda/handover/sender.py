@@ -27,7 +27,15 @@ from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm, checksums_of, root_of
 from kvpagoda.handover.content import content_of, places_of
 from kvpagoda.handover.ticket import RankLease, Ticket
-from kvpagoda.handover.transfer import CHECKSUM_NBYTES, HEADER_NBYTES, Exported, Transfer, header_of, lease_layout
+from kvpagoda.handover.transfer import (
+    CHECKSUM_NBYTES,
+    HEADER_NBYTES,
+    Exported,
+    Transfer,
+    checked,
+    header_of,
+    lease_layout,
+)
 from kvpagoda.schema import Schema
 from kvpagoda.units import ceil_div, real_number, whole_number
 
@@ -63,6 +71,7 @@ class Sender(NoHandOvers):
         skew: float = 2.0,
     ) -> None:
         core = lifecycle.core
+        checked(transfer, key, clock)
         if not core.memory.has_memory:
             raise BadInput("this cache has no memory, so it has no bytes to hand over; join the tickets of its ranks")
         self._lifecycle, self._core, self._guard, self._transfer = lifecycle, core, core.guard, transfer

@@ -119,7 +119,7 @@ class Ticket:
             if key and not hmac.compare_digest(_signature(data, key), str(signature)):
                 raise TicketRefused("the ticket is not signed with the key of this side: it was changed or forged")
             return replace(cls._read(data), key=key)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, TicketRefused):
                 raise
             raise TicketRefused(f"this is no ticket: {type(error).__name__} {shown(str(error))}") from None

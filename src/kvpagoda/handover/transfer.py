@@ -9,14 +9,15 @@ that comes too late is nobody's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.errors import OutOfBlocks
+from kvpagoda.errors import BadInput, OutOfBlocks, shown
 from kvpagoda.memory.pages import Bytes
-from kvpagoda.units import align_up, format_bytes
+from kvpagoda.units import align_up, format_bytes, instance_of, real_number
 
 MOST_LEASES, MOST_RANKS = 256, 64
 LEASE_NBYTES = 16
@@ -140,3 +141,16 @@ def receipt_offset(slot: int, rank: int) -> int:
 def header_of(lease: bytes, generation: int) -> bytes:
     """Return the header of a lease, ``HEADER_NBYTES`` bytes."""
     return (b"KVPAGODA" + lease + generation.to_bytes(8, "little")).ljust(HEADER_NBYTES, b"\0")
+
+
+def checked(transfer: Transfer, key: bytes, clock: Callable[[], float]) -> None:
+    """Raise BadInput unless these are a transfer, bytes, and a clock."""
+    methods = ("address", "landing", "read", "write", "close")
+    if isinstance(transfer, type) or not all(callable(getattr(transfer, name, None)) for name in methods):
+        raise BadInput(f"a transfer has the methods {', '.join(methods)}, got {shown(transfer)}")
+    instance_of(transfer.memory, np.ndarray, "the memory of a transfer, uint8 [n],")
+    instance_of(key, bytes, "a key, bytes,")
+    try:
+        real_number(clock(), "the time by a clock, in seconds since 1970,")
+    except TypeError as error:
+        raise BadInput(f"a clock is called without arguments and returns seconds since 1970: {error}") from None
