@@ -260,11 +260,11 @@ class KVCache:
         receiver, length = self._receiver, given.length
         tokens = as_tokens(given.tokens, core.vocab_size)
         prompt = max(length, given.prompt_length)
-        most = max(length, prompt if reserve is None else whole_number(reserve, "reserve"))
+        most = max(prompt, 0 if reserve is None else whole_number(reserve, "reserve"))
         media = {at: bytes.fromhex(digest) for at, digest in given.media.items()}
         namespace_key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
         request = Request(
-            buffer_of(tokens, max(most, prompt), core.block_size), prompt, namespace_key,
+            buffer_of(tokens, most, core.block_size), prompt, namespace_key,
             whole_number(priority, "priority", -(2**63), below=2**63), media_ids,
         )  # fmt: skip
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)

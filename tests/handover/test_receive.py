@@ -403,3 +403,11 @@ def test_images_go_along() -> None:
         two.receive(one.hand_over([sequence]))[0].close()
         assert two.caches[0].lookup(TEXT[:50]).cached == 5
         assert two.caches[0].lookup(TEXT[:50], media=media).cached == 40
+
+
+def test_a_window_needs_room_for_the_window_alone() -> None:
+    """Beside its length, which is more than the group has blocks for."""
+    with sides(schemas("sliding"), num_blocks=20, max_requests=2) as (one, two):
+        text = TEXT[:160]
+        assert two.receive(one.hand_over(one.compute(text, 151)))[0].length == 151
+        one.check_idle()

@@ -144,21 +144,23 @@ class Admission:
             core.counters.began(namespace, request.match, length)
             self._settler.begun(request, hit)
 
-    def receive(self, request: Request, capacity: int, reserve: int, source_of: Callable[[Match], Source]) -> None:
-        """Start ``request``, which is new, with its first ``capacity`` tokens or more from what ``source_of`` makes of what
-        is cached of them. Raises what the source raises, too."""
+    def receive(self, request: Request, length: int, reserve: int, source_of: Callable[[Match], Source]) -> None:
+        """Start ``request``, which is new, with its first ``length`` tokens, from what ``source_of`` makes of what is cached
+        of them. Raises what the source raises, too."""
         core = self._core
         if core.dropped_fences:
             self.ending.leave_dropped_fences()
-        wanted = core.plan.blocks_wanted(reserve, capacity, core.max_context)
+        wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
+        held = [
+            ceil_div(length, group.block_size) * group.places - group.growth.first_needed(length) // group.block_size
+            for group in core.groups
+        ]
         self._check_slot()
         self._settler.settle_waiting()
-        length = min(capacity, request.prompt_length)
-        request.tally = core.counters.tally(request.namespace)
         try:
-            self._begin(
-                request, wanted, capacity, self._received(request.keys(0, length), request.namespace, source_of)
-            )
+            sources = self._received(request.keys(0, length), request.namespace, source_of)
+            self._begin(request, [max(*blocks) for blocks in zip(wanted, held)], length, sources)
+            request.tally = core.counters.tally(request.namespace)
             self._settler.begun(request, None)
         except BaseException:
             if request.state is State.RUNNING and not core.guard.is_torn:  # the caller gets no handle
