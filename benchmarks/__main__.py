@@ -15,8 +15,8 @@ from benchmarks.timing import RESULTS, Parser, add_arguments, options_of, result
 NAMES = (
     "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth", "hybrid",
     "one_budget", "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard",
-    "adapters", "paged_cache", "vllm_connector", "events", "router", "formats", "quantised_heads", "top_k", "packed",
-    "metrics", "hints", "checkpoints_at_rest", "rounded_states", "step_checkpoints",
+    "handover", "adapters", "paged_cache", "vllm_connector", "events", "router", "formats", "quantised_heads", "top_k",
+    "packed", "metrics", "hints", "checkpoints_at_rest", "rounded_states", "step_checkpoints",
 )  # fmt: skip
 
 

@@ -25,6 +25,10 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "compat/test_kv_cache_manager.py::test_requests_come_and_go_within_the_budget": ("raw", "ue8m0"),
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 16,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
+    "handover/test_receive.py::test_every_layer_kind_goes_on_elsewhere": ("33",),
+    "handover/test_receive.py::test_every_layer_kind_with_pages_of_another_size": ("gemma", "deepseek_v4", "mixed"),
+    "handover/test_receive.py::test_widths_pages_and_layouts_differ": ("ranks2", "ranks5"),
+    "handover/test_processes.py::test_over_mooncakes_engine": ("llama",),
     "hf/test_compressed.py::test_rejected_tokens_leave_no_trace_at_any_position": ("raw-wrong0", "fp8-wrong4"),
     "hf/test_draft_model.py::test_tokens_stay_those_of_plain_decoding_cold_and_warm": (
         "llama-llama", "llama-mistral", "mistral-llama",

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
-from tests.sweep import keeping, opening, running, stepping
+from tests.sweep import handing, keeping, opening, running, stepping
 from tests.sweep.interruption import Interruption, Point, any_call, at_most, failing_call, failing_functions
 from tests.sweep.kinds import KINDS
 from tests.sweep.operations import ONLY, OPERATIONS, WITH_TIER, Steps
@@ -38,7 +38,7 @@ from tests.sweep.scene import Scene
 from kvpagoda import errors
 from kvpagoda.errors import OutOfBlocks, RetryLater
 
-ROOMS = (opening, running, keeping, stepping)
+ROOMS = (opening, running, keeping, stepping, handing)
 """The modules that define operations: an import of one registers its operations in ``OPERATIONS``."""
 FOLDER = str(Path(__file__).parent)
 QUICK_KINDS = ("full", "gemma", "qwen3_next")

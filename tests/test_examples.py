@@ -49,11 +49,35 @@ def told_without_torch(name: str) -> Any:
 
 def test_all_examples_exist_and_are_short() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    names = {"engine", "speculate", "rollouts", "agents", "policy", "simulate", "kernels", "tiny_model"}
+    names = {
+        "engine",
+        "speculate",
+        "rollouts",
+        "agents",
+        "policy",
+        "simulate",
+        "kernels",
+        "tiny_model",
+        "prefill_decode",
+    }
     assert lengths.keys() == names
     assert not {name: n for name, n in lengths.items() if n > LINES.get(name, 150)}
     page = (EXAMPLES.parent / "docs" / "lifecycle.md").read_text()
     assert all(f"examples/{name}.py" in page for name in names - {"tiny_model"})
+
+
+def test_a_request_is_computed_in_one_process_and_answered_in_another() -> None:
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "prefill_decode.py")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    told = {line[:36].strip(): line[36:].strip() for line in done.stdout.splitlines()}
+    assert told == {
+        "answers equal those of one process": "True", "tokens computed by prefill": "365", "tokens computed by decode": "150",
+        "of these, for the answers": "60", "handed over": "4", "expired, computed again": "(1, 1)",
+        "still running in prefill": "0",
+    }  # fmt: skip
 
 
 def test_engine_is_exact_under_pressure() -> None:

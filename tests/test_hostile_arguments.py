@@ -22,6 +22,7 @@ from kvpagoda import Identity, KVCache, Limits, Namespace, PersistentBatch, Rete
 from kvpagoda.batch.batch import Batch
 from kvpagoda.errors import KVPagodaError, SchemaError
 from kvpagoda.events import EventLog
+from kvpagoda.handover import SharedMemory
 from kvpagoda.tiers import host_tier
 from models import TINY
 from random_driver.schemas import schema_named
@@ -133,6 +134,7 @@ class Stage:
         return {
             "token_ids": [2], "sequences": [self.sequence], "new_tokens": [1], "index": 0, "n": 1, "pin": None,
             "config": CONFIG, "dtype": "float32", "layout": "trtllm", "verify_width": 1,
+            "transfer": SharedMemory("1MiB"), "ticket": "{}", "ttl": 1.0,
         }[name]  # fmt: skip
 
     def owner(self, kind: type, name: str) -> Any:

@@ -12,8 +12,8 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "version", "formats", "layouts", "schema", "blocks", "policies", "prefix", "lanes",
-    "kernels", "memory", "tiers", "cache", "recording", "offload", "batch", "sleeping", "hints", "kv_cache", "events",
-    "scheduling",
+    "kernels", "memory", "tiers", "cache", "recording", "offload", "handover", "batch", "sleeping", "hints", "kv_cache",
+    "events", "scheduling",
     "compat", "console", "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
@@ -22,6 +22,7 @@ OPTIONAL = {
     "kernels": {"triton"}, "lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
     "events": {"msgspec", "zmq"},
+    "handover": {"mooncake", "xxhash"},
     "adapters": {"vllm"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
@@ -45,6 +46,7 @@ NEVER_TORCH = {
     "tiers",
     "cache",
     "offload",
+    "handover",
     "scheduling",
     "replay",
 }

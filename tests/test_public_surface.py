@@ -17,6 +17,7 @@ NAMES = [
     "ConcurrentUse",
     "EvictionPolicy",
     "Exhausted",
+    "HandoverMiss",
     "Identity",
     "KVCache",
     "KVPagodaError",
@@ -38,6 +39,7 @@ NAMES = [
     "SchemaError",
     "Sequence",
     "StaleHandle",
+    "TicketRefused",
 ]
 COMPAT = [
     "AttentionType",

@@ -5,12 +5,14 @@ KVPagodaError
 │   ├── SchemaError                   a config that cannot be read: missing, absurd or unknown
 │   ├── LayoutError                   an impossible layout, or two layouts that hold different content; names the rule
 │   ├── NeverFits                     larger than the whole cache: waiting will not help
-│   └── NotOwned                      an id freed twice, never handed out, or out of range
+│   ├── NotOwned                      an id freed twice, never handed out, or out of range
+│   └── TicketRefused                 a ticket that is forged, used, or for another model or other weights
 ├── Exhausted         (RuntimeError)  the call is correct, but there is no room
 │   ├── OutOfBlocks                   nothing was taken; close a sequence or raise the budget
 │   └── RetryLater                    admission: not now; the request fits once others have closed
 ├── StaleHandle       (RuntimeError)  a sequence or view used after it was closed
 ├── Asleep            (RuntimeError)  the cache gave its memory back; wake it first
+├── HandoverMiss      (RuntimeError)  what a ticket names is gone, or cannot be had: compute the request instead
 ├── MissingExtra      (ImportError)   the name needs a package that is not installed; says which extra installs it
 ├── ConcurrentUse     (RuntimeError)  two threads called one cache at the same time
 ├── NeedsReset        (RuntimeError)  an interrupt arrived in the middle of a change of the cache
@@ -95,6 +97,17 @@ class NeverFits(BadInput):
 
 class NotOwned(BadInput):
     """An id that the caller does not own: freed twice, out of range, or named twice in one call."""
+
+
+class TicketRefused(BadInput):
+    """A ticket that this receiver will never take: malformed, forged, used before, or of another model or weights."""
+
+
+class HandoverMiss(KVPagodaError, RuntimeError):
+    """The bytes that a ticket names cannot be had any more, or not intact: its lease ended, the sender or the link failed.
+
+    Nothing has changed. Open the request instead, which computes what is not cached.
+    """
 
 
 class Exhausted(KVPagodaError, RuntimeError):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
+from time import time
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -40,6 +41,10 @@ from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
+    from kvpagoda.handover.received import Receiver
+    from kvpagoda.handover.sender import Sender
+    from kvpagoda.handover.ticket import Ticket
+    from kvpagoda.handover.transfer import Transfer
     from kvpagoda.hints import Hints, Outcome
     from kvpagoda.memory.backing import Backing
     from kvpagoda.offload.hit import Prefetch
@@ -130,6 +135,7 @@ class KVCache:
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
         self._reuse = Reuse(core, self._lifecycle)
         self._step_buffers = StepBuffers(own.arrays)
+        self._receiver: Receiver | None = None
         self._hints: Hints | None = None
         if hints is not None:
             self._hear(hints)
@@ -265,6 +271,72 @@ class KVCache:
         self._core.check_open()
         self._settler.settle_waiting()
         return self.hints.apply(envelope, namespace)
+
+    @exclusive
+    def sender(
+        self, transfer: Transfer, *, key: bytes = b"", clock: Callable[[], float] = time, skew: float = 2.0
+    ) -> Sender:
+        """Return a ``Sender``, which lets ``Sequence.hand_over`` export blocks through ``transfer``
+        (``kvpagoda.handover.SharedMemory`` and others). ``key``: signs its tickets; without one let only trusted programs
+        pass them on. ``clock``: seconds since 1970. ``skew``: by how many seconds the clocks of the machines may differ.
+        Raises BadInput, also if there is one already."""
+        from kvpagoda.handover.sender import Sender as Made
+
+        return Made(self._lifecycle, self.schema, transfer, key=key, clock=clock, skew=skew)
+
+    @exclusive
+    def receive(
+        self,
+        ticket: Ticket | str | bytes,
+        transfer: Transfer,
+        namespace: AnyNamespace = None,
+        priority: SupportsIndex = 0,
+        *,
+        reserve: SupportsIndex | None = None,
+        key: bytes = b"",
+        clock: Callable[[], float] = time,
+    ) -> Sequence:
+        """Continue the request of ``ticket``, which ``Sequence.hand_over`` of another cache made: nothing is computed again.
+
+        Its committed tokens are read through ``transfer`` into blocks of this cache, and become shareable here; what is
+        cached already is shared, and ``length`` is what it was there. The number of ranks, the block size and the layout
+        may differ; this rank is ``Identity.rank`` of ``num_ranks``. ``namespace``, ``priority``, ``reserve``: see ``open``.
+        ``key``: with which the text of a ticket must be signed; b"": any ticket is trusted. ``clock``: seconds since 1970.
+
+        Raises TicketRefused (malformed, forged, taken before, other model or weights), HandoverMiss (expired, or the bytes
+        cannot be had intact: ``open`` the request, which computes it), RetryLater (no room now; the ticket stays good),
+        NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it reads."""
+        from kvpagoda.handover.received import Receiver as Taker
+        from kvpagoda.handover.ticket import Ticket as Made
+        from kvpagoda.handover.transfer import checked
+
+        core = self._core
+        core.check_open()
+        checked(transfer, key, clock)
+        given = ticket if isinstance(ticket, Made) else Made.from_json(ticket, key)
+        if self._receiver is None:
+            self._receiver = Taker(core, self.schema)
+        receiver, length = self._receiver, given.length
+        tokens = as_tokens(given.tokens, core.vocab_size)
+        prompt = max(length, given.prompt_length)
+        most = max(prompt, 0 if reserve is None else whole_number(reserve, "reserve"))
+        media = {at: bytes.fromhex(digest) for at, digest in given.media.items()}
+        namespace_key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
+        request = Request(
+            buffer_of(tokens, most, core.block_size), prompt, namespace_key,
+            whole_number(priority, "priority", -(2**63), below=2**63), media_ids,
+        )  # fmt: skip
+        core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
+        receiver.check(given, core.namespaces.name_of(request.epochs[0][1]), clock)
+        sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
+        self._admission.receive(request, length, most, lambda match: receiver.source(match, given, transfer))
+        try:
+            receiver.took(given, transfer)
+        except BaseException:
+            if not core.guard.is_torn:  # the caller gets no handle
+                self._lifecycle.ending.close(request)
+            raise
+        return sequence
 
     @exclusive
     def prefetch(

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvpagoda.handover import SharedMemory
+
 from . import keeping, life, steps, wrong
 from .caches import Failing, Settings, failing_memory, is_suspended, make_cache, num_moves, state_places
 from .faults import Fault, Refused
@@ -51,6 +53,8 @@ class Driver:
         schema, self.longest = self.cache.schema, self.cache.max_context
         self.oracle = Oracle(schema, self.cache.plan.kernel_page, self.settings.checkpoint_format is not None)
         self.draft_width, self.rewind_width = draft_width(schema), rewind_width(schema)
+        self.transfer = SharedMemory("1MiB")
+        self.sender = self.cache.sender(self.transfer)
         self.epochs = Epochs(self.weights)
         self.requests: dict[Any, Request] = {}  # the open ones, by handle
         self.lingering: set[Request] = set()  # closed inside a fence that has not ended

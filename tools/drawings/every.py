@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.drawings import blocks, hints, hit, places, plots, rooms, sleep
+from tools.drawings import blocks, handover, hints, hit, places, plots, rooms, sleep
 from tools.drawings.logo import BLUE, logo
 
 DRAWINGS = {
@@ -11,6 +11,7 @@ DRAWINGS = {
     **places.DRAWINGS,
     **sleep.DRAWINGS,
     **hints.DRAWINGS,
+    **handover.DRAWINGS,
     **rooms.DRAWINGS,
     **plots.DRAWINGS,
 }

@@ -11,7 +11,7 @@ slot, no block and no pin.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
@@ -22,7 +22,7 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.ending import Ending
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.cache.settling import Settler
 from kvpagoda.cache.sources import Cached, Forked, Loaded, Source, Swapped
 from kvpagoda.cache.swap import Suspended
@@ -143,6 +143,39 @@ class Admission:
             request.tally.computed += computed
             core.counters.began(namespace, request.match, length)
             self._settler.begun(request, hit)
+
+    def receive(self, request: Request, length: int, reserve: int, source_of: Callable[[Match], Source]) -> None:
+        """Start ``request``, which is new, with its first ``length`` tokens, from what ``source_of`` makes of what is cached
+        of them. Raises what the source raises, too."""
+        core = self._core
+        if core.dropped_fences:
+            self.ending.leave_dropped_fences()
+        wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
+        held = [
+            ceil_div(length, group.block_size) * group.places - group.growth.first_needed(length) // group.block_size
+            for group in core.groups
+        ]
+        self._check_slot()
+        self._settler.settle_waiting()
+        try:
+            sources = self._received(request.keys(0, length), request.namespace, source_of)
+            self._begin(request, [max(*blocks) for blocks in zip(wanted, held)], length, sources)
+            request.tally = core.counters.tally(request.namespace)
+            self._settler.begun(request, None)
+        except BaseException:
+            if request.state is State.RUNNING and not core.guard.is_torn:  # the caller gets no handle
+                core.release(request)
+            request.handle = None  # nothing is left to be closed
+            raise
+        request.tally.requests += 1
+
+    def _received(
+        self, keys: Tokens, namespace: bytes, source_of: Callable[[Match], Source]
+    ) -> Iterator[Source | None]:
+        """Yield what ``source_of`` makes of what is cached of the text ``keys``, then None, for ever."""
+        while True:
+            yield source_of(self._core.prefix.tree.match(keys, namespace))
+            yield None
 
     # -- what a request may start from, in the order in which it is tried ---------------------------------------------
 

@@ -1,4 +1,5 @@
-"""What a cache asks of the tiers below its device. ``kvpagoda.offload`` answers; a cache without tiers has ``NoTiers``."""
+"""What a cache asks of the tiers below its device, and of its sender. ``kvpagoda.offload`` and ``kvpagoda.handover`` answer; a
+cache without them has ``NoTiers`` and ``NoHandOvers``."""
 
 from __future__ import annotations
 
@@ -122,3 +123,11 @@ class NoTiers:
         """Store what waits and close all tiers, within ``timeout`` seconds in all. Return whether all of it is done.
         What a tier is still doing then ends in its own threads. Raises BadInput."""
         return True
+
+
+class NoHandOvers:
+    """The sender of a cache that hands nothing over."""
+
+    def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool) -> Any:
+        """Hand ``request`` over; see ``Sequence.hand_over``. Raises BadInput without a sender."""
+        raise BadInput("this cache hands nothing over; make a sender first: cache.sender(transfer)")

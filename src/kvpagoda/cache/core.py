@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
-from kvpagoda.cache.below import NoTiers
+from kvpagoda.cache.below import NoHandOvers, NoTiers
 from kvpagoda.cache.capacity import Capacity
 from kvpagoda.cache.counters import Counters
 from kvpagoda.cache.event_log import TEXT, EventLog, Followed, NoEvents
@@ -115,6 +115,7 @@ class Core:
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.tiers = settings.tiers(self.prefix, self.media, memory)
+        self.hand_overs = NoHandOvers()
         self.events = NoEvents() if settings.events is None else settings.events
         self.capacity = Capacity(
             self.groups,

@@ -87,6 +87,10 @@ class Namespaces:
         """How many times all namespaces were renewed."""
         return len(self._epochs) - 1
 
+    def name_of(self, epoch: int) -> bytes:
+        """Return the name of ``epoch``: equal names in two processes mean equal weights."""
+        return self._epochs[epoch]
+
     def key(self, namespace: Namespace | str | bytes | None) -> bytes:
         """Return the key under which ``namespace`` is cached now. Raises BadInput, also for an epoch that does not
         exist yet."""

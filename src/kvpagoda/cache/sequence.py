@@ -217,6 +217,21 @@ class Sequence:
         )
         return length - request.own_length
 
+    @while_running
+    def hand_over(self, ttl: float, *, after: SupportsIndex = 0, goes_on: bool = False) -> Any:
+        """Let another cache continue this request: return a ``kvpagoda.handover.Ticket``, for ``KVCache.receive`` there.
+
+        ``ttl``: seconds until the ticket expires. The cache needs a sender (``KVCache.sender``). This handle is closed, but
+        the request keeps its slot and blocks until all ranks of a receiver fetched it, or until it expires or is given up;
+        ``Sender.take_back`` lets it run again here.
+
+        ``after``: leave out the whole blocks of the first ``after`` tokens, which the receiver must have cached; windows and
+        states are never left out. ``goes_on``: this request runs on, and the ticket is for what it has committed so far: the
+        receiver has that while the rest is computed. Raises BadInput (no sender, nothing committed, tokens of several
+        weights), OutOfBlocks (no exported memory), RetryLater while fenced, StaleHandle; nothing changed then."""
+        sender, tokens = self._lifecycle.core.hand_overs, whole_number(after, "after, in tokens,")
+        return sender.hand_over(self._request, ttl, tokens, truth(goes_on, "goes_on"))
+
     @either_way
     def close(self) -> None:
         """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.

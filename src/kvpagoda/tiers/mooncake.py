@@ -151,6 +151,12 @@ class MooncakeDriver:
         self._calls.done()
 
 
+def set_timeouts() -> None:
+    """Set the engine's ``TIMEOUTS`` in the environment, where they are unset, before an engine is made."""
+    for name, value in TIMEOUTS.items():
+        os.environ.setdefault(name, value)
+
+
 def mooncake_driver(
     buffer: RecordBuffer, master: str, *, segment: int | str = 0, host: str = "127.0.0.1",
     protocol: str = "tcp", devices: str = "", metadata: str = "P2PHANDSHAKE",
@@ -177,8 +183,7 @@ def mooncake_driver(
         ) from error
     if 0 < segment_nbytes < _LEAST_SEGMENT:
         raise BadInput(f"a segment is 0 or at least {format_bytes(_LEAST_SEGMENT)}, got {format_bytes(segment_nbytes)}")
-    for name, value in TIMEOUTS.items():
-        os.environ.setdefault(name, value)
+    set_timeouts()
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:

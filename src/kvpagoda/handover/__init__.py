@@ -1,0 +1,17 @@
+"""Running requests that another cache continues: tickets, leases, and transfers of their blocks between processes."""
+
+from typing import TYPE_CHECKING
+
+from kvpagoda.handover.sender import Sender
+from kvpagoda.handover.ticket import Ticket
+from kvpagoda.handover.transfer import Transfer
+from kvpagoda.loading import load_when_used
+
+if TYPE_CHECKING:
+    from kvpagoda.handover.mooncake import MooncakeEngine
+    from kvpagoda.handover.shared_memory import SharedMemory
+
+__all__ = ["MooncakeEngine", "Sender", "SharedMemory", "Ticket", "Transfer"]
+
+_TRANSFERS = {"mooncake": "MooncakeEngine", "shared_memory": "SharedMemory"}
+__getattr__ = load_when_used(__name__, {f"{__name__}.{module}": (name,) for module, name in _TRANSFERS.items()})
