@@ -23,29 +23,32 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 BOUNDS = {
-    "cache": 3_000,
-    "offload": 650,
-    "prefix": 1_900,
-    "schema": 2_050,
+    "cache": 3_500,
+    "offload": 660,
+    "prefix": 1_930,
+    "schema": 2_450,
     "tiers": 1_850,
-    "layouts": 1_550,
-    "hf": 1_650,
-    "replay": 1_650,
+    "layouts": 1_560,
+    "hf": 1_950,
+    "replay": 1_725,
     "compat": 1_200,
-    "kernels": 700,
-    "adapters": 2_550,
+    "kernels": 930,
+    "adapters": 2_670,
     "policies": 750,
-    "batch": 700,
+    "batch": 740,
     "events": 1_050,
-    "memory": 600,
+    "memory": 720,
     "metrics": 550,
     "blocks": 550,
     "cli": 400,
-    "formats": 500,
-    "lanes": 400,
-    "kv_cache": 250,
+    "formats": 560,
+    "lanes": 520,
+    "kv_cache": 365,
     "scheduling": 250,
     "recording": 300,
+    "hints": 610,
+    "sleeping": 160,
+    "handover": 945,
     "doctor": 150,
     "testing": 150,
     "errors": 100,
@@ -60,9 +63,9 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 6_900
-ALL_BOUND = 25_100
-FILES_BOUND = 230
+ENGINE_CORE_BOUND = 7_730
+ALL_BOUND = 29_150
+FILES_BOUND = 261
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

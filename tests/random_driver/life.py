@@ -199,6 +199,8 @@ def fork_one(driver: Driver) -> None:
 
 def hand_over_one(driver: Driver) -> None:
     """Hand a request over and receive it in the same cache, as a second one with equal rows; the first runs on."""
+    if driver.cache.core.prefix.index.optional:
+        raise Refused("what a draft keeps in groups of its own is not handed over")
     parent = driver.pick(lambda one: one.is_running and one.num_written == one.length > 0 and not one.fences)
     if parent.handle.epochs != [(0, driver.cache.epoch)]:
         raise Refused("of earlier weights")

@@ -83,7 +83,7 @@ class Receiver:
             if why := ours.differs_from(theirs):
                 raise TicketRefused(f"group {ours.name!r} of the ticket cannot become blocks of this cache: {why}")
             givers_of(theirs, ours, (len(ticket.ranks), self._rank[1]), self._rank[0])
-            first, end, last = ticket.firsts[index], ticket.firsts[index] + ticket.counts[index], 1
+            first, end, last = ticket.firsts[index], ticket.firsts[index] + ticket.counts[index], min(1, group.places)
             needed = 0
             if not group.growth.is_state:
                 last = ceil_div(ticket.length, theirs.tokens)
@@ -142,8 +142,8 @@ class Received(Cached):
         self._ticket, self._groups, self._rank, self._transfer = ticket, groups, rank, transfer
         super().__init__(core, match, PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing"))
 
-    def _columns(self, num_blocks: int) -> list[range]:
-        core, length = self._core, self._ticket.length
+    def _columns(self, num_tokens: int) -> list[range]:
+        core, length, num_blocks = self._core, self._ticket.length, num_tokens // self._core.block_size
         firsts = [
             0 if one.growth.is_state else one.growth.first_needed(length) // one.block_size for one in core.groups
         ]
@@ -163,7 +163,7 @@ class Received(Cached):
         given = self._read(sorted(set().union(*wanted)))
         for index, (group, places, givers) in enumerate(zip(core.groups, targets, wanted)):
             begin = self.shared[index].stop
-            end = 1 if group.growth.is_state else ceil_div(ticket.length, group.block_size)
+            end = min(1, group.places) if group.growth.is_state else ceil_div(ticket.length, group.block_size)
             if begin < end and givers:
                 tables = {giver: given[giver][index] for giver in givers}
                 core.memory.from_host(index, places[: end - begin], *self._table(index, tables, begin, end, ranks))

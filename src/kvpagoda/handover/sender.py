@@ -93,6 +93,11 @@ class Sender(NoHandOvers):
     def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool) -> Ticket:
         """See ``Sequence.hand_over``."""
         seconds, core = real_number(ttl, "ttl, in seconds,"), self._core
+        if core.prefix.index.optional:
+            text = "the draft of this cache has groups of its own, whose rows are not handed over"
+            raise BadInput.with_hint(
+                text, "hand over from a cache without it, or with a draft in the model's own blocks"
+            )
         first = whole_number(after, "after, in tokens,", below=max(1, request.length)) // core.block_size
         if request.rows is not None:
             request.detach()
@@ -141,8 +146,11 @@ class Sender(NoHandOvers):
         firsts, ids, length, slot = list[int](), [], request.own_length, request.slot
         for group in self._core.groups:
             if group.growth.is_state:
-                column = length % group.places
                 firsts.append(0)
+                if not group.places:  # of copies, of which requests hold none
+                    ids.append(group.places_between(slot, 0, 0))
+                    continue
+                column = length % group.places
                 ids.append(group.places_between(slot, column, column + 1))
                 continue
             bounded = group.growth.is_bounded
