@@ -61,6 +61,7 @@ def test_many_hand_overs_and_faults(kind: str, ranks: tuple[int, int], blocks: t
 
 
 @needs_mooncake
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks", "blocks"), [("llama", (1, 2), (8, 16)), ("mixed", (1, 1), (8, 8))])
 def test_over_mooncakes_engine(kind: str, ranks: tuple[int, int], blocks: tuple[int, int]) -> None:
     with pair(kind, ranks, blocks, transfer="mooncake") as one:
