@@ -87,7 +87,7 @@ def test_the_arena_is_given_back_at_the_same_addresses(keep: Any, tmp_path: Path
     pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
     cache = KVCache(
         Schema.from_hf_config(LARGE), "128MiB", device="cpu", max_requests=4, identity=Identity("w"),
-        tiers=[disk_tier(tmp_path, "256MiB", admit_all=True, staging="16MiB", timeout=60.0)],
+        tiers=[disk_tier(tmp_path, "256MiB", admit_all=True, staging="64MiB", timeout=60.0)],
     )  # fmt: skip
     layers = [cache.layer(i)[name] for i in range(4) for name in ("k", "v")]
     addresses = [layer.data_ptr() for layer in layers]

@@ -65,6 +65,8 @@ def test_types_of_draft_layers_after_those_of_the_model_are_left_out() -> None:
     assert Schema.from_hf_config(listed).layers == Schema.from_hf_config(config).layers
     with pytest.raises(SchemaError, match="48 types"):
         Schema.from_hf_config({**listed, "num_nextn_predict_layers": 2})
+    with pytest.raises(SchemaError, match="num_nextn_predict_layers is '3'; expected a whole number"):
+        Schema.from_hf_config({**listed, "num_nextn_predict_layers": "3"})
 
 
 def test_tokens_of_an_open_pool_beside_recurrent_states_cannot_be_taken_back_and_the_type_says_so() -> None:

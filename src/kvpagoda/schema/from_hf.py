@@ -174,12 +174,9 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
         by_rule = [family.layer_type(c, index) for index in range(count)]
     if listed is None:
         listed = by_rule
-    if (
-        isinstance(listed, list | tuple)
-        and len(listed) > count
-        and c.get("num_nextn_predict_layers") == len(listed) - count
-    ):
-        listed = listed[:count]  # those of draft layers follow
+    drafts = "num_nextn_predict_layers"
+    if isinstance(listed, list | tuple) and len(listed) > count and c.get(drafts) is not None:
+        listed = listed[:count] if len(listed) == count + c.size(drafts, 0) else listed  # those of draft layers follow
     if not isinstance(listed, list | tuple) or len(listed) != count:
         found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {shown(listed)}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
