@@ -132,8 +132,8 @@ class Stage:
     def good(self, name: str) -> Any:
         """Return what a call needs for its argument ``name``."""
         return {
-            "envelope": {"actions": []}, "token_ids": [2], "sequences": [self.sequence], "new_tokens": [1], "index": 0, "n": 1, "pin": None,
-            "config": CONFIG, "dtype": "float32", "layout": "trtllm", "verify_width": 1,
+            "token_ids": [2], "sequences": [self.sequence], "new_tokens": [1], "index": 0, "n": 1, "pin": None,
+            "envelope": {"actions": []}, "config": CONFIG, "dtype": "float32", "layout": "trtllm", "verify_width": 1,
             "transfer": SharedMemory("1MiB"), "ticket": "{}", "ttl": 1.0,
         }[name]  # fmt: skip
 
