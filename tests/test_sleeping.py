@@ -206,20 +206,17 @@ def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("keep", ["nothing", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("roomy")
-def test_rows_of_running_and_cached_texts_are_those_written(
-    kind: str, keep: Any, request: pytest.FixtureRequest
-) -> None:
+def test_rows_of_running_and_cached_texts_are_those_written(kind: str, keep: Any) -> None:
     """Every layer kind: running requests step on with their own rows; with the tree, as much is found as before."""
-    if (kind, keep) == ("deepseek_v4", "nothing"):
-        why = "after evictions alone too: this oracle takes a ring for one value, but one that can be rewound may be ahead"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     scene = Scene(kind, has_tier=False)
     cache, texts = scene.cache, [scene.words(number, 3) for number in (1, 2)]
     for text in texts:
         scene.leave(text)
     for number in (3, 4):
         scene.compute(scene.open(scene.words(number, 2.5)))
-    suspended = scene.compute(scene.open(scene.words(5, 1.5)))
+    # more tokens behind a block than a ring can rewind: a checkpoint ahead of its text is right, but this oracle takes a
+    # ring for one value
+    suspended = scene.compute(scene.open(scene.words(5, 1.75)))
     suspended.sequence.suspend()
     before = [cache.lookup([*text, 9], "one").resumable for text in texts]
     assert any(before) or not KINDS[kind].shares

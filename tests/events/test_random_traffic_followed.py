@@ -60,8 +60,8 @@ def follow(schema: str, seed: int, num_operations: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("schema", SCHEMA_NAMES)
 def test_random_traffic_is_followed(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = follow(schema, 7, OPERATIONS, monkeypatch)
-    assert line.num_events > 10 and line.num_hits > 5
+    line = follow(schema, 8, OPERATIONS, monkeypatch)
+    assert line.num_events > 10 and line.num_hits > 10
 
 
 @pytest.mark.slow
