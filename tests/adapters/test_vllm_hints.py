@@ -20,12 +20,14 @@ def act(kind: str, name: str = "a", **payload: Any) -> KvHintAction:
     return KvHintAction(action_id=name, action_type=kind, action_version="1.0", payload=payload)
 
 
-def ask(manager: KVCacheManager, tokens: list[int], name: str, *actions: KvHintAction) -> int:
+def ask(manager: KVCacheManager, tokens: list[int], name: str, *actions: KvHintAction, salt: str | None = None) -> int:
     """Run a request with these hints to its end; return how many tokens were found."""
     hints = KvHintsEnvelope(protocol_version="0.1", message_id=name, actions=[*actions]) if actions else None
     sampling = PROJECT.sampling_params.SamplingParams(max_tokens=1, ignore_eos=True)
     hasher = get_request_block_hasher(SIZE, sha256)
-    request = PROJECT.request.Request(name, tokens, sampling, None, block_hasher=hasher, kv_hints=hints)
+    request = PROJECT.request.Request(
+        name, tokens, sampling, None, block_hasher=hasher, kv_hints=hints, cache_salt=salt
+    )
     blocks, found, request.shared_prefix_boundary = manager.get_computed_blocks(request)
     begin: Any = (found, blocks)
     while request.num_computed_tokens + begin[0] < len(tokens):
@@ -67,6 +69,14 @@ def test_promises_end_by_time_by_release_and_for_a_request_that_lacks_blocks() -
     assert ask(manager, text(5, 40), "e") == 0, "a request that needs the promised blocks gets them"
     assert [one.status for one in manager.promises.ended()] == ["accepted", "taken"]
     assert manager.promises.num_blocks == 0
+
+
+def test_one_tenant_does_not_release_the_promise_of_another_and_what_is_not_done_is_told() -> None:
+    manager = manager_of("full", blocks=1 + 12)
+    ask(manager, text(1, 16), "a", act("kv.pin", "pinned"))
+    ask(manager, text(2, 8), "b", act("kv.release", promise="pinned"), act("kv.demote", "d"), salt="other")
+    assert [one.status for one in manager.promises.ended()] == ["accepted", "missing", "rejected"]
+    assert manager.promises.num_blocks == 4
 
 
 def test_the_next_request_of_a_session_replaces_what_was_promised_before() -> None:

@@ -267,6 +267,12 @@ def test_the_envelopes_of_engines_are_read_as_they_are(where: str) -> None:
         assert (outcome.status, outcome.message_id, outcome.tokens) == ("accepted", "m", 16)
 
 
+NESTED: Any = {}
+for _ in range(20_000):
+    NESTED = {"answer": NESTED}
+"""An answer within answers: only the first is read."""
+
+
 @pytest.mark.parametrize(
     ("action", "status"),
     [
@@ -283,6 +289,7 @@ def test_the_envelopes_of_engines_are_read_as_they_are(where: str) -> None:
         (act("kv.retain", {"token_ids": text(1), "range": [0, 10**9]}), "accepted"),
         (act("kv.retain", {"token_ids": text(1), "answer": 3}), "rejected"),
         (act("kv.retain"), "rejected"),
+        (act("kv.retain", {"token_ids": text(1), **NESTED}), "accepted"),
         (act("kv.release", {"promise": "x"}), "missing"),
         (act("kv.release"), "rejected"),
         (act("kv.prefetch", {"token_ids": text(1)}), "rejected"),

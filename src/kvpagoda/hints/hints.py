@@ -17,7 +17,7 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.errors import BadInput, KVPagodaError
-from kvpagoda.hints.envelope import DEFAULT_PRIORITY, MOST_PRIORITY, Action, Payload, is_known, read_envelope
+from kvpagoda.hints.envelope import Action, Payload, is_known, read_envelope
 from kvpagoda.hints.keep import Keep
 from kvpagoda.hints.options import HintLimits
 from kvpagoda.hints.outcome import Outcome
@@ -174,14 +174,10 @@ class Hints:
         return outcome
 
     def _retain(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
-        """``kv.retain``: keep a text, or its first tokens, for a time."""
-        keep = Keep.of(asked, payload, DEFAULT_PRIORITY, self.limits.seconds)
-        return self._keep(keep, self._text(payload, namespace, request))
+        """``kv.retain``: keep a text, or its first tokens, for a time; ``kv.pin``: until it is released."""
+        return self._keep(Keep.of(asked, payload, self.limits.seconds), self._text(payload, namespace, request))
 
-    def _pin(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
-        """``kv.pin``: keep a text until it is released; as ``kv.retain`` with the highest priority and no end."""
-        keep = Keep.of(asked, payload, MOST_PRIORITY, None)
-        return self._keep(keep, self._text(payload, namespace, request))
+    _pin = _retain
 
     def _release(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
         """``kv.release``: end the promises of an action, a session, or of all texts of the namespace that begin so."""
@@ -315,16 +311,17 @@ class Hints:
         return keep.asked.now("deferred", "to the end of the request")
 
     def _grant(self, keep: Keep, text: Text) -> Outcome:
-        """Promise what ``keep`` asks for of ``text``, all but its answer if that is asked for separately."""
-        end = keep.end
-        if keep.answer is not None and text.num_prompt is not None:
-            if keep.answer.priority:
-                self._tell(self._grant(keep.answer, text._replace(num_prompt=None)))
-            end = text.num_prompt if end is None else min(end, text.num_prompt)
-        if not keep.priority:
-            return keep.asked.now("accepted", "priority 0: no promise")
-        keys = text.keys[:end]
-        return self._promises.grant(keep.asked, keys, text.namespace, keep.priority, keep.seconds, text.session)
+        """Promise what ``keep`` asks for of ``text``; what it asks for the answer separately is told later."""
+        outcome = keep.asked
+        for part in keep.parts(text.num_prompt):
+            if outcome is not keep.asked:
+                self._tell(outcome)
+            if not part.priority:
+                outcome = part.asked.now("accepted", "priority 0: no promise")
+                continue
+            keys = text.keys[: part.end]
+            outcome = self._promises.grant(part.asked, keys, text.namespace, part.priority, part.seconds, text.session)
+        return outcome
 
     def _request_ended(self, request: Request) -> None:
         """Give the promises that were asked for the end of ``request``; those of its session before end now."""

@@ -156,8 +156,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             added = super().allocate_slots(*args, **more)
         if added is None:
             return None
-        if new_computed_blocks is not None and (hints := getattr(request, "kv_hints", None)) is not None:
-            self.promises.began(name, hints)
+        if new_computed_blocks is not None and getattr(request, "kv_hints", None) is not None:
+            self.promises.began(request)
         if self._has_order:
             if name not in self._places:
                 self._begin(request, num_new_computed_tokens, new_computed_blocks)

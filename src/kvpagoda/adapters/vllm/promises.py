@@ -17,18 +17,17 @@ from typing import Any
 
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.hints import HintLimits, Outcome, read_envelope
-from kvpagoda.hints.envelope import DEFAULT_PRIORITY, MOST_PRIORITY, Payload, is_known
+from kvpagoda.hints.envelope import Payload, is_known
 from kvpagoda.hints.keep import Keep
-
-_HERE = ("kv.retain", "kv.pin", "kv.release", "kv.session")
 
 
 @dataclass(eq=False)
 class Promise:
-    """Blocks that are held, ends of texts first. ``until``: None: until it is released."""
+    """Blocks that are held, in the order of their positions. ``tenant``: the cache salt of the request that asked."""
 
     keep: Keep
     outcome: Outcome
+    tenant: str | None
     session: str | None
     blocks: list[Any]
 
@@ -58,58 +57,48 @@ class Promises:
         self._news.clear()
         return news
 
-    def began(self, request: str, envelope: Any) -> list[Outcome]:
-        """Answer the hints of ``request``, which has its first blocks."""
+    def began(self, request: Any) -> None:
+        """Take the hints of ``request``, which has its first blocks. What is not done is told at once."""
         try:
-            message, actions = read_envelope(envelope, self._limits.actions, self._limits.nbytes)
+            message, actions = read_envelope(request.kv_hints, self._limits.actions, self._limits.nbytes)
         except KVPagodaError as error:
-            return [Outcome("", "", "", "rejected", str(error))]
+            self._news.append(Outcome("", "", "", "rejected", str(error)))
+            return
         keeps: list[Keep] = []
         session: str | None = None
-        answers: list[Outcome] = []
         for action in actions:
             asked = Outcome(message, action.action_id, action.action_type, "accepted")
-            if (wrong := is_known(action)) is not None:
-                answers.append(asked.now("unknown", wrong))
-                continue
-            if action.action_type not in _HERE:
-                answers.append(asked.now("rejected", "vLLM's scheduler does not do this; KVCache does"))
-                continue
             try:
-                payload = Payload(action.payload)
-                if action.action_type == "kv.session":
+                if (wrong := is_known(action)) is not None:
+                    self._news.append(asked.now("unknown", wrong))
+                elif action.action_type in ("kv.retain", "kv.pin"):
+                    keeps.append(Keep.of(asked, Payload(action.payload), self._limits.seconds))
+                elif action.action_type == "kv.release":
+                    payload = Payload(action.payload)
+                    self._released(asked, request, payload.text("promise"), payload.text("session_id"))
+                elif action.action_type == "kv.session":
+                    payload = Payload(action.payload)
                     name = payload.text("session_id")
                     if payload.one_of("event", ("begin", "continue", "end")) == "end":
-                        answers.append(self._release(asked, None, name))
+                        self._released(asked, request, None, name)
                     else:
                         session = name
-                        answers.append(asked)
-                elif action.action_type == "kv.release":
-                    answers.append(self._release(asked, payload.text("promise"), payload.text("session_id")))
                 else:
-                    is_pin = action.action_type == "kv.pin"
-                    default, seconds = (MOST_PRIORITY, None) if is_pin else (DEFAULT_PRIORITY, self._limits.seconds)
-                    keeps.append(Keep.of(asked, payload, default, seconds))
-                    answers.append(asked.now("deferred", "to the end of the request"))
+                    self._news.append(asked.now("rejected", "vLLM's scheduler does not do this; KVCache does"))
             except BadInput as error:
-                answers.append(asked.now("rejected", str(error)))
+                self._news.append(asked.now("rejected", str(error)))
         if keeps or session is not None:
-            self._asked[request] = keeps, session
-        return answers
+            self._asked[request.request_id] = keeps, session
 
     def at_end(self, request: Any, blocks_of: Callable[[int], list[Any]]) -> None:
         """Give the promises that ``request``, which ends, asked for. ``blocks_of(n)``: the blocks from which its first n
         tokens can be resumed, in the order of their positions."""
         keeps, session = self._asked.pop(request.request_id, ((), None))
         if session is not None:
-            self._release(None, None, session, "replaced")
+            self._release(request, None, session, "replaced")
         for keep in keeps:
-            end = keep.end
-            if keep.answer is not None:
-                if keep.answer.priority:
-                    self._grant(keep.answer, request, blocks_of, session)
-                end = min(request.num_prompt_tokens, request.num_prompt_tokens if end is None else end)
-            self._grant(keep._replace(end=end), request, blocks_of, session)
+            for part in keep.parts(request.num_prompt_tokens):
+                self._grant(part, request, blocks_of, session)
 
     def expire(self) -> None:
         """End the promises whose time is over."""
@@ -148,23 +137,30 @@ class Promises:
             heappush(self._by_end, (until, number))
         self._pool.touch(blocks)
         outcome = keep.asked.now(status, f"{len(blocks)} blocks", wanted=wanted, tokens=wanted, until=until)
-        self._held[number] = Promise(keep, outcome, session, blocks)
+        self._held[number] = Promise(keep, outcome, request.cache_salt, session, blocks)
         self.num_blocks += len(blocks)
         self._news.append(outcome)
 
-    def _release(
-        self, asked: Outcome | None, action: str | None, session: str | None, status: str = "released"
-    ) -> Outcome:
+    def _released(self, asked: Outcome, request: Any, action: str | None, session: str | None) -> None:
+        if not self._release(request, action, session, "released"):
+            self._news.append(asked.now("missing", "no such promise"))
+
+    def _release(self, request: Any, action: str | None, session: str | None, status: str) -> int:
+        """End the promises of the tenant of ``request`` that an ``action``, or else a ``session``, asked for; return how
+        many."""
         found = [
             number
             for number, one in self._held.items()
-            if (action is not None and one.outcome.action_id == action)
-            or (action is None and session is not None and one.session == session)
+            if one.tenant == request.cache_salt
+            and (
+                one.outcome.action_id == action
+                if action is not None
+                else session is not None and one.session == session
+            )
         ]
         for number in found:
             self._end(number, status)
-        asked = asked or Outcome("", "", "", "released")
-        return asked.now("accepted", f"{len(found)} promises") if found else asked.now("missing", "no such promise")
+        return len(found)
 
     def _end(self, number: int, status: str) -> None:
         promise = self._held.pop(number, None)
