@@ -109,7 +109,7 @@ def test_blocks_of_one_cache_never_share_a_name(monkeypatch: pytest.MonkeyPatch)
     assert taken == {127, 0}
     moved = 0
     for schema in ("full", "gemma"):
-        line = follow(schema, 8, 3 * STEPS, loss=0.1)
+        line = follow(schema, 8, 3 * STEPS, loss=0.0)  # a block that was moved has another name after a restart
         assert line.num_hits > 20
         blocks = line.stream.index.blocks.values()
         moved += sum(block.name != block.digest[0] >> 1 for block in blocks)

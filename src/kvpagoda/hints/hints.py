@@ -235,7 +235,9 @@ class Hints:
         if key in self._prefetched:
             return asked.now("accepted", "it is being read already", wanted=len(tokens))
         until = self.clock() + seconds
-        self._prefetched[key] = core.tiers.prefetch(namespace, tokens, {}, *self._cached(tokens, namespace)), until
+        match, found = core.prefix.find(tokens, namespace)
+        begun = core.tiers.prefetch(namespace, tokens, {}, match.num_blocks, found.resumable // core.block_size)
+        self._prefetched[key] = begun, until
         return asked.now("accepted", "until a request with this prompt takes it", wanted=len(tokens), until=until)
 
     def _session(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
@@ -312,16 +314,16 @@ class Hints:
 
     def _grant(self, keep: Keep, text: Text) -> Outcome:
         """Promise what ``keep`` asks for of ``text``; what it asks for the answer separately is told later."""
-        outcome = keep.asked
-        for part in keep.parts(text.num_prompt):
-            if outcome is not keep.asked:
-                self._tell(outcome)
-            if not part.priority:
-                outcome = part.asked.now("accepted", "priority 0: no promise")
-                continue
-            keys = text.keys[: part.end]
-            outcome = self._promises.grant(part.asked, keys, text.namespace, part.priority, part.seconds, text.session)
-        return outcome
+        *first, last = (self._part(part, text) for part in keep.parts(text.num_prompt))
+        for outcome in first:
+            self._tell(outcome)
+        return last
+
+    def _part(self, keep: Keep, text: Text) -> Outcome:
+        if not keep.priority:
+            return keep.asked.now("accepted", "priority 0: no promise")
+        keys = text.keys[: keep.end]
+        return self._promises.grant(keep.asked, keys, text.namespace, keep.priority, keep.seconds, text.session)
 
     def _request_ended(self, request: Request) -> None:
         """Give the promises that were asked for the end of ``request``; those of its session before end now."""
@@ -343,10 +345,6 @@ class Hints:
         """Return what is cached of ``keys``, with the block that only they begin."""
         end = np.full(-len(keys) % self._core.block_size, NO_TOKEN, np.int32)
         return self._core.prefix.tree.match(np.concatenate([keys, end]), namespace)
-
-    def _cached(self, tokens: Ids, namespace: bytes) -> tuple[int, int]:
-        match, found = self._core.prefix.find(tokens, namespace)
-        return match.num_blocks, found.resumable // self._core.block_size
 
     def _tell(self, outcome: Outcome) -> None:
         if len(self._news) >= self.limits.news:
