@@ -16,6 +16,7 @@ from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_
 from kvpagoda.errors import LayoutError
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
+from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.dispatch import VARIABLE
 from kvpagoda.kernels.packed_rows import Grid, append_constants, append_parts, append_rows, gather_parts, gather_rows
 
@@ -133,6 +134,27 @@ def test_any_bits_of_rows_give_the_bytes_of_the_reference(case, bits):
             gather_parts(out, torch.tensor(SLOTS), parts)
             found.append((memory, out.isnan(), out.nan_to_num(3.0)))
     assert all(map(torch.equal, *found))
+
+
+def test_every_number_in_units_of_every_scale_of_nvfp4_has_the_code_of_the_reference(monkeypatch):
+    """A group begins with six times its scale; all bfloat16 up to that follow, 15 in a group, with alternate signs."""
+    encoding, sizes = Encoding("nvfp4", group=16), torch.arange(0, 0x4800, dtype=torch.int16).view(torch.bfloat16)
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for top in 6 * scales:
+        below = sizes[: (sizes <= top).sum() // 15 * 15].view(-1, 15)
+        # of numbers less than 2^-13 of the largest, whose codes are all 0, one in 256
+        below = torch.cat([below[(below[:, 0] < top / 8192)][::256], below[below[:, 0] >= top / 8192]])
+        below[:, ::2] *= -1
+        rows = torch.cat([top.expand(len(below), 1).bfloat16(), below], 1)
+        slots, pages = torch.arange(len(rows)), -(-len(rows) // parts_cases.PAGE)
+
+        def run(rows=rows, slots=slots, pages=pages):
+            parts, memory = parts_cases.parts_of(encoding, 16, heads=1, pages=pages)
+            append_parts(rows, slots, parts)
+            return memory
+
+        given, wanted = both(monkeypatch, run)
+        assert torch.equal(given, wanted), float(top)
 
 
 WIDTHS = (64, 80, 96, 112, 128, 192, 256, 512)

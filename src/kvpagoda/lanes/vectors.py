@@ -76,6 +76,27 @@ def _codes(given: Lanes, factor: Lanes, c: Any) -> Lanes:
     return _stored(code | ((given >> 16 - width) & (1 << width - 1)), width)
 
 
+def _is_nvfp4(c: Any) -> bool:
+    """Whether codes of E2M1 are quotients by a scale of E4M3."""
+    return c.CODES == "e2m1" and c.SCALE == "e4m3" and not (c.RECIPROCAL or c.INVERSE)
+
+
+def _nvfp4_codes(given: Lanes, factor: Lanes, c: Any) -> Lanes:
+    """bfloat16 as int16, and for every two of them 2^-14 / their E4M3 scale -> their E2M1 codes as stored.
+
+    The bits of a float16 that is 2^14 times too small count the steps of E2M1: 512 are one step, below 1.0 as above it.
+    Neither the product, where a quotient is meant, nor the rounding to float16 changes a code. A scale has at most 4
+    significant bits and the middle between two codes 3, so the scaled middle is a bfloat16. An x that is equal to it gives
+    that middle exactly, once rounded; any other x is away from it by 2^-8 of it, more than both errors.
+    """
+    pairs, codes = given.cut(I32, given.count // 2), []
+    for x in ((pairs << 16).floats, (pairs & -0x10000).floats):
+        half = (x * factor).to(F16, "fptrunc").to(I16, "bitcast")
+        size = (half & 0x7FFF).least(7 << 9)
+        codes.append(((size + 0xFF + ((size >> 9) & 1)) >> 9) | ((half >> 12) & 8))
+    return (codes[0] | (codes[1] << 4)).to(I8)
+
+
 def _e2m1_codes(given: Lanes, one: Lanes, c: Any) -> Lanes:
     """bfloat16 as int16, and the bits of the scale of each, a power of two -> their E2M1 codes as stored."""
     x, is_even = (given & 0x7FFF) - one, int(c.TIES == "even")  # 0 for a ratio of 1, and 128 for each octave
@@ -176,6 +197,7 @@ def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
             code = is_less.where(code + 1, code).least(0x7E)
         s, stored = _numbers(code.to(I16), "e4m3") * 2.0**8, code
     factor = s.constant(1.0) / s if c.RECIPROCAL else s.constant(c.TOP) / amax if c.INVERSE else s
+    factor = s.constant(2.0**-14) / s if _is_nvfp4(c) else factor
     if c.ZERO_GROUPS == "apart":
         factor = (size < 1).where(s.constant(1.0), factor)
     elif c.ZERO_GROUPS == "zero":
@@ -259,10 +281,12 @@ def write_codes(b: Any, vectors: list[list[Any]], c: Any) -> Any:
     many, is_integer = math.gcd(coded, SIDE), c.CODES == "e2m1" and c.POWER_OF_TWO
     for numbers, codes, _, kept, factors in vectors:
         factor = load(factors, b, 0, I32 if is_integer else F32, c.GROUPS)
-        factor = factor.to(I16) if is_integer else factor
+        factor, cast = (
+            (factor.to(I16), _e2m1_codes) if is_integer else (factor, _nvfp4_codes if _is_nvfp4(c) else _codes)
+        )
         for first in range(0, coded, many):
             mine = factor.taken([(first + i) // c.GROUP for i in range(0, many, 1 if is_integer else 2)])
-            made = (_e2m1_codes if is_integer else _codes)(load(numbers, b, first, I16, many), mine, c)
+            made = cast(load(numbers, b, first, I16, many), mine, c)
             store(codes, first * made.count // many, made)
         if c.KEPT:
             given = load(numbers, b, coded, I16, c.KEPT)
