@@ -115,3 +115,11 @@ def test_a_share_of_the_blocks_may_be_promised() -> None:
     for number in (1, 2):
         ask(manager, text(number, 16), f"r{number}", act("kv.pin"))
     assert [one.status for one in manager.promises.ended()] == ["accepted", "rejected"]
+
+
+def test_promises_that_ended_before_their_time_are_forgotten() -> None:
+    manager = manager_of("full", blocks=1 + 12)
+    for number in range(300):
+        session = act("kv.session", session_id="s", event="continue")
+        ask(manager, text(number % 2, 16), f"r{number}", session, act("kv.retain", seconds=3000))
+    assert len(manager.promises._held) == 1 and len(manager.promises._by_end) <= 67

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -135,6 +135,9 @@ class Promises:
             until = self._clock() + min(keep.seconds, self._limits.seconds)
             status = "clipped" if keep.seconds > self._limits.seconds else status
             heappush(self._by_end, (until, number))
+            if len(self._by_end) > 2 * len(self._held) + 64:  # most have ended before their time
+                self._by_end = [end for end in self._by_end if end[1] in self._held or end[1] == number]
+                heapify(self._by_end)
         self._pool.touch(blocks)
         outcome = keep.asked.now(status, f"{len(blocks)} blocks", wanted=wanted, tokens=wanted, until=until)
         self._held[number] = Promise(keep, outcome, request.cache_salt, session, blocks)
