@@ -42,7 +42,7 @@ BOUNDS = {
     "blocks": 550,
     "cli": 400,
     "formats": 560,
-    "lanes": 520,
+    "lanes": 530,
     "kv_cache": 365,
     "scheduling": 250,
     "recording": 300,
