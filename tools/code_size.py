@@ -63,9 +63,9 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 7_730
-ALL_BOUND = 29_150
-FILES_BOUND = 261
+ENGINE_CORE_BOUND = 7_950
+ALL_BOUND = 31_000
+FILES_BOUND = 285
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
