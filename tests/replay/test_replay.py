@@ -212,5 +212,5 @@ def test_a_replay_needs_numpy_alone() -> None:
 
 
 def test_the_examples_run() -> None:
-    tried = doctest.testmod(importlib.import_module("kvpagoda.replay.simulate"))
+    tried = doctest.testmod(importlib.import_module("kvpagoda.replay.run"))
     assert tried.attempted and not tried.failed

@@ -9,7 +9,7 @@ import pytest
 from kvpagoda.recording import TraceFile
 from kvpagoda.replay import Trace, replay, synthetic
 from kvpagoda.replay.reuse import Reuse
-from kvpagoda.replay.simulate import POLICIES
+from kvpagoda.replay.run import POLICIES
 from kvpagoda.replay.timeline import write_timeline
 from test_recording import proven, slices
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kvpagoda.loading import load_when_used
 from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
-from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay
+from kvpagoda.replay.run import POLICIES, ReplayResult, hit_rate_curve, replay
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
 

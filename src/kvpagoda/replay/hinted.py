@@ -18,7 +18,7 @@ from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.hints import HintLimits, Hints
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.readers import Source
-from kvpagoda.replay.simulate import ReplayResult, readable
+from kvpagoda.replay.run import ReplayResult, readable
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.units import whole_number

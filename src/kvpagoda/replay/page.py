@@ -17,8 +17,8 @@ import numpy as np
 
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_histogram
+from kvpagoda.replay.run import BOUND, ReplayResult
 from kvpagoda.replay.serving import ServeResult
-from kvpagoda.replay.simulate import BOUND, ReplayResult
 from kvpagoda.replay.timeline import lost_tokens
 from kvpagoda.replay.trace import Floats, Ints, Trace
 from kvpagoda.text import short_number

@@ -20,8 +20,7 @@ from kvpagoda.replay.hinted import replay_hints
 from kvpagoda.replay.own_policy import policy_from_text
 from kvpagoda.replay.page import Page, schema_sections, tree_sections
 from kvpagoda.replay.reuse import Reuse, WorkingSet, lru_hits, reuse_histogram, working_set
-from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
-from kvpagoda.replay.simulate import (
+from kvpagoda.replay.run import (
     BLOCK_FIFO,
     BOUND,
     WITHOUT_TREE,
@@ -32,6 +31,7 @@ from kvpagoda.replay.simulate import (
     hit_rate_curve,
     known_policy,
 )
+from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 from kvpagoda.replay.timeline import write_timeline
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpagoda.recording import CACHE, EVICTIONS, TraceFile, Track, Tracks
 from kvpagoda.replay.reuse import Reuse
-from kvpagoda.replay.simulate import ReplayResult
+from kvpagoda.replay.run import ReplayResult
 from kvpagoda.replay.trace import Ints, Trace
 
 
