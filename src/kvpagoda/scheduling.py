@@ -26,6 +26,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from kvpagoda.cache.breakpoints import Breakpoint
 from kvpagoda.cache.lookup import checkpoint_at_divergence
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.reuse import AnyNamespace
@@ -101,14 +102,18 @@ class QueueStats:
 class Job:
     """A request in a ``RunQueue``: a text of at most ``total`` tokens, ``prompt``, int32 ``[n]``, and generated tokens.
 
-    ``namespace``: only jobs of the same namespace share cached blocks. ``media``: see ``KVCache.open``.
+    ``namespace``: only jobs of the same namespace share cached blocks. ``media``: see ``KVCache.open``. ``checkpoints``:
+    positions of the prompt at which others should be able to resume, see ``KVCache.open``.
     """
 
-    def __init__(self, prompt: Tokens, total: int, namespace: AnyNamespace = None) -> None:
+    def __init__(
+        self, prompt: Tokens, total: int, namespace: AnyNamespace = None, checkpoints: Many[int] | None = None
+    ) -> None:
         self._tokens = np.empty(total, np.int32)
         self._tokens[: len(prompt)] = prompt
         self._length = len(prompt)
-        self.total, self.namespace = total, namespace
+        self.total, self.namespace, self.asked = total, namespace, checkpoints
+        self.told: tuple[Breakpoint, ...] = ()
         self.media: Mapping[int, bytes] = {}
         self.sequence: Sequence | None = None
         """Its open sequence while it runs, else None."""
@@ -126,6 +131,13 @@ class Job:
     def text(self) -> Tokens:
         """All tokens so far, computed or not: int32 ``[n]``, a view that stays valid."""
         return self._tokens[: self._length]
+
+    @property
+    def checkpoints(self) -> tuple[Breakpoint, ...]:
+        """What became of each position that was asked for, as ``Sequence.checkpoints``; of a job that does not run, when it
+        ran last."""
+        held = self.sequence or self.suspended
+        return self.told if held is None else held.checkpoints
 
     def extend(self, tokens: Many[int]) -> None:
         """Append ``tokens`` to the text."""
@@ -317,6 +329,8 @@ class RunQueue(Generic[J]):
             if job in queue:
                 queue.remove(job)
                 for held in (job.sequence, job.suspended, job.prefetch):
+                    if isinstance(held, Sequence):
+                        job.told = held.checkpoints
                     if held is not None:
                         held.close()
                 job.sequence = job.suspended = job.prefetch = None
@@ -329,7 +343,7 @@ class RunQueue(Generic[J]):
                 raise RetryLater(f"job {job.number} waits until its text is read from the tiers")
             sequence = self.cache.open(
                 job.text, job.namespace, capacity=0, reserve=reserve, media=job.media, prefetch=job.prefetch,
-                layerwise=True,
+                layerwise=True, checkpoints=job.asked,
             )  # fmt: skip
         else:
             sequence.resume(capacity=0, reserve=reserve)

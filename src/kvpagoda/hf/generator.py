@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.cache.breakpoints import Breakpoint, breakpoints_of
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
@@ -37,8 +38,10 @@ LOOKUP_LENGTHS = (3, 2)
 class Answer(Job):
     """One answer of a request: a job of the run queue."""
 
-    def __init__(self, request: Request, number: int, namespace: str | bytes | None) -> None:
-        super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace)
+    def __init__(
+        self, request: Request, number: int, namespace: str | bytes | None, checkpoints: tuple[int, ...] | None
+    ) -> None:
+        super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace, checkpoints)
         self.request, self.done = request, False
         self.passed = 0
         """The switch of position encodings that the text has passed, 0 for none: see ``rope_switch``."""
@@ -61,9 +64,10 @@ class Request:
         sampling: Sampling,
         namespace: str | bytes | None,
         change: Change | None = None,
+        checkpoints: tuple[int, ...] | None = None,
     ) -> None:
         self.prompt, self.max_new_tokens, self.sampling, self.change = prompt, max_new_tokens, sampling, change
-        self.answers = tuple(Answer(self, number, namespace) for number in range(n))
+        self.answers = tuple(Answer(self, number, namespace, checkpoints) for number in range(n))
         self.unforked = list(self.answers[1:])
         """Answers that start when the first answer has computed the prompt."""
         self.aborted = False
@@ -83,6 +87,11 @@ class Request:
     def output(self) -> list[int]:
         """The new tokens of the first answer so far."""
         return self.outputs[0]
+
+    @property
+    def checkpoints(self) -> tuple[Breakpoint, ...]:
+        """What became of each position that ``submit(checkpoints=..)`` asked for; () before the request started."""
+        return self.answers[0].checkpoints
 
 
 class Piece(NamedTuple):
@@ -196,12 +205,14 @@ class Generator:
         n: int = 1,
         sampling: Sampling = GREEDY,
         namespace: str | bytes | None = None,
+        checkpoints: Any = None,
     ) -> Request:
         """Queue a prompt (ints, at least one) for ``n`` answers. It starts in a later ``step``, when there is room.
 
         The prompt is computed once. Then the other answers are forked from the first; without room for a fork, an
-        answer starts later from the cached prompt. ``namespace``: see ``KVCache.open``. Raises BadInput and NeverFits
-        at once.
+        answer starts later from the cached prompt. ``namespace``: see ``KVCache.open``. ``checkpoints``: positions of the
+        prompt, in tokens, at which other texts should be able to resume, such as the end of a system prompt;
+        ``Request.checkpoints`` says what became of each. Raises BadInput and NeverFits at once.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
         if len(ids) == 0:
@@ -209,7 +220,8 @@ class Generator:
         max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
         total = len(ids) + max_new_tokens
         self.cache.plan.blocks_wanted(total - 1, min(self._chunk, len(ids)), self.cache.max_context)
-        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, ids, total))
+        asked = None if checkpoints is None else breakpoints_of(checkpoints, self.cache.max_context).asked
+        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, ids, total), asked)
         for answer in request.answers:
             answer.pass_switch(self._runner.switch.passed(len(ids)))
         self._queue.enter(*request.answers)
