@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import msgspec
@@ -62,9 +61,6 @@ def settled(cache: KVCache, stream: EventStream, reader: Reader, follower: Follo
     """Read what is told when no store is on its way any more: just that is what the driver has."""
     assert cache.flush(10) and isinstance(cache.core.tiers, Offloader)
     (level,), (watch,) = cache.core.tiers.levels, cache.core.tiers._watches.values()
-    end = monotonic() + 10
-    while level._storing:
-        assert monotonic() < end
     if (message := stream.drain()) is not None:
         reader.read(message[1])
         follower.feed(*message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.handover.rows import Rows
+from tests.handover.rows import Rows as Written
 from tests.sweep.kinds import KINDS, schemas
 
 from kvpagoda import (
@@ -30,6 +30,7 @@ from kvpagoda import (
     TicketRefused,
 )  # fmt: skip
 from kvpagoda.handover import Sender, SharedMemory, Ticket
+from kvpagoda.schema import Attention, Layer, Recurrent, Rows
 
 KEY = b"shared"
 TEXT = np.random.default_rng(3).integers(0, 1000, 200).astype(np.int32)
@@ -52,10 +53,10 @@ class Clock:
 
 
 def cache_of(schema: Schema, block_size: int, rank: int = 0, ranks: int = 1, **settings: Any) -> KVCache:
-    given: dict[str, Any] = dict(num_blocks=40, max_requests=4) | settings
+    given: dict[str, Any] = dict(num_blocks=40, max_requests=4, retention=Retention(4, 1)) | settings
     return KVCache(
         schema, device="cpu", block_size=block_size, identity=Identity("w", rank, ranks), poison=True,
-        limits=Limits(step_tokens=2 * block_size), retention=Retention(4, 1), **given,
+        limits=Limits(step_tokens=2 * block_size), **given,
     )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ class Side:
         self, schema: Schema, ranks: int = 1, block_size: int = 4, exported: str | int = 0, **settings: Any
     ) -> None:
         self.caches = [cache_of(schema.split(tp=ranks), block_size, rank, ranks, **settings) for rank in range(ranks)]
-        self.rows = [Rows(cache, rank, ranks) for rank, cache in enumerate(self.caches)]
+        self.rows = [Written(cache, rank, ranks) for rank, cache in enumerate(self.caches)]
         self.transfers = [SharedMemory(exported) for _ in self.caches]
         self.clock, self.senders = Clock(), list[Sender]()
         if exported:
@@ -156,6 +157,28 @@ def test_a_draft_in_groups_of_its_own_is_not_handed_over() -> None:
         one.caches[0].check()
 
 
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("bfloat16", "bfloat16"), ("int8", None), (None, "int8")])
+def test_checkpoints_at_rest_stay_and_the_state_goes_along(formats: tuple[str | None, str | None]) -> None:
+    state = Recurrent((Rows("conv", (6, 3), "bfloat16"), Rows("recurrent", (2, 4, 128), "float32")))
+    schema = Schema((Layer(0, "full", (Attention(1, 4, 4, "float32"),)), Layer(1, "state", (state,))), "wide")
+    kept = [Retention(4, 1, checkpoint_format=format) for format in formats]
+    with (
+        closing(Side(schema, 1, 4, "8MiB", retention=kept[0])) as one,
+        closing(Side(schema, retention=kept[1])) as two,
+    ):
+        two.clock = one.clock
+        for length in (21, 40):
+            received = two.receive(one.hand_over(one.compute(TEXT[100 - length : 105], length)))[0]
+            two.rows[0].compute(received, TEXT[100 - length : 105], length + 5, 3)
+            two.rows[0].compare(received)
+            received.close()
+            assert (
+                two.caches[0].lookup(TEXT[100 - length : 106]).resumable > 0
+            )  # a checkpoint here, of a state from there
+            two.caches[0].check()
+            one.check_idle()
+
+
 WIDTHS = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (8, 2), (2, 8), (1, 1)]
 
 
@@ -165,7 +188,7 @@ def test_widths_pages_and_layouts_differ(ranks: tuple[int, int], blocks: tuple[i
     schema = Schema.from_hf_config(LLAMA, dtype="bfloat16")
     for layouts in ((None, None), ("trtllm", "vllm-flashinfer"), ("sglang-mha", "trtllm")):
         laid = [schema if layout is None else schema.laid_out(layout) for layout in layouts]
-        Rows.of_model = {1: 4}
+        Written.of_model = {1: 4}
         with sides(laid[0], ranks, laid[1], blocks) as (one, two):
             ticket = one.hand_over(one.compute(TEXT[:50], 41))
             two.receive(ticket)

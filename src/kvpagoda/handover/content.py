@@ -141,12 +141,13 @@ def _runs(rows: Rows, shape: tuple[int, ...]) -> Runs | None:
 
 
 def places_of(schema: Schema, plan: Plan) -> tuple[GroupPlace, ...]:
-    """Return where the fields of each group of ``plan`` lie in its records. O(fields)."""
+    """Return where the fields of each group of ``plan`` lie in its records, less the group of checkpoints at rest (the last),
+    of which requests hold nothing. O(fields)."""
     of_rows = {(layer.index, rows.name + suffix): rows
                for layer in schema.layers for rows in layer.rows()
                for suffix, _, _ in rows.encoding.parts(rows.shape, rows.dtype)}  # fmt: skip
     groups = []
-    for group in plan.groups:
+    for group in (group for group in plan.groups if not group.growth.is_at_rest):
         fields, counts = [], []
         for place in group.layout.places:
             field, rows = place.field, of_rows[place.layer, place.field.name]

@@ -83,7 +83,7 @@ class Receiver:
             if why := ours.differs_from(theirs):
                 raise TicketRefused(f"group {ours.name!r} of the ticket cannot become blocks of this cache: {why}")
             givers_of(theirs, ours, (len(ticket.ranks), self._rank[1]), self._rank[0])
-            first, end, last = ticket.firsts[index], ticket.firsts[index] + ticket.counts[index], min(1, group.places)
+            first, end, last = ticket.firsts[index], ticket.firsts[index] + ticket.counts[index], 1
             needed = 0
             if not group.growth.is_state:
                 last = ceil_div(ticket.length, theirs.tokens)
@@ -163,7 +163,7 @@ class Received(Cached):
         given = self._read(sorted(set().union(*wanted)))
         for index, (group, places, givers) in enumerate(zip(core.groups, targets, wanted)):
             begin = self.shared[index].stop
-            end = min(1, group.places) if group.growth.is_state else ceil_div(ticket.length, group.block_size)
+            end = 1 if group.growth.is_state else ceil_div(ticket.length, group.block_size)
             if begin < end and givers:
                 tables = {giver: given[giver][index] for giver in givers}
                 core.memory.from_host(index, places[: end - begin], *self._table(index, tables, begin, end, ranks))

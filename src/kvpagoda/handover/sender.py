@@ -144,12 +144,9 @@ class Sender(NoHandOvers):
         """Return for each group the first column that a receiver needs, and the places from there on: what the next token
         reads, less the first ``after`` columns of texts; of states the newest."""
         firsts, ids, length, slot = list[int](), [], request.own_length, request.slot
-        for group in self._core.groups:
+        for group in self._core.groups[: len(self._groups)]:
             if group.growth.is_state:
                 firsts.append(0)
-                if not group.places:  # of copies, of which requests hold none
-                    ids.append(group.places_between(slot, 0, 0))
-                    continue
                 column = length % group.places
                 ids.append(group.places_between(slot, column, column + 1))
                 continue

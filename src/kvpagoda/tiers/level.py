@@ -141,7 +141,7 @@ class Level:
         self.tier.name = spec.name
         self.seconds_per_byte: float | None = None  #: of recent loads; None before the first
         self._measured_until = 0.0
-        self._storing: dict[Future[list[Status]], Sequence[int]] = {}
+        self._storing: dict[Future[None], Sequence[int]] = {}  # done when the rows are released
         self.dropped = self.loaded_blocks = 0
         self._block_size = identity.block_size
 
@@ -187,19 +187,27 @@ class Level:
     ) -> None:
         """Store the records in ``rows``, which this level acquired, without waiting; they are released afterwards.
         ``told`` is then called with their statuses, in another thread."""
-        future = self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes)
-        self._storing[future] = rows
+        released: Future[None] = Future()
 
         def done(future: Future[list[Status]]) -> None:
-            self.buffer.release(rows)
-            if told is not None and not future.cancelled() and future.exception() is None:
-                told(future.result())
-            self._storing.pop(future, None)
+            try:
+                self.buffer.release(rows)
+                if told is not None and not future.cancelled() and future.exception() is None:
+                    told(future.result())
+            finally:
+                self._storing.pop(released, None)
+                released.set_result(None)
 
-        future.add_done_callback(done)
+        self._storing[released] = rows
+        try:
+            self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes).add_done_callback(done)
+        except BaseException:  # the caller releases the rows
+            self._storing.pop(released, None)
+            raise
 
     def settle(self, deadline: float) -> bool:
-        """Wait until ``deadline`` for the stores in progress; return whether they are done. A forked child has none."""
+        """Wait until ``deadline`` for the stores in progress; return whether they are done, their rows released. A forked
+        child has none."""
         return self.tier.is_closed or not wait([*self._storing], max(0.0, deadline - monotonic())).not_done
 
     # -- loading: any thread -------------------------------------------------------------------------------------------
