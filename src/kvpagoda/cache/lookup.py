@@ -11,7 +11,7 @@ from typing import Any
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.cache.request import Request
+from kvpagoda.cache.request import Request, Tokens
 from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix.tokens import as_tokens
@@ -75,7 +75,12 @@ def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping
     """Begin to read what tiers have of a text; see ``KVCache.prefetch``. Raises BadInput if there are no tiers."""
     core.check_open()
     tokens = as_tokens(token_ids, core.vocab_size)
-    key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
+    return read_ahead(core, tokens, core.namespaces.key(namespace), core.media.ids(media, len(tokens)))
+
+
+def read_ahead(core: Core, tokens: Tokens, key: bytes, media_ids: dict[int, int]) -> Any:
+    """Begin to read what tiers have of ``tokens``, int32 ``[n]``, in the namespace of ``key``. Raises BadInput if there are
+    no tiers."""
     match, found = core.prefix.find(with_media(tokens, 0, media_ids), key)
     return core.tiers.prefetch(key, tokens, media_ids, match.num_blocks, found.resumable // core.block_size)
 

@@ -14,6 +14,7 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.breakpoints import Breakpoints, breakpoints_of
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.lookup import read_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.errors import BadInput, KVPagodaError
@@ -235,9 +236,7 @@ class Hints:
         if key in self._prefetched:
             return asked.now("accepted", "it is being read already", wanted=len(tokens))
         until = self.clock() + seconds
-        match, found = core.prefix.find(tokens, namespace)
-        begun = core.tiers.prefetch(namespace, tokens, {}, match.num_blocks, found.resumable // core.block_size)
-        self._prefetched[key] = begun, until
+        self._prefetched[key] = read_ahead(core, tokens, namespace, {}), until
         return asked.now("accepted", "until a request with this prompt takes it", wanted=len(tokens), until=until)
 
     def _session(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
