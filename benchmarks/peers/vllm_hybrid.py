@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.peers import stubs
 from kvpagoda.replay import Trace
-from kvpagoda.replay.serving import text_of
+from kvpagoda.replay.texts import text_of
 from kvpagoda.units import ceil_div
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -4,34 +4,28 @@ choose budgets, intervals and policies."""
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpagoda.cache.event_log import EventLog
-from kvpagoda.cache.options import Identity, Limits, Retention
-from kvpagoda.cache.sequence import Sequence
-from kvpagoda.errors import NeverFits, OutOfBlocks, RetryLater
-from kvpagoda.kv_cache import KVCache
+from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.recording import Recording
+from kvpagoda.replay.batching import Batching, Running, cache_for
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.schema import Schema
 from kvpagoda.tiers.spec import TierSpec, tier_from_text
 from kvpagoda.units import whole_number
 
-Tokens = npt.NDArray[np.int32]
 _STEP, _COMPUTES, _CACHED, _TICK = 1000.0, 900.0, 300.0, 0.01
 """Microseconds on the clock of a recording: a step takes a millisecond; requests are admitted at its beginning, and have
 computed after 0.9 of it; the cached part of a request is shown as 0.3 of it. Two events are a tick apart at least."""
-_OWN = 2**30  # the first token id that is used for tokens of a single request; ids of the trace are below
 _counts: Any = None  # in a worker: the number of requests that each worker has served
 
 
@@ -114,15 +108,14 @@ def serve(
     """
     whole_number(tokens_per_id, "tokens_per_id", at_least=1)
     columns, clock = Trace.read(trace), _Clock()
-    longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
-    cache = KVCache(
-        replace(schema, vocab_size=None), budget, device="none", max_requests=max_requests, block_size=block_size,
-        policy=policy, tiers=tiers, retention=Retention(checkpoints, checkpoint_every, checkpoint_format=checkpoint_format),
-        identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens), order=None if shared else "layer",
+    cache = cache_for(
+        columns, schema, budget, step_tokens, shared=shared, checkpoints=checkpoints, checkpoint_every=checkpoint_every,
+        checkpoint_format=checkpoint_format, max_requests=max_requests, block_size=block_size, policy=policy, tiers=tiers,
         events=events, record=None if record is None else Recording(record, clock, _CACHED),
     )  # fmt: skip
     numbers = range(len(columns)) if part is None else part
-    run = _Run(cache, columns, tokens_per_id, step_tokens, numbers, clock)
+    batching = Batching(cache, columns, tokens_per_id, numbers)
+    run = _Run(batching, step_tokens, clock)
     while run.step():
         if on_request is not None:
             on_request(cache.core.counters.closed)
@@ -131,9 +124,9 @@ def serve(
     stats = cache.stats()
     cache.close()
     return ServeResult(
-        columns.name, schema.name, policy_name(policy), cache.plan.nbytes, len(numbers), run.never_fit, run.prompt_tokens,
-        run.matched, stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks,
-        stats.evicted_checkpoints, run.running_steps / max(1, run.steps),
+        columns.name, schema.name, policy_name(policy), cache.plan.nbytes, len(numbers), batching.never_fit,
+        batching.prompt_tokens, batching.matched, stats.cached_tokens, stats.loaded_tokens, dict(batching.limited_by),
+        stats.evicted_blocks, stats.evicted_checkpoints, run.running_steps / max(1, run.steps),
         100 * run.unusable / max(1, run.pressed) / max(1, cache.plan.nbytes), run.pressed, run.steps,
         {hits.reason: hits.tokens for hits in stats.short_hits},
         {group.name: {"tokens": group.found_tokens, "evicted": group.evicted} for group in stats.groups},
@@ -189,96 +182,58 @@ class _Clock:
 
 
 class _Run:
-    """The waiting and running requests, and the counters. ``running``: one iterator for each request; ``next`` computes
-    a step."""
+    """Steps of up to ``step_tokens`` tokens of each running request, and their counters."""
 
-    def __init__(
-        self, cache: KVCache, trace: Trace, tokens_per_id: int, step_tokens: int, numbers: range, clock: _Clock
-    ) -> None:
-        self.clock, self.cache, self.trace, self.per_id, self.step_tokens = (
-            clock,
-            cache,
-            trace,
-            tokens_per_id,
-            step_tokens,
-        )
-        self.waiting = deque(numbers)
-        self.running: list[Iterator[bool]] = []
-        self.never_fit = self.prompt_tokens = self.matched = 0
+    def __init__(self, batching: Batching, step_tokens: int, clock: _Clock) -> None:
+        self.batching, self.step_tokens, self.clock = batching, step_tokens, clock
+        self.running: list[Running] = []
         self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
-        self.limited_by: Counter[str] = Counter()
         self.each: list[tuple[int, int, int]] = []  # see ServeResult
 
     def step(self) -> bool:
         """Admit requests and compute one step of all running ones. Return False when no request is left."""
+        core = self.batching.cache.core
         self.clock.now = max(self.clock.now, self.steps * _STEP)
         is_pressed = self._admit()
         self.clock.now = max(self.clock.now, self.steps * _STEP + _COMPUTES)
-        self.running = [request for request in self.running if next(request, False)]
-        prefix = self.cache.core.prefix
-        before, self.evicted = self.evicted, sum(prefix.num_evicted) + prefix.num_evicted_checkpoints
+        self.running = [request for request in self.running if self._compute(request)]
+        before, self.evicted = self.evicted, sum(core.prefix.num_evicted) + core.prefix.num_evicted_checkpoints
         self.steps += 1
         self.running_steps += len(self.running)
         if is_pressed or self.evicted > before:
             self.pressed += 1
-            self.unusable += self.cache.core.unusable_nbytes()
-        return bool(self.running or self.waiting)
+            self.unusable += core.unusable_nbytes()
+        return bool(self.running or self.batching.waiting)
 
     def _admit(self) -> bool:
         """Open the waiting requests that there is room for. Return whether one has to wait for memory."""
-        while self.waiting and len(self.running) < self.cache.plan.max_requests:
-            text, num_prompt = text_of(self.trace, self.waiting[0], self.per_id)
+        while self.batching.waiting and len(self.running) < self.batching.cache.plan.max_requests:
             try:
-                sequence = self.cache.open(text[:num_prompt], capacity=0, reserve=len(text))
+                _, request = self.batching.open_next()
             except RetryLater:
                 return True
-            except NeverFits:
-                self.never_fit += 1
+            if request is None:
                 self.each.append((0, 0, 0))
             else:
-                self.running.append(self._compute(sequence, text, num_prompt))
-                self.prompt_tokens += num_prompt
-                self.matched += sequence.match.num_tokens
-                self.limited_by[sequence.match.limited_by] += 1
-                self.each.append((num_prompt, sequence.match.num_tokens, sequence.cached_tokens))
-            self.waiting.popleft()
+                self.running.append(request)
+                sequence = request.sequence
+                self.each.append((request.num_prompt, sequence.match.num_tokens, sequence.cached_tokens))
         return False
 
-    def _compute(self, sequence: Sequence, text: Tokens, num_prompt: int) -> Iterator[bool]:
-        """Compute one piece of ``text`` per ``next``: of the prompt up to the next position where a checkpoint is due,
-        of the output up to its last block boundary. Without blocks for that, the piece ends with the current block."""
-        total, size = len(text), self.cache.block_size
-        boundary = total // size * size
-        while (length := sequence.length) < total:
-            due = boundary if length < boundary else total
-            if length < num_prompt:
-                due = min(num_prompt, length + self.cache.step_limit(sequence))
-            end = min(length + self.step_tokens, due)
-            try:
-                sequence.extend(end - length)
-            except OutOfBlocks:
-                end = min(end, (length // size + 1) * size)
-                sequence.extend(end - length)
-            sequence.commit(text[length:end])
-            if end < total:
-                yield True
-        sequence.close()
-
-
-def text_of(trace: Trace, number: int, tokens_per_id: int) -> tuple[Tokens, int]:
-    """Return the tokens of request ``number``, prompt and output, int32 ``[n]``, and the number of prompt tokens; see
-    ``serve``."""
-    ids, each = trace.chain(number), trace.block_tokens
-    begin, end = trace.starts[number : number + 2]
-    sizes = np.full(len(ids), tokens_per_id) if each is None else each[begin:end]
-    firsts = np.cumsum(sizes) - sizes
-    tokens = np.arange(sizes.sum(), dtype=np.int32) - np.repeat(firsts, sizes).astype(np.int32)
-    tokens[firsts] = ids
-    num_prompt = max(1, int(trace.input_lengths[number]))
-    known = tokens[:num_prompt]
-    own = np.arange(num_prompt + int(trace.output_lengths[number]) - len(known), dtype=np.int32)
-    own[:1] = _OWN + number
-    return np.concatenate((known, own)), num_prompt
+    def _compute(self, request: Running) -> bool:
+        """Compute one piece of ``request``: of the prompt up to the next position where a checkpoint is due, of the output
+        up to its last block boundary. Return whether something is left; if not, close it."""
+        total, length = len(request.text), request.sequence.length
+        if length < request.num_prompt:
+            end = self.batching.piece(request, self.step_tokens)
+        else:
+            boundary = total // request.block_size * request.block_size
+            end = min(length + self.step_tokens, boundary if length < boundary else total)
+        end = request.extend(end)
+        request.commit(end)
+        if end == total:
+            request.sequence.close()
+        return end < total
 
 
 def _tiers(store: str | None) -> tuple[TierSpec, ...]:
