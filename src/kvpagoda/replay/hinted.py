@@ -2,24 +2,25 @@
 
 An application knows, when a request ends, to which session it belongs, whether a tool runs now (then the next request
 comes without a user) or the user's turn has come, and whether the session is over. It knows how long its tools took so
-far. It does not know when the next request comes.
+far. It does not know when the next request comes. ``usual_times`` says what is told, ``replay_hints`` replays it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.cache.options import Limits, Retention
-from kvpagoda.errors import BadInput, NeverFits
+from kvpagoda.errors import BadInput
 from kvpagoda.hints import HintLimits, Hints
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.run import ReplayResult, readable
-from kvpagoda.replay.trace import Trace
+from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.units import whole_number
 
@@ -28,9 +29,18 @@ QUANTILE = 0.75
 _FEW = 32  # tools that were seen before their times are relied on
 _GUESS = 30.0  # seconds of a promise until then
 _ONE = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "one kind of block")
+_OVER = np.int32(2**31 - 2)
 
 
-class ToolTimes:
+class Told(NamedTuple):
+    """What the cache is told when each request ends. ``seconds``, float64 ``[requests]``: how long to keep its text; 0:
+    nothing is promised. ``is_over``, bool ``[requests]``: whether its session ends with it."""
+
+    seconds: npt.NDArray[np.float64]
+    is_over: npt.NDArray[np.bool_]
+
+
+class _ToolTimes:
     """How long tools took so far: seconds between the request that called one and the next of its session."""
 
     def __init__(self) -> None:
@@ -54,71 +64,109 @@ class ToolTimes:
         return max(self._seen[int(QUANTILE * len(self._seen))], 1e-3)
 
 
-def replay_hints(
-    trace: Source | Trace, capacity_blocks: int, *, on_request: Callable[[int], None] | None = None
-) -> ReplayResult:
-    """Replay a trace, whose sessions are known, with LRU and hints. A block of the trace is one block of the cache.
+def usual_times(trace: Trace) -> Told:
+    """Return what the application of ``trace`` tells from what it knows at each moment: while a tool runs, the text of its
+    session is retained for the time that tools usually took up to then; when it is the user's turn, nothing is promised.
+    Raises BadInput for a trace without sessions."""
+    if trace.sessions is None or trace.calls_tool is None:
+        raise BadInput(f"{trace.name} does not say which requests belong to one session; hints need a trace that does")
+    last = {session: number for number, session in enumerate(trace.sessions.tolist()) if session >= 0}
+    told, times = Told(np.zeros(len(trace)), np.zeros(len(trace), np.bool_)), _ToolTimes()
+    told.is_over[[*last.values()]] = True
+    moments = np.maximum.accumulate(trace.arrivals).tolist()
+    for number, (session, at) in enumerate(zip(trace.sessions.tolist(), moments)):
+        times.began(session, at)
+        if session >= 0 and trace.calls_tool[number] and not told.is_over[number]:
+            told.seconds[number] = times.usual
+            times.called(session, at)
+    return told
 
-    While a tool runs, the text of its session is retained for the usual time of a tool; when it is the user's turn,
-    nothing is promised; when a session ends, its blocks are evicted. Promises leave room for the largest request, so that
-    none is taken back. Requests run one after another, and the clock is that of their arrivals. Raises BadInput for a
-    trace without sessions, and NeverFits for a request that is larger than the capacity.
+
+def replay_hints(
+    trace: Source | Trace,
+    capacity_blocks: int,
+    *,
+    told: Callable[[Trace], Told] = usual_times,
+    on_request: Callable[[int], None] | None = None,
+) -> ReplayResult:
+    """Replay a trace, whose sessions are known, with LRU and hints: those that ``told`` makes of the trace.
+
+    As in ``replay``, a block of the trace is one block of the cache, a request is looked up and inserted, and then at most
+    ``capacity_blocks`` blocks stay cached; a running request has memory beside these. Promises may have all of the
+    capacity; what else is cached is evicted, the least recently used first. When a session ends, its blocks are evicted.
+    Requests run one after another, and the clock is that of their arrivals. Raises BadInput for a trace without sessions.
     """
-    columns, capacity = readable(trace), whole_number(capacity_blocks, "a capacity in blocks", at_least=1)
-    if columns.sessions is None or columns.calls_tool is None:
-        raise BadInput(
-            f"{columns.name} does not say which requests belong to one session; hints need a trace that does"
-        )
-    blocks, sessions, tools = columns.blocks, columns.sessions, columns.calls_tool
-    now, times, hits = _Now(), ToolTimes(), np.zeros(len(columns), np.int64)
-    longest = int(np.diff(columns.starts).max(initial=1))
-    if longest + 1 > capacity:
-        raise NeverFits(
-            f"a request of {longest} blocks and one more does not fit in {capacity}",
-            needed=longest + 1,
-            available=capacity,
-        )
-    limits = HintLimits(seconds=float(1 << 40), promises=1 << 20, sessions=1 << 20, session_tokens=1 << 40)
-    cache = KVCache(
-        _ONE, num_blocks=capacity, block_size=1, max_requests=1, device="none", hints=Hints(now, limits),
-        retention=Retention(pin_share=1 - (longest + 1) / capacity), limits=Limits(capacity, capacity),
-    )  # fmt: skip
-    last = {session: number for number, session in enumerate(sessions.tolist())}
+    columns, capacity = readable(trace), whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31)
+    seconds, is_over = told(columns)
+    cached = _Cached(columns, capacity)
+    hits: Ints = np.zeros(len(columns), np.int64)
     for number in range(len(columns)):
-        session, now.seconds = int(sessions[number]), max(now.seconds, float(columns.arrivals[number]))
-        times.began(session, now.seconds)
-        chain = blocks[columns.starts[number] : columns.starts[number + 1]]
-        name = str(session)
-        actions = [_act("kv.session", session_id=name, event="continue")]
-        if tools[number] and number != last[session]:
-            actions.append(_act("kv.retain", seconds=times.usual))
-            times.called(session, now.seconds)
-        text = np.append(chain, np.int32(2**31 - 2 - number % 2**20))  # the token that is computed in any case
-        sequence = cache.open(text, hints={"message_id": name, "actions": actions})
-        hits[number] = sequence.cached_tokens
-        sequence.commit(text[sequence.length : -1])
-        sequence.close()
-        if number == last[session]:
-            cache.apply(
-                {"message_id": name, "actions": [_act("kv.session", session_id=name, event="end", discard=True)]}
-            )
+        hits[number] = cached.serve(number, float(seconds[number]))
+        if is_over[number]:
+            cached.end(number)
+        cached.shrink()
         if on_request is not None and number % 256 == 0:
             on_request(number)
-        cache.hints.ended()
-    inserted = np.cumsum(np.diff(columns.starts) - hits)
+    inserted = np.cumsum(np.minimum(np.diff(columns.starts), capacity) - hits)
+    evicted = int(inserted[-1:].sum()) - cached.num_blocks
     return ReplayResult(
-        columns.name, "lru, hints", capacity, len(columns), columns.num_refs, int(hits.sum()), cache.stats().evicted_blocks,
+        columns.name, "lru, hints", capacity, len(columns), columns.num_refs, int(hits.sum()), evicted,
         int(columns.input_lengths.sum()), int(columns.tokens_of(hits).sum()), hits=hits, inserted=inserted,
     )  # fmt: skip
 
 
-class _Now:
-    """The clock of the trace."""
+class _Cached:
+    """What is cached of ``trace`` between its requests: at most ``capacity`` blocks, promised ones included.
 
-    seconds = 0.0
+    The memory behind it has room for the largest request beside these, so no request takes a promise back."""
 
-    def __call__(self) -> float:
-        return self.seconds
+    def __init__(self, trace: Trace, capacity: int) -> None:
+        self._trace, self._capacity, self._now = trace, capacity, 0.0
+        room = capacity + int(np.diff(trace.starts).max(initial=0)) + 2  # the padding block, and one token to compute
+        limits = HintLimits(seconds=float(1 << 40), promises=1 << 20, sessions=1 << 20, session_tokens=1 << 40)
+        self._cache = KVCache(
+            _ONE, num_blocks=room, block_size=1, max_requests=1, device="none", hints=Hints(lambda: self._now, limits),
+            retention=Retention(pin_share=capacity / room), limits=Limits(room, room),
+        )  # fmt: skip
+        assert self._cache.core.prefix.most_pinned <= capacity
+
+    def serve(self, number: int, seconds: float) -> int:
+        """Run request ``number``, and promise to keep its text for ``seconds``; return how many of its blocks hit."""
+        trace, actions = self._trace, []
+        self._now = max(self._now, float(trace.arrivals[number]))
+        if (session := self._session_of(number)) is not None:
+            actions.append(_act("kv.session", session_id=session, event="continue"))
+        if seconds:
+            actions.append(_act("kv.retain", seconds=seconds))
+        chain = trace.blocks[trace.starts[number] : trace.starts[number + 1]]
+        text = np.append(chain, _OVER - number % 2**20)  # the token that is computed in any case
+        with self._cache.open(text, hints={"actions": actions}) as sequence:
+            hit = sequence.cached_tokens
+            sequence.commit(text[hit:-1])
+        return hit
+
+    def end(self, number: int) -> None:
+        """End the session of request ``number``, and evict what only it used."""
+        over = _act("kv.session", session_id=self._session_of(number), event="end", discard=True)
+        self._cache.apply({"actions": [over]})
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that are cached."""
+        return self._cache.core.prefix.tree.num_cached
+
+    def shrink(self) -> None:
+        """Evict what passes the capacity."""
+        core = self._cache.core
+        self._cache.hints.ended()
+        if (over := self.num_blocks - self._capacity) > 0:
+            core.capacity.forget(core.prefix.evict_texts, over)
+        assert self.num_blocks <= self._capacity, "promises have at most the capacity"
+
+    def _session_of(self, number: int) -> str | None:
+        """Return the name of the session of request ``number``; None: the trace does not say."""
+        sessions = self._trace.sessions
+        return None if sessions is None or sessions[number] < 0 else str(int(sessions[number]))
 
 
 def _act(kind: str, **payload: Any) -> dict[str, Any]:

@@ -118,10 +118,7 @@ def run(
         sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
     began = time.perf_counter()
     reuse = Reuse.of(trace)
-    longest = int(np.diff(trace.starts).max(initial=1))
-    hinted = [size for size in sizes if size > longest] if with_hints else []
-    if with_hints and len(hinted) < len(sizes):
-        notes.append(f"no hints below {longest + 1:,} blocks, the longest request and one more")
+    hinted = sizes if with_hints else []
     with console.progress(len(sizes) * len(chosen) + len(hinted), "replays") as moved:
         at_once = _processes(trace) if jobs is None else jobs
         results = hit_rate_curve(trace, sizes, chosen, warm_up=warm_up, jobs=at_once, reuse=reuse, on_progress=moved)
