@@ -11,6 +11,7 @@ from kvpagoda import compat
 NAMES = [
     "Asleep",
     "BadInput",
+    "BadLine",
     "Batch",
     "CacheStats",
     "CheckFailed",

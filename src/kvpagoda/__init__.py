@@ -13,9 +13,9 @@ from kvpagoda.loading import load_when_used
 
 _PUBLIC = {
     "kvpagoda.errors": (
-        "Asleep", "BadInput", "CheckFailed", "ConcurrentUse", "Exhausted", "HandoverMiss", "KVPagodaError", "LayoutError",
-        "MissingExtra", "NeedsReset", "NeverFits", "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError", "StaleHandle",
-        "TicketRefused",
+        "Asleep", "BadInput", "BadLine", "CheckFailed", "ConcurrentUse", "Exhausted", "HandoverMiss", "KVPagodaError",
+        "LayoutError", "MissingExtra", "NeedsReset", "NeverFits", "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError",
+        "StaleHandle", "TicketRefused",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
     "kvpagoda.batch.batch": ("Batch", "LayerView"),

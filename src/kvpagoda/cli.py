@@ -256,6 +256,9 @@ def replay_trace(
     jobs: Annotated[int | None, typer.Option(help="number of processes (default: one per core)")] = None,
     limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
     file_order: Annotated[bool, typer.Option("--file-order", help="do not sort requests by arrival")] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="leave out lines that cannot be read, and say so")
+    ] = False,
     seed: Annotated[int, typer.Option(help="seed of the synthetic workload")] = 0,
     schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
     budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
@@ -279,7 +282,7 @@ def replay_trace(
 
         if store is not None and workers is None:
             raise BadInput("--store is a store that several workers share: give --workers too")
-        source = partial(report.read, trace, limit, file_order, seed, tokens_per_id)
+        source = partial(report.read, trace, limit, file_order, seed, tokens_per_id, skip_bad)
         if schema is None:
             _need_schema(budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers)
             sizes = None if capacity is None else _numbers(capacity, "--capacity")

@@ -5,6 +5,7 @@ KVPagodaError
 │   ├── SchemaError                   a config that cannot be read: missing, absurd or unknown
 │   ├── LayoutError                   an impossible layout, or two layouts that hold different content; names the rule
 │   ├── NeverFits                     larger than the whole cache: waiting will not help
+│   ├── BadLine                       a line of a trace that cannot be read: names the file, the line and the field
 │   ├── NotOwned                      an id freed twice, never handed out, or out of range
 │   └── TicketRefused                 a ticket that is forged, used, or for another model or other weights
 ├── Exhausted         (RuntimeError)  the call is correct, but there is no room
@@ -93,6 +94,26 @@ class LayoutError(BadInput):
 
 class NeverFits(BadInput):
     """The request is larger than the whole cache; the message says how much it needs."""
+
+
+class BadLine(BadInput):
+    """A line of a trace that cannot be read. Its message begins with the file and the line.
+
+    ``path``: the file, "records" for an iterable; ``line``: the number of the line or record, from 1; ``field``: the name
+    of the field that is wrong. Each is None where it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        line: int | None = None,
+        field: str | None = None,
+        **of_base: Any,
+    ) -> None:
+        super().__init__(message, **of_base)
+        self.path, self.line, self.field = path, line, field
 
 
 class NotOwned(BadInput):

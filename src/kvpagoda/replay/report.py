@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,26 +54,38 @@ COLUMNS = ("policy", "capacity", "of all", "hit rate", "of tokens", "hits", "evi
 
 
 def read(
-    path: Path | None, limit: int | None, keep_order: bool, seed: int, block_size: int | None, made_up: int
+    path: Path | None,
+    limit: int | None,
+    keep_order: bool,
+    seed: int,
+    block_size: int | None,
+    skip_bad: bool,
+    made_up: int,
 ) -> Trace:
     """Return the requests to replay: those of the file ``path``, or of the synthetic workload ``seed`` if ``path`` is
     None.
 
     ``limit``: only the first requests of the file, this many; without it a workload has ``made_up`` requests.
-    ``keep_order``: not sorted by arrival. ``block_size``: tokens per id if the file does not say. Raises BadInput, OSError.
+    ``keep_order``: not sorted by arrival. ``block_size``: tokens per id if the file does not say. ``skip_bad``: leave out
+    lines that cannot be read. Raises BadInput, OSError.
     """
     num_requests = made_up if limit is None else limit
-    return synthetic(num_requests, seed) if path is None else Trace.read(path, limit, block_size, keep_order=keep_order)
+    if path is None:
+        return synthetic(num_requests, seed)
+    return Trace.read(path, limit, block_size, keep_order=keep_order, skip_bad=skip_bad)
 
 
 def order_of(trace: Trace) -> tuple[dict[str, Any], list[str]]:
-    """Return in which order the requests run: figures for JSON, and a line if that is not the order of the source, or if
-    the source is not in order of arrival."""
+    """Return which requests run, and in which order: figures for JSON; a line if that is not the order of the source, or if
+    the source is not in order of arrival; and lines about bad lines that were left out."""
     late = trace.out_of_order
     is_kept = bool((np.diff(trace.arrivals) < 0).any())
     told = f"{late:,} of {len(trace):,} requests were not in order of arrival; "
     told += "left in the order of the file" if is_kept else "ordered (--file-order keeps the order of the file)"
-    return {"order": "file" if is_kept else "arrival", "out_of_order": late}, [told] if late else []
+    bad = trace.skipped
+    lines = [f"{bad.lines:,} bad lines left out; the first {len(bad.first)}:", *bad.first] if bad.lines else []
+    figures = {"order": "file" if is_kept else "arrival", "out_of_order": late, "skipped": asdict(bad)}
+    return figures, [told, *lines] if late else lines
 
 
 def run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.errors import BadLine
 from kvpagoda.replay.readers import Ids as Ids64
 from kvpagoda.replay.readers import Source, read_requests
 from kvpagoda.units import whole_number
@@ -24,6 +25,21 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 512  # tokens per id in the public form (kvcache-ai/Mooncake, FAST25-release)
 _CHUNK = 1 << 22  # references that are processed at once: temporary arrays of some 32 MB
+FIRST_BAD = 3  # bad lines whose errors are kept
+
+
+@dataclass
+class Skipped:
+    """Bad lines that were left out: how many ``lines``, and the errors of the ``first`` few."""
+
+    lines: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, error: BadLine) -> None:
+        """Count a bad line."""
+        self.lines += 1
+        if len(self.first) < FIRST_BAD:
+            self.first.append(str(error))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +53,7 @@ class Trace:
     number of tokens. ``sessions`` int64 ``[requests]``: the number of each request's conversation, -1 where the source
     does not say; ``calls_tool`` bool ``[requests]``: see ``Request``; both None if it says nothing. ``out_of_order``:
     how many requests the source named after one that arrived later; ``read`` ordered them, unless it was told to keep
-    the order.
+    the order. ``skipped``: the bad lines that ``read`` was told to leave out.
     """
 
     name: str
@@ -51,6 +67,7 @@ class Trace:
     out_of_order: int = 0
     sessions: Ints | None = None
     calls_tool: npt.NDArray[np.bool_] | None = None
+    skipped: Skipped = field(default_factory=Skipped)
 
     @classmethod
     def read(
@@ -60,11 +77,13 @@ class Trace:
         block_size: int | None = None,
         *,
         keep_order: bool = False,
+        skip_bad: bool = False,
     ) -> Trace:
         """Read a source of ``read_requests``, at most its first ``limit`` requests, and order them by arrival if they are
         not, which ``out_of_order`` counts and a log line says. ``keep_order``: leave them in the order of the source. A
-        Trace is left as it is. ``block_size``: tokens per id if the source does not say; None: 512. Raises BadInput.
-        O(refs); the ids are in memory once, and a second time while they are ordered.
+        Trace is left as it is. ``block_size``: tokens per id if the source does not say; None: 512. ``skip_bad``: leave
+        out lines that cannot be read, which ``skipped`` counts; else the first one raises BadLine. Raises BadInput. O(refs);
+        the ids are in memory once, and a second time while they are ordered.
         """
         if limit is not None:
             whole_number(limit, "a limit of requests", at_least=1)
@@ -73,8 +92,8 @@ class Trace:
         name = str(source) if isinstance(source, str | Path) else "records"
         arrivals, inputs, outputs, counts, tokens = [], [], [], [0], []
         sessions, tools = [], []
-        ids = _GrowingIds()
-        for request in islice(read_requests(source), limit):
+        ids, skipped = _GrowingIds(), Skipped()
+        for request in islice(read_requests(source, on_bad=skipped.add if skip_bad else None), limit):
             arrivals.append(request.arrival)
             inputs.append(request.input_length)
             outputs.append(request.output_length)
@@ -90,7 +109,7 @@ class Trace:
             calls_tool=np.array(tools, np.bool_) if any(tools) else None,
         )  # fmt: skip
         default = DEFAULT_BLOCK_SIZE if block_size is None else whole_number(block_size, "block_size", at_least=1)
-        return made._with_tokens(tokens, default)._ordered(keep_order)
+        return replace(made._with_tokens(tokens, default)._ordered(keep_order), skipped=skipped)
 
     def _ordered(self, keep_order: bool) -> Trace:
         """Return this trace with ``out_of_order`` counted, in order of arrival unless ``keep_order``."""
