@@ -13,6 +13,8 @@ import numpy as np
 
 from benchmarks.workload import SOURCES, TRACES, VOCABULARY, Tokens, workload
 from kvpagoda.replay import Trace, synthetic
+from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.driver import Schedule, serve_with
 
 Figures = dict[str, Any]
 TOGETHER = 64
@@ -60,6 +62,31 @@ def serve(peer: Any, *, config: dict[str, Any], budget: int, limit: int | None) 
     is_there = (TRACES / SOURCES["conversation"].file).exists()
     trace = Trace.read(TRACES / SOURCES["conversation"].file, limit) if is_there else synthetic(limit or 40)
     return dict(peer(config, budget, trace, 512 if is_there else 64).run())
+
+
+def oracle(
+    peer: Any,
+    *,
+    trace: dict[str, Any],
+    block_size: int,
+    num_blocks: int,
+    at_once: int,
+    step_tokens: int | None,
+    **settings: Any,
+) -> Figures:
+    """Serve a trace with the peer's own manager, driven as ours is, and return what each request found, in tokens.
+
+    ``trace``: what ``benchmarks.oracle.trace_of`` reads. ``settings``: of the peer, such as its groups of layers."""
+    from benchmarks.oracle import trace_of
+
+    chains = Chains(trace_of(**trace), block_size)
+    manager = peer(chains, num_blocks, **settings)
+    start = now()
+    served = serve_with(manager, chains, Schedule(at_once, step_tokens))
+    taken = now() - start
+    manager.check()
+    figures = {name: getattr(served, name) for name in ("never_fit", "preempted", "steps")}
+    return {"hits": served.hits.tolist(), "seconds": taken, **figures}
 
 
 def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: int) -> Figures:

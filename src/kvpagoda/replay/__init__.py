@@ -3,6 +3,9 @@
 from typing import TYPE_CHECKING
 
 from kvpagoda.loading import load_when_used
+from kvpagoda.replay.driver import Schedule
+from kvpagoda.replay.engines import EngineResult, replay_engine
+from kvpagoda.replay.profiles import PROFILES, Profile
 from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.run import POLICIES, ReplayResult, hit_rate_curve, replay
@@ -13,8 +16,9 @@ if TYPE_CHECKING:
     from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 
 __all__ = [
-    "POLICIES", "ReplayResult", "Request", "Reuse", "ServeResult", "Trace", "hit_rate_curve", "lru_hits", "read_requests",
-    "replay", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker", "synthetic", "working_set", "workload",
+    "POLICIES", "PROFILES", "EngineResult", "Profile", "ReplayResult", "Request", "Reuse", "Schedule", "ServeResult", "Trace",
+    "hit_rate_curve", "lru_hits", "read_requests", "replay", "replay_engine", "reuse_distances", "reuse_histogram", "serve",
+    "serve_multi_worker", "synthetic", "working_set", "workload",
 ]  # fmt: skip
 
 # imported when they are first used: they import a whole cache

@@ -19,8 +19,8 @@ from kvpagoda.errors import BadInput
 from kvpagoda.hints import HintLimits, Hints
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.readers import Source
-from kvpagoda.replay.run import ReplayResult, readable
-from kvpagoda.replay.trace import Ints, Trace
+from kvpagoda.replay.run import ReplayResult
+from kvpagoda.replay.trace import Ints, Trace, readable
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.units import whole_number
 

@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from kvpagoda.blocks import FreeList
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix import POLICY_NAMES, EvictionPolicy, PrefixTree, policy_name
+from kvpagoda.replay.driver import Schedule
+from kvpagoda.replay.engines import EngineResult, replay_engine
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.reuse import Reuse
-from kvpagoda.replay.trace import Ints, Trace
+from kvpagoda.replay.trace import Ints, Trace, readable
 from kvpagoda.units import whole_number
 
 BOUND, BLOCK_FIFO = "opt", "block-fifo"
@@ -98,12 +100,28 @@ def checked(policies: Sequence[AnyPolicy], capacities: Sequence[int], warm_up: f
     return names, sizes
 
 
-def readable(trace: Source | Trace) -> Trace:
-    """Read ``trace``. Raises BadInput if it names no blocks, so that nothing could be looked up."""
-    columns = Trace.read(trace)
-    if len(columns) and not columns.num_refs:
-        raise BadInput(f"{columns.name} names no blocks (lengths and arrivals only): there is nothing to look up")
-    return columns
+@overload
+def replay(
+    trace: Source | Trace,
+    capacity_blocks: int,
+    policy: str | EvictionPolicy = "lru",
+    *,
+    warm_up: float = 0.0,
+    on_request: Callable[[int], None] | None = None,
+) -> ReplayResult: ...
+
+
+@overload
+def replay(
+    trace: Source | Trace,
+    capacity_blocks: int,
+    *,
+    engine: str,
+    block_size: int = 16,
+    at_once: int = 1,
+    step_tokens: int | None = None,
+    on_request: Callable[[int], None] | None = None,
+) -> EngineResult: ...
 
 
 def replay(
@@ -113,7 +131,11 @@ def replay(
     *,
     warm_up: float = 0.0,
     on_request: Callable[[int], None] | None = None,
-) -> ReplayResult:
+    engine: str | None = None,
+    block_size: int = 16,
+    at_once: int = 1,
+    step_tokens: int | None = None,
+) -> ReplayResult | EngineResult:
     """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
 
     A request is a chain of blocks, and a block hits only if every earlier block of its chain hits. (1) The longest
@@ -127,7 +149,9 @@ def replay(
     ``trace``: a path or an iterable of public records or Requests, which are ordered by arrival if they are not; or a
     Trace (read once, for many replays), in its order: ``Trace.read(path, keep_order=True)`` has that of the file.
     ``warm_up``: the share of the requests that run first and are not counted, rounded down to whole requests.
-    ``on_request`` is called now and then with the number of finished requests. Raises BadInput before anything runs.
+    ``on_request`` is called now and then with the number of finished requests. ``engine``: instead, serve the trace as the
+    cache of an engine would, of which ``block_size``, ``at_once`` and ``step_tokens`` are settings: see
+    ``kvpagoda.replay.engines.replay_engine``. Raises BadInput before anything runs.
 
     >>> chains = [1, 2, 3], [1, 2, 4]
     >>> records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in chains]
@@ -137,6 +161,11 @@ def replay(
     >>> [replay(records, capacity_blocks=2, policy=policy).hit_rate for policy in ("lru", "opt")]
     [0.3333333333333333, 0.3333333333333333]
     """
+    if engine is not None:
+        schedule = Schedule(at_once, step_tokens)
+        return replay_engine(
+            trace, engine, capacity_blocks, block_size=block_size, schedule=schedule, on_request=on_request
+        )
     (name,), (capacity,) = checked([policy], [capacity_blocks], warm_up)
     columns = readable(trace)
     if name == BOUND:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.errors import BadLine
+from kvpagoda.errors import BadInput, BadLine
 from kvpagoda.replay.readers import Ids as Ids64
 from kvpagoda.replay.readers import Source, read_requests
 from kvpagoda.units import whole_number
@@ -227,6 +227,14 @@ def tokens_of_blocks(length: int, count: int, block_size: int) -> Ids32:
     ``block_size``, the rest in the last block, and 1 for each block beyond the prompt."""
     left = length - block_size * np.arange(count, dtype=np.int64)
     return np.clip(left, 1, block_size).astype(np.int32)
+
+
+def readable(trace: Source | Trace) -> Trace:
+    """Read ``trace``. Raises BadInput if it names no blocks, so that nothing could be looked up."""
+    columns = Trace.read(trace)
+    if len(columns) and not columns.num_refs:
+        raise BadInput(f"{columns.name} names no blocks (lengths and arrivals only): there is nothing to look up")
+    return columns
 
 
 class _GrowingIds:

@@ -1,0 +1,142 @@
+"""vLLM's own ``KVCacheManager`` behind the calls of ``kvpagoda.replay.driver``, for ``benchmarks.oracle``.
+
+vLLM is installed, or unpacked in the folder that ``KVPAGODA_BENCH_VLLM`` names, or there is the environment that ``make
+consumers`` fills. Nothing of it is replaced but packages that it imports and the manager never calls.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from benchmarks.peers import ROOT, stubs
+from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.texts import text_of
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+HEAVY = (
+    "torchvision", "xgrammar", "llguidance", "openai_harmony", "openai", "uvloop", "aiohttp", "psutil", "cbor2", "pybase64",
+    "cachetools", "cloudpickle", "cpuinfo", "fastapi", "partial_json_parser",
+)  # fmt: skip
+if find_spec("vllm") is None:
+    unpacked = [str(folder) for folder in sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages"))]
+    sys.path += [folder for folder in (os.environ.get("KVPAGODA_BENCH_VLLM"), *unpacked) if folder]
+stubs.install(*(name for name in HEAVY if find_spec(name) is None))
+
+import torch  # noqa: E402
+import vllm  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+
+VERSION = str(vllm.__version__)
+LEAST_BLOCK = 1
+KEY_BYTES = 8
+
+
+class Peer:
+    """vLLM's manager of ``num_blocks`` blocks, and its null block, over the requests of ``chains``.
+
+    ``hashed``: vLLM hashes the tokens of each request itself. Otherwise the keys of ``chains`` are its hashes, which is
+    much faster. ``watermark``: see vLLM's option."""
+
+    def __init__(self, chains: Chains, num_blocks: int, *, hashed: bool = False, watermark: float = 0.0) -> None:
+        self.chains, self.num_blocks, self.size = chains, num_blocks, chains.block_size
+        longest = int(chains.totals.max()) + 1
+        spec = FullAttentionSpec(block_size=self.size, num_kv_heads=1, head_size=1, dtype=torch.float16)
+        config = KVCacheConfig(
+            num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
+        )
+        self.manager = KVCacheManager(
+            config, max_model_len=longest, scheduler_block_size=self.size, hash_block_size=self.size, enable_caching=True,
+            watermark=watermark,
+        )  # fmt: skip
+        self._own_hashes = None
+        if hashed:
+            hashed_by = get_hash_fn_by_name("sha256")
+            init_none_hash(hashed_by)
+            self._own_hashes = get_request_block_hasher(self.size, hashed_by)
+        self._sampling = SamplingParams(max_tokens=longest)
+        self.requests: dict[int, Request] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.running: set[int] = set()
+        self._found: Any = None
+
+    def step_starts(self) -> None:
+        self.manager.new_step_starts()
+
+    def find(self, request: int, known: int) -> int:
+        made = self._request(request)
+        assert made.num_tokens == known, f"request {request} has {made.num_tokens} tokens, not {known}"
+        blocks, hit, made.shared_prefix_boundary = self.manager.get_computed_blocks(made)
+        self._found = request, hit, blocks
+        return int(hit)
+
+    def chunk(self, request: int, begin: int, end: int, known: int) -> int:
+        return end
+
+    def start(self, request: int, end: int, known: int) -> bool:
+        asked, hit, blocks = self._found
+        assert asked == request
+        made = self.requests[request]
+        is_fit = self.manager.allocate_slots(
+            made, end - hit, hit, blocks, full_sequence_must_fit=True, has_scheduled_reqs=bool(self.running)
+        )
+        if is_fit is None:
+            return False
+        made.status, made.num_computed_tokens = RequestStatus.RUNNING, end
+        self.running.add(request)
+        return True
+
+    def grow(self, request: int, end: int, known: int) -> bool:
+        made, output = self.requests[request], self.outputs[request]
+        more = known - made.num_tokens
+        made.append_output_token_ids(output[:more])
+        del output[:more]
+        if self.manager.allocate_slots(made, end - made.num_computed_tokens) is None:
+            return False
+        made.num_computed_tokens = end
+        return True
+
+    def stop(self, request: int, is_complete: bool) -> None:
+        made = self.requests[request]
+        self.manager.free(made)
+        self.running.remove(request)
+        made.status, made.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        if is_complete:
+            del self.requests[request], self.outputs[request]
+
+    def check(self) -> None:
+        free = self.manager.block_pool.get_num_free_blocks()
+        assert free == self.num_blocks, f"{free} of {self.num_blocks} blocks are free at the end"
+
+    def _request(self, request: int) -> Request:
+        """Return vLLM's request, made when it is first looked up. Without ``hashed`` its tokens are all 0."""
+        if request not in self.requests:
+            num_prompt, total = int(self.chains.prompts[request]), int(self.chains.totals[request])
+            if self._own_hashes is not None:
+                tokens = text_of(self.chains.trace, request, self.chains.trace.block_size)[0][:total].tolist()
+            else:
+                tokens = [0] * total
+            hasher = self._own_hashes or self._keys_of(request)
+            self.requests[request] = Request(
+                str(request), tokens[:num_prompt], self._sampling, None, block_hasher=hasher
+            )
+            self.outputs[request] = tokens[num_prompt:]
+        return self.requests[request]
+
+    def _keys_of(self, request: int) -> Any:
+        """Return a hasher that names the whole blocks of ``request`` by their keys."""
+        keys = self.chains.keys(request).astype(f">i{KEY_BYTES}").tobytes()
+        size = self.size
+
+        def hasher(made: Request) -> list[bytes]:
+            first, end = len(made.block_hashes), made.num_tokens // size
+            return [keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(first, end)]
+
+        return hasher

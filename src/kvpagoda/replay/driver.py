@@ -1,0 +1,152 @@
+"""Serves the requests of a trace with any manager of a cache: one order of admission and of chunks for all of them.
+
+Each step computes a chunk of every running request, then admits waiting ones in their order, as long as they fit, then ends
+those that are complete. A running request that does not fit preempts the youngest one, which starts again later, before
+those that wait. So the schedulers of engines do; what a manager answers decides nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvpagoda.errors import BadInput, CheckFailed
+from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.trace import Ints
+from kvpagoda.units import whole_number
+
+
+class Manager(Protocol):
+    """A manager of a cache without memory. ``request``: the number of a request in the trace."""
+
+    def step_starts(self) -> None:
+        """A step begins."""
+
+    def find(self, request: int, known: int) -> int:
+        """Return how many of the ``known`` tokens of ``request``, which has no blocks, are cached. Changes nothing."""
+
+    def chunk(self, request: int, begin: int, end: int, known: int) -> int:
+        """Return where a chunk of ``request`` from ``begin`` on ends, at most at ``end``; ``begin``: none in this step."""
+
+    def start(self, request: int, end: int, known: int) -> bool:
+        """Give ``request`` what ``find`` found and room for its first ``end`` tokens, of which the rest is computed now;
+        False if there is no room, with nothing changed."""
+
+    def grow(self, request: int, end: int, known: int) -> bool:
+        """The same for a running request, without a look-up."""
+
+    def stop(self, request: int, is_complete: bool) -> None:
+        """End ``request``, or preempt it."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many requests run at once, and how many tokens of each a step computes at most (None: a whole prompt, then a
+    whole output). Raises BadInput."""
+
+    at_once: int = 1
+    step_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number(self.at_once, "at_once", at_least=1)
+        if self.step_tokens is not None:
+            whole_number(self.step_tokens, "step_tokens", at_least=1)
+
+
+@dataclass
+class Served:
+    """What a run counted. ``hits`` int64 ``[requests]``: the tokens that each request found when it was first admitted.
+    ``never_fit``: requests that did not fit into an empty cache."""
+
+    hits: Ints
+    never_fit: int = 0
+    preempted: int = 0
+    steps: int = 0
+
+
+class _Run:
+    """The waiting and running requests. ``running``: request -> [tokens that are computed, tokens that are known]."""
+
+    def __init__(self, chains: Chains, manager: Manager, schedule: Schedule) -> None:
+        self.chains, self.manager, self.at_once = chains, manager, schedule.at_once
+        self.most = schedule.step_tokens or 1 << 62
+        self.waiting = deque(range(len(chains)))
+        self.known: Ints = chains.prompts.copy()
+        self.running: dict[int, list[int]] = {}
+        self.seen = np.full(len(chains), -1, np.int64)
+        self.served = Served(np.zeros(len(chains), np.int64))
+
+    def step(self) -> int:
+        """Compute a step. Return how many requests are left."""
+        served, before, moved = self.served, self.served.preempted, False
+        self.manager.step_starts()
+        for request in [*self.running]:
+            if request in self.running:
+                moved |= self._compute(request)
+        left = len(self.waiting)
+        while self.waiting and len(self.running) < self.at_once and served.preempted == before and self._admit():
+            pass
+        served.steps += 1
+        if not moved and left == len(self.waiting) and served.preempted == before:
+            raise CheckFailed(f"step {served.steps} computed nothing, with {len(self.running)} running requests")
+        for request, (length, _) in [*self.running.items()]:
+            if length == self.chains.totals[request]:
+                self.manager.stop(request, is_complete=True)
+                del self.running[request]
+        return len(self.waiting) + len(self.running)
+
+    def _admit(self) -> bool:
+        """Admit the first waiting request and compute its first chunk; False if it does not fit now."""
+        request = self.waiting[0]
+        known = int(self.known[request])
+        hit = self.manager.find(request, known)
+        end = self.manager.chunk(request, hit, min(known, hit + self.most), known)
+        if end <= hit or not self.manager.start(request, end, known):
+            if self.running:
+                return False
+            self.served.never_fit += 1
+            self.waiting.popleft()
+            return True
+        if self.seen[request] < 0:
+            self.seen[request] = self.served.hits[request] = hit
+        self.running[request] = [end, known]
+        self.waiting.popleft()
+        return True
+
+    def _compute(self, request: int) -> bool:
+        """Compute the next chunk of ``request``, of its known text or of its output. Return whether there was one."""
+        state = self.running[request]
+        length, known = state
+        if length == known:
+            state[1] = known = min(known + self.most, int(self.chains.totals[request]))
+        end = self.manager.chunk(request, length, min(known, length + self.most), known)
+        if end <= length:
+            return False
+        while not self.manager.grow(request, end, known):
+            victim, (_, self.known[victim]) = self.running.popitem()
+            self.manager.stop(victim, is_complete=False)
+            self.waiting.appendleft(victim)
+            self.served.preempted += 1
+            if victim == request:
+                return True
+        state[0] = end
+        return True
+
+
+def serve_with(
+    manager: Manager, chains: Chains, schedule: Schedule, on_request: Callable[[int], None] | None = None
+) -> Served:
+    """Serve all requests of ``chains``. ``on_request`` is called after every step with the number of finished requests."""
+    if not len(chains):
+        raise BadInput(f"{chains.trace.name} has no requests")
+    run = _Run(chains, manager, schedule)
+    left = len(chains)
+    while left:
+        left = run.step()
+        if on_request is not None:
+            on_request(len(chains) - left)
+    return run.served

@@ -1,0 +1,42 @@
+"""What engines do with cached blocks, in a few settings each: see ``kvpagoda.replay.engines`` for how they are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvpagoda.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The settings of one engine's manager of the cache.
+
+    ``engine``: the package and its version whose manager this is. ``store``: "queue": single blocks, which are used again
+    in the order in which they became free, a request's last block first; "tree": our prefix tree. ``recomputes``: how many
+    tokens at the end of a known text are computed even if they are cached. ``reserves``: what must fit for a request to be
+    admitted: its "prompt", or its first "chunk". ``shares``: when other requests can find a whole block: from the moment
+    when its "chunk" has room, or when the request is complete ("end"). ``watermark``: the share of the memory that stays
+    free when a request is admitted beside others.
+    """
+
+    engine: str
+    store: Literal["queue", "tree"] = "queue"
+    recomputes: int = 1
+    reserves: Literal["prompt", "chunk"] = "prompt"
+    shares: Literal["chunk", "end"] = "chunk"
+    watermark: float = 0.0
+
+
+PROFILES = {
+    "kvpagoda": Profile("kvpagoda", store="tree"),
+    "vllm-0.33": Profile("vllm 0.33.0"),
+}
+"""The engines by the name that ``replay(engine=)`` takes."""
+
+
+def profile(name: str) -> Profile:
+    """Return the profile of the engine ``name``. Raises BadInput for an unknown name, and lists the names."""
+    if name not in PROFILES:
+        raise unknown_name("engine", name, PROFILES)
+    return PROFILES[name]

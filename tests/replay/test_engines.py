@@ -1,0 +1,122 @@
+"""Replays as engines serve them: by hand, and beside the installed engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judges import judge
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import oracle
+from benchmarks.peers import Process
+
+from kvpagoda.errors import BadInput
+from kvpagoda.replay import PROFILES, Schedule, Trace, replay, replay_engine, synthetic
+from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.driver import serve_with
+from kvpagoda.replay.queued import QueuedManager
+
+VLLM = "vllm-0.33"
+
+
+def trace(*texts: str, output: int = 1, size: int = 4) -> Trace:
+    """A trace in which every letter is a block of ``size`` tokens."""
+    records = [
+        {"timestamp": 0, "input_length": size * len(text), "output_length": output, "hash_ids": [ord(c) for c in text]}
+        for text in texts
+    ]
+    return Trace.read(records, block_size=size)
+
+
+def hits(engine: str, capacity: int, *texts: str, output: int = 1, **schedule: Any) -> list[int]:
+    """The blocks that each text finds."""
+    found = replay(trace(*texts, output=output), capacity, engine=engine, block_size=4, **schedule)
+    assert found.hit_tokens == found.per_request.sum() and found.requests == len(texts)
+    return [int(tokens / 4) for tokens in found.per_request]
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.33", "kvpagoda"])
+def test_all_but_the_block_of_the_last_token_is_found(engine: str) -> None:
+    assert hits(engine, 9, "abc", "abc", "abcd", "xbc", "abd") == [0, 2, 3, 0, 2]
+
+
+def test_vllm_uses_the_last_blocks_of_the_oldest_text_first() -> None:
+    assert hits(VLLM, 6, "abc", "def", "gh", "abcd") == [0, 0, 0, 1]
+    assert hits(VLLM, 6, "abc", "def", "g", "abcd") == [0, 0, 0, 2]
+
+
+def test_vllm_keeps_a_second_block_for_a_whole_text_that_is_computed_again() -> None:
+    """The last block of a text that is cached as a whole is computed again and kept twice: there is no room for "c"."""
+    assert hits(VLLM, 4, "c", "ab", "ab", "d", "cx") == [0, 0, 1, 0, 0]
+    assert hits("kvpagoda", 4, "c", "ab", "ab", "d", "cx") == [0, 0, 1, 0, 1]
+
+
+def test_vllm_shares_a_chunk_in_the_step_in_which_it_is_computed() -> None:
+    assert hits(VLLM, 20, "abcd", "abcd", at_once=2, step_tokens=8) == [0, 2]
+    assert hits("kvpagoda", 20, "abcd", "abcd", at_once=2, step_tokens=8) == [0, 0]
+
+
+def test_a_prompt_waits_until_all_of_it_fits() -> None:
+    found = replay(trace("abcd", "efgh", output=5), 6, engine=VLLM, block_size=4, at_once=2, step_tokens=12)
+    assert (found.preempted, found.never_fit) == (0, 0)
+    chunked = replace(PROFILES[VLLM], reserves="chunk")
+    chains = Chains(trace("abcd", "efgh", output=5), 4)
+    assert serve_with(QueuedManager(chains, 6, chunked), chains, Schedule(2, 12)).preempted == 1
+
+
+def test_what_is_shared_at_the_end_is_not_found_before() -> None:
+    chains = Chains(trace("abcd", "abcd"), 4)
+    late = QueuedManager(chains, 20, replace(PROFILES[VLLM], shares="end"))
+    assert serve_with(late, chains, Schedule(2, 8)).hits.tolist() == [0, 0]
+    assert serve_with(late, chains, Schedule(1)).hits.tolist() == [12, 12]
+
+
+def test_errors_say_what_there_is() -> None:
+    with pytest.raises(BadInput, match=r"unknown engine 'vllm'; known: kvpagoda, .*vllm-0.33"):
+        replay_engine(trace("ab"), "vllm", 4)
+    with pytest.raises(BadInput, match="at_once"):
+        replay(trace("ab"), 4, engine=VLLM, at_once=0)
+
+
+def test_the_result_in_json() -> None:
+    found = replay(synthetic(30), 4_000, engine=VLLM, at_once=4, step_tokens=512).to_dict()
+    assert found["engine"] == VLLM and 0 < found["hit_rate"] < 1 and "per_request" not in found
+    assert (found["block_size"], found["at_once"], found["step_tokens"]) == (16, 4, 512)
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Process]:
+    yield from judge("vllm_oracle")
+
+
+@pytest.mark.parametrize("mode", [*oracle.SCHEDULES])
+@pytest.mark.parametrize("size", [16, 64])
+def test_the_engine_itself(vllm: Process, size: int, mode: str) -> None:
+    """Random mixes with little memory, whose blocks vLLM hashes itself, from their tokens."""
+    source, schedule = {"name": "mix", "limit": 60, "seed": size}, oracle.SCHEDULES[mode]
+    for blocks in oracle.capacities(oracle.trace_of(**source), size, schedule.at_once)[:2]:
+        asked = {
+            "block_size": size, "num_blocks": blocks, "at_once": schedule.at_once, "step_tokens": schedule.step_tokens,
+        }  # fmt: skip
+        row = oracle.agreement(vllm, VLLM, "a mix", source, {**asked, "hashed": True})
+        assert row["unequal"] == 0 and row["requests"] == 60 and row["hit_percent"] > 1
+
+
+def test_a_difference_would_be_seen(vllm: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one setting of the profile changed, hits of the same requests are unequal."""
+    source = {"name": "mix", "limit": 60, "seed": 16}
+    blocks = oracle.capacities(oracle.trace_of(**source), 16, 16)[0]
+    asked = {"block_size": 16, "num_blocks": blocks, "at_once": 16, "step_tokens": 2048}
+    assert oracle.agreement(vllm, VLLM, "", source, asked)["unequal"] == 0
+    right = PROFILES[VLLM]
+    for wrong in ({"shares": "end"}, {"reserves": "chunk"}, {"watermark": 0.2}):
+        monkeypatch.setitem(PROFILES, VLLM, replace(right, **wrong))  # type: ignore[arg-type]
+        assert oracle.agreement(vllm, VLLM, "", source, asked)["unequal"] > 0, wrong
+    with_watermark = oracle.agreement(vllm, VLLM, "", source, {**asked, "watermark": 0.2})
+    assert with_watermark["unequal"] == 0
