@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvpagoda import KVCache, Limits
+from kvpagoda.cache.options import Limits
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import Exhausted, NeverFits, OutOfBlocks
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.texts import text_of
 from kvpagoda.replay.trace import Ids32
