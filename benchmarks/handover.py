@@ -22,7 +22,7 @@ from benchmarks.swap import LLAMA_1B
 from benchmarks.timing import Options, Row, seconds, tell
 from kvpagoda import Identity, Retention
 from kvpagoda.handover import MooncakeEngine, Sender, SharedMemory, Ticket
-from kvpagoda.handover.transfer import RECEIPTS_NBYTES
+from kvpagoda.handover.lease import RECEIPTS_NBYTES
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
 

@@ -41,7 +41,7 @@ from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
-    from kvpagoda.handover.received import Receiver
+    from kvpagoda.handover.receiver import Receiver
     from kvpagoda.handover.sender import Sender
     from kvpagoda.handover.ticket import Ticket
     from kvpagoda.handover.transfer import Transfer
@@ -303,40 +303,19 @@ class KVCache:
         may differ; this rank is ``Identity.rank`` of ``num_ranks``. ``namespace``, ``priority``, ``reserve``: see ``open``.
         ``key``: with which the text of a ticket must be signed; b"": any ticket is trusted. ``clock``: seconds since 1970.
 
-        Raises TicketRefused (malformed, forged, taken before, other model or weights), HandoverMiss (expired, or the bytes
-        cannot be had intact: ``open`` the request, which computes it), RetryLater (no room now; the ticket stays good),
-        NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it reads."""
-        from kvpagoda.handover.received import Receiver as Taker
-        from kvpagoda.handover.ticket import Ticket as Made
-        from kvpagoda.handover.transfer import checked
+        A ticket of ``hand_over(upto=..)`` is for tokens that are still computed there: every call reads the layers that are
+        done, and raises RetryLater until all are.
 
-        core = self._core
-        core.check_open()
-        checked(transfer, key, clock)
-        given = ticket if isinstance(ticket, Made) else Made.from_json(ticket, key)
+        Raises TicketRefused (malformed, forged, taken before, other model or weights), HandoverMiss (expired, or the bytes
+        cannot be had intact: ``open`` the request, which computes it), RetryLater (no room now, or more layers to come; the
+        ticket stays good), NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it
+        reads."""
+        from kvpagoda.handover.receiver import Receiver as Made
+
+        self._core.check_open()
         if self._receiver is None:
-            self._receiver = Taker(core, self.schema)
-        receiver, length = self._receiver, given.length
-        tokens = as_tokens(given.tokens, core.vocab_size)
-        prompt = max(length, given.prompt_length)
-        most = max(prompt, 0 if reserve is None else whole_number(reserve, "reserve"))
-        media = {at: bytes.fromhex(digest) for at, digest in given.media.items()}
-        namespace_key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
-        request = Request(
-            buffer_of(tokens, most, core.block_size), prompt, namespace_key,
-            whole_number(priority, "priority", -(2**63), below=2**63), media_ids,
-        )  # fmt: skip
-        core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
-        receiver.check(given, core.namespaces.name_of(request.epochs[0][1]), clock)
-        sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
-        self._admission.receive(request, length, most, lambda match: receiver.source(match, given, transfer))
-        try:
-            receiver.took(given, transfer)
-        except BaseException:
-            if not core.guard.is_torn:  # the caller gets no handle
-                self._lifecycle.ending.close(request)
-            raise
-        return sequence
+            self._receiver = Made(self._lifecycle, self.schema)
+        return self._receiver.receive(ticket, transfer, namespace, priority, reserve, key, clock)
 
     @exclusive
     def prefetch(

@@ -48,16 +48,22 @@ class Rows:
             self._each(sequence, tokens[:end], begin, end, writes=True)
             sequence.commit(tokens[begin:end])
 
+    def compute_layer(self, sequence: Sequence, tokens: Array, begin: int, end: int, layer: int) -> None:
+        """Write the rows of tokens ``begin .. end - 1`` of one layer, which a later ``commit`` is for."""
+        self._each(sequence, tokens[:end], begin, end, writes=True, layer=layer)
+
     def compare(self, sequence: Sequence) -> None:
         """Raise AssertionError unless everything that the next token of ``sequence`` reads is what it must be."""
         self._each(sequence, np.asarray(sequence.tokens), 0, sequence.length, writes=False)
 
-    def _each(self, sequence: Sequence, tokens: Array, begin: int, end: int, *, writes: bool) -> None:
+    def _each(self, sequence: Sequence, tokens: Array, begin: int, end: int, *, writes: bool, layer: int = -1) -> None:
         prints, core, slot = prints_of(tokens), self._cache.core, sequence.slot
         for index, (group, places) in enumerate(zip(core.groups, self._groups)):
             arena = core.memory.arenas[index]  # type: ignore[attr-defined]
             cells = group.table.cells[slot]
             for rows, field in zip(places.rows, places.fields):
+                if layer not in (-1, field.layer):
+                    continue
                 memory = _bytes(arena.layer(field.layer)[field.name])
                 if group.growth.is_state:
                     wanted = np.full(rows, end - 1)

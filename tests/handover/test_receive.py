@@ -289,7 +289,7 @@ def test_what_was_freed_under_a_ticket_is_never_read() -> None:
         miss(two, ticket, HandoverMiss, "has ended at the sender")
 
 
-@pytest.mark.parametrize("at", [70, 300, 900, 1400])
+@pytest.mark.parametrize("at", [70, 140, 330, 1400])
 def test_a_damaged_byte_is_a_miss(at: int) -> None:
     with sides(schemas("full")) as (one, two):
         ticket = one.hand_over(one.compute(TEXT[:50], 40))
@@ -313,7 +313,7 @@ def test_forged_replayed_and_foreign_tickets_are_refused() -> None:
             miss(two, json.dumps(forged), TicketRefused, "changed or forged")
         for broken in ("", "{", "[]", "{}", "null"):
             miss(two, broken, TicketRefused, "no ticket")
-        miss(two, json.dumps(dict(data, kvpagoda_ticket=2)), TicketRefused, "version")
+        miss(two, json.dumps(dict(data, kvpagoda_ticket=3)), TicketRefused, "version")
         two.receive(ticket)
         miss(two, ticket, TicketRefused, "taken here before")
         with pytest.raises(HandoverMiss, match="has ended"):  # another receiver, after the sender saw the receipts

@@ -128,6 +128,6 @@ class NoTiers:
 class NoHandOvers:
     """The sender of a cache that hands nothing over."""
 
-    def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool) -> Any:
+    def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool, upto: int | None) -> Any:
         """Hand ``request`` over; see ``Sequence.hand_over``. Raises BadInput without a sender."""
         raise BadInput("this cache hands nothing over; make a sender first: cache.sender(transfer)")

@@ -218,7 +218,9 @@ class Sequence:
         return length - request.own_length
 
     @while_running
-    def hand_over(self, ttl: float, *, after: SupportsIndex = 0, goes_on: bool = False) -> Any:
+    def hand_over(
+        self, ttl: float, *, after: SupportsIndex = 0, goes_on: bool = False, upto: SupportsIndex | None = None
+    ) -> Any:
         """Let another cache continue this request: return a ``kvpagoda.handover.Ticket``, for ``KVCache.receive`` there.
 
         ``ttl``: seconds until the ticket expires. The cache needs a sender (``KVCache.sender``). This handle is closed, but
@@ -227,10 +229,14 @@ class Sequence:
 
         ``after``: leave out the whole blocks of the first ``after`` tokens, which the receiver must have cached; windows and
         states are never left out. ``goes_on``: this request runs on, and the ticket is for what it has committed so far: the
-        receiver has that while the rest is computed. Raises BadInput (no sender, nothing committed, tokens of several
-        weights), OutOfBlocks (no exported memory), RetryLater while fenced, StaleHandle; nothing changed then."""
+        receiver has that while the rest is computed. ``upto``: the ticket is for the first ``upto`` tokens, of which the last
+        are still to be computed here. The sequence runs until ``Sender.complete`` says that they are committed;
+        ``Sender.layer_done`` lets receivers read each layer as soon as it is computed. Raises BadInput (no sender, nothing
+        committed, tokens of several weights), OutOfBlocks (no exported memory), RetryLater while fenced, StaleHandle; nothing
+        changed then."""
         sender, tokens = self._lifecycle.core.hand_overs, whole_number(after, "after, in tokens,")
-        return sender.hand_over(self._request, ttl, tokens, truth(goes_on, "goes_on"))
+        end = None if upto is None else whole_number(upto, "upto, in tokens,")
+        return sender.hand_over(self._request, ttl, tokens, truth(goes_on, "goes_on"), end)
 
     @either_way
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Checksums of records: XXH3-128, or BLAKE2b where the package xxhash is not installed. They detect faults; the signature of a
-ticket, which holds a BLAKE2b over them, is what protects against forgery."""
+"""Checksums of records: XXH3-128, or BLAKE2b where the package xxhash is not installed. They detect faults; the seal of a
+lease, which is signed as its ticket is, protects against forgery."""
 
 from __future__ import annotations
 
@@ -39,8 +39,3 @@ def checksums_of(tables: list[Bytes], name: str) -> Bytes:
             f"unknown checksum {name!r}; known: {XXH3}, {BLAKE2B}", needed=name, available=(XXH3, BLAKE2B)
         )
     return np.frombuffer(found, np.uint8).reshape(-1, 16)
-
-
-def root_of(checksums: Bytes) -> str:
-    """Return BLAKE2b-128 over ``checksums``, hex."""
-    return blake2b(checksums.tobytes(), digest_size=16).hexdigest()

@@ -1,8 +1,10 @@
 """The sender's side: a request that is handed over becomes a lease, until it is fetched, given up, or expires.
 
-    hand_over   copy its blocks to exported memory ──► fence it, and close its handle ──► ticket
+    hand_over   copy its blocks to exported memory ──► seal the lease ──► fence it, and close its handle ──► ticket
     expire      receipts of all ranks, or the clock ──► free the exported memory ──► leave the fence, which closes it
     take_back   free the exported memory ──► leave the fence: it runs again here
+
+    hand_over(upto=n) ──► ticket;  layer_done, layer by layer and chunk by chunk ──► complete ──► seal, fence, close
 
 A lease is a closed request inside a fence: the cache keeps its slot and its blocks, as for a step in flight, and knows nothing
 of hand-overs. Receivers read copies in exported memory, so what happens to blocks never changes what they read.
@@ -14,42 +16,48 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import urandom
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.below import NoHandOvers
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.observing import observe
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.handover.checksums import algorithm, checksums_of, root_of
+from kvpagoda.handover.checksums import algorithm
 from kvpagoda.handover.content import content_of, places_of
+from kvpagoda.handover.export import Export, Extent, export_of
+from kvpagoda.handover.lease import HEADER_NBYTES, LEASE_NBYTES, Exported, lease_layout
 from kvpagoda.handover.ticket import RankLease, Ticket
-from kvpagoda.handover.transfer import (
-    CHECKSUM_NBYTES,
-    HEADER_NBYTES,
-    Exported,
-    Transfer,
-    checked,
-    header_of,
-    lease_layout,
-)
+from kvpagoda.handover.transfer import Transfer, checked
 from kvpagoda.schema import Schema
-from kvpagoda.units import ceil_div, real_number, whole_number
+from kvpagoda.units import real_number, whole_number
 
 
 @dataclass
 class _Lease:
-    """A request that was handed over: its place in exported memory, and until when it is kept, by the sender's clock."""
+    """A request that is handed over at ``length`` tokens, of weights ``weights``: its place in exported memory, and until when
+    it is kept, by the sender's clock. ``goes_on``: the request runs on here. ``export``: None until memory is taken."""
 
     request: Request
-    slot: int
-    offset: int
+    length: int
+    weights: bytes
     nbytes: int
     until: float
-    fenced: list[Request] = field(default_factory=list)
+    goes_on: bool
+    tokens: Ids
+    slot: int = field(default=-1, init=False)
+    offset: int = field(default=0, init=False)
+    export: Export | None = field(default=None, init=False)
+    fenced: list[Request] = field(default_factory=list, init=False)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether a receiver may take it."""
+        return self.export is not None and self.export.is_sealed
 
 
 class Sender(NoHandOvers):
@@ -77,6 +85,7 @@ class Sender(NoHandOvers):
         self._lifecycle, self._core, self._guard, self._transfer = lifecycle, core, core.guard, transfer
         self._key, self._clock, self._skew = key, clock, real_number(skew, "skew, in seconds,")
         self._content, self._groups = content_of(schema), places_of(schema, core.plan)
+        self._num_layers = len(schema.layers)
         self._exported, self._leases = Exported(transfer.memory), dict[str, _Lease]()
         self._generation = 0
         self.fetched = self.expired = self.given_up = 0
@@ -90,7 +99,7 @@ class Sender(NoHandOvers):
 
     # -- called by Sequence.hand_over ----------------------------------------------------------------------------------
 
-    def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool) -> Ticket:
+    def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool, upto: int | None) -> Ticket:
         """See ``Sequence.hand_over``."""
         seconds, core = real_number(ttl, "ttl, in seconds,"), self._core
         if core.prefix.index.optional:
@@ -98,41 +107,28 @@ class Sender(NoHandOvers):
             raise BadInput.with_hint(
                 text, "hand over from a cache without it, or with a draft in the model's own blocks"
             )
-        first = whole_number(after, "after, in tokens,", below=max(1, request.length)) // core.block_size
         if request.rows is not None:
             request.detach()
-        self._lifecycle.ending.check_unfenced(request, "handed over")
-        if not request.own_length or len(request.epochs) > 1:
-            text = (
-                f"a request of {request.own_length} tokens, computed with {len(request.epochs)} versions of the weights"
-            )
-            raise BadInput.with_hint(
-                text, "hand over at least one token, all of one version", available=request.own_length
-            )
+        length = self._length(request, upto)
+        first = whole_number(after, "after, in tokens,", below=length) // core.block_size
         self._expire()
-        firsts, ids = self._columns(request, first)
-        counts = [len(names) for names in ids]
-        records, nbytes = lease_layout(counts, [group.nbytes for group in self._groups])
-        name, lease = urandom(16), _Lease(request, -1, 0, nbytes, self._clock() + seconds + self._skew)
+        extent, weights = Extent(core, request, length, first), core.namespaces.name_of(request.epochs[0][1])
+        _, nbytes = lease_layout(self._groups, extent.counts, by_layer=upto is not None)
+        known = max(length, request.prompt_length)
+        name, now = urandom(LEASE_NBYTES), self._clock()
+        tokens = request.tokens[:known].copy()
+        lease = _Lease(request, length, weights, nbytes, now + seconds + self._skew, goes_on, tokens)
         try:
-            lease.slot, lease.offset = slot, offset = self._exported.take(nbytes)
-            memory = self._transfer.memory[offset : offset + nbytes]
-            tables = [one.table(memory) for one in records]
-            for index, (names, table) in enumerate(zip(ids, tables)):
-                if len(names):
-                    core.memory.to_host(index, names, table, range(len(names)))
-            checksums = checksums_of(tables, algorithm())
-            memory[HEADER_NBYTES : HEADER_NBYTES + CHECKSUM_NBYTES * len(checksums)] = checksums.reshape(-1)
+            lease.slot, lease.offset = self._exported.take(nbytes)
             self._generation += 1
-            memory[:HEADER_NBYTES] = np.frombuffer(header_of(name, self._generation), np.uint8)
-            place = RankLease(
-                name.hex(), self._generation, slot, offset, nbytes, root_of(checksums), self._transfer.address()
-            )
-            ticket = self._ticket(request, place, firsts, counts, lease.until - self._skew)
-            self._leases[place.lease] = lease  # before the fence: an interrupt then leaves a lease that expires
-            if not goes_on:
-                self._lifecycle.ending.enter_fence([request], lease.fenced)
-                self._lifecycle.ending.close(request)
+            lease.export = export_of(
+                core, extent, self._groups, self._transfer.memory, lease.offset, name, self._generation, self._key,
+                by_layer=upto is not None,
+            )  # fmt: skip
+            ticket = self._ticket(lease, name, extent, now + seconds, by_layer=upto is not None)
+            self._leases[name.hex()] = lease  # before the fence: an interrupt then leaves a lease that expires
+            if upto is None:
+                self._complete(lease)
         except BaseException:
             if request.state is State.CLOSING:
                 request.state = State.RUNNING
@@ -140,34 +136,99 @@ class Sender(NoHandOvers):
             raise
         return ticket
 
-    def _columns(self, request: Request, after: int) -> tuple[list[int], list[Any]]:
-        """Return for each group the first column that a receiver needs, and the places from there on: what the next token
-        reads, less the first ``after`` columns of texts; of states the newest."""
-        firsts, ids, length, slot = list[int](), [], request.own_length, request.slot
-        for group in self._core.groups[: len(self._groups)]:
-            if group.growth.is_state:
-                firsts.append(0)
-                column = length % group.places
-                ids.append(group.places_between(slot, column, column + 1))
-                continue
-            bounded = group.growth.is_bounded
-            first = group.growth.first_needed(length) // group.block_size if bounded else after
-            assert first >= group.first[slot], "a request has what its next token reads"
-            firsts.append(first)
-            ids.append(group.places_between(slot, first, max(first, ceil_div(length, group.block_size))))
-        return firsts, ids
+    def _length(self, request: Request, upto: int | None) -> int:
+        """Return the length at which ``request`` is handed over: now, or when the first ``upto`` tokens are computed. Raises
+        BadInput, and RetryLater inside a fence."""
+        length = request.own_length
+        if upto is None:
+            self._lifecycle.ending.check_unfenced(request, "handed over")
+        elif not (known := max(length, request.prompt_length)) >= upto >= max(1, length):
+            raise BadInput.with_hint(
+                f"a request with {length} tokens committed, of {known} known, cannot be handed over at {upto}",
+                "name an end that is known and not passed, such as that of the prompt", needed=upto, available=known,
+            )  # fmt: skip
+        else:
+            length = upto
+        if not length or len(request.epochs) > 1:
+            text = f"a request of {length} tokens, computed with {len(request.epochs)} versions of the weights"
+            raise BadInput.with_hint(text, "hand over at least one token, all of one version", available=length)
+        return length
 
-    def _ticket(
-        self, request: Request, place: RankLease, firsts: list[int], counts: list[int], expires: float
-    ) -> Ticket:
-        core, length = self._core, request.own_length
-        known = max(length, request.prompt_length)
-        media = {at: core.media.digest(number).hex() for at, number in _media(request, known)}
+    def _ticket(self, lease: _Lease, name: bytes, extent: Extent, expires: float, *, by_layer: bool) -> Ticket:
+        request, known = lease.request, len(lease.tokens)
+        place = RankLease(
+            name.hex(), self._generation, lease.slot, lease.offset, lease.nbytes, self._transfer.address()
+        )
+        media = {at: self._core.media.digest(number).hex() for at, number in request.media_ids.items() if at < known}
         return Ticket(
-            self._content, core.namespaces.name_of(request.epochs[0][1]).hex(), request.tokens[:known].copy(), length,
-            request.prompt_length, media, self._groups, tuple(firsts), tuple(counts), expires, algorithm(), (place,),
-            self._key,
+            self._content, lease.weights.hex(), lease.tokens, lease.length, request.prompt_length, media, self._groups,
+            tuple(extent.firsts), tuple(extent.counts), expires, algorithm(), by_layer, (place,), self._key,
         )  # fmt: skip
+
+    # -- layer by layer --------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def layer_done(self, ticket: Ticket, layer: int | None = None, upto: SupportsIndex | None = None) -> None:
+        """Copy the rows of ``layer`` for the first ``upto`` tokens, so that a receiver of ``ticket``, which
+        ``hand_over(upto=..)`` made, can read them while other layers are computed.
+
+        Call it for each layer after each chunk, when the layer's rows are written, before or after the chunk is committed; and
+        again for rows that were computed again. ``layer``: None: all of them. ``upto``: default: the committed tokens. What it
+        was not called for is copied by ``complete``. On a GPU it waits for the current stream. Raises StaleHandle if the lease
+        has ended, or the request does not run; BadInput."""
+        lease, export = self._open_lease(ticket)
+        request = lease.request
+        request.check_running()
+        number = None if layer is None else whole_number(layer, "a layer", below=self._num_layers)
+        most = min(lease.length, request.capacity)
+        end = min(most, request.length) if upto is None else whole_number(upto, "upto, in tokens,", below=most + 1)
+        export.layer_done(number, end, request.length)
+
+    @exclusive
+    def complete(self, ticket: Ticket) -> None:
+        """Say that all tokens of ``ticket`` are committed: copy what is lacking, and seal the lease. From now on it is as
+        after ``hand_over`` without ``upto``: the handle is closed, unless it said ``goes_on``. May be called again.
+
+        Raises StaleHandle if the lease has ended, or the request does not run; BadInput if it has another length, other tokens
+        or other weights than the ticket; RetryLater while it is fenced."""
+        lease, _ = self._open_lease(ticket, sealed=True)
+        request = lease.request
+        if not lease.is_sealed:
+            request.check_running()
+            request.detach()
+            self._lifecycle.ending.check_unfenced(request, "handed over")
+            length, epochs = request.own_length, request.epochs
+            text, names = request.tokens[: lease.length], self._core.namespaces
+            if length != lease.length or not np.array_equal(text, lease.tokens[: lease.length]):
+                raise BadInput.with_hint(
+                    f"the ticket is for {lease.length} tokens, {length} are committed, or other ones",
+                    "commit these, or give the ticket up", needed=lease.length, available=length,
+                )  # fmt: skip
+            if len(epochs) > 1 or names.name_of(epochs[0][1]) != lease.weights:
+                raise BadInput.with_hint("its tokens are of other weights than the ticket", "give the ticket up")
+        self._complete(lease)
+
+    def _complete(self, lease: _Lease) -> None:
+        """Copy what is lacking, seal the lease, and close its request unless it goes on. Repeats only what was not done."""
+        export, request = lease.export, lease.request
+        assert export is not None
+        if not export.is_sealed:
+            if request.rounded_at == lease.length:
+                export.states_changed()
+            export.layer_done(None, lease.length, lease.length)
+            export.seal()
+        if not lease.goes_on and request.state is State.RUNNING and not lease.fenced:
+            self._lifecycle.ending.enter_fence([request], lease.fenced)
+            self._lifecycle.ending.close(request)
+
+    def _open_lease(self, ticket: Ticket, *, sealed: bool = False) -> tuple[_Lease, Export]:
+        """Return the lease that ``ticket`` names, and what it exports. Raises StaleHandle, and BadInput if it is sealed."""
+        lease = next((self._leases[one.lease] for one in ticket.ranks if one.lease in self._leases), None)
+        if lease is None or lease.export is None or self._clock() >= lease.until:
+            raise _ended()
+        if not sealed and lease.is_sealed:
+            raise BadInput("all layers of this ticket are done: it is complete")
+        return lease, lease.export
 
     # -- leases ----------------------------------------------------------------------------------------------------------
 
@@ -187,8 +248,8 @@ class Sender(NoHandOvers):
 
     @exclusive
     def give_up(self, ticket: Ticket) -> None:
-        """End the lease of ``ticket``: the request ends here, and the ticket is worthless. Raises StaleHandle if the lease
-        has ended."""
+        """End the lease of ``ticket``, which is worthless then. The request ends, unless its handle is still open: of a ticket
+        that is not complete, or with ``goes_on``. Raises StaleHandle if the lease has ended."""
         self._free(ticket, self._lease_of(ticket))
 
     @either_way
@@ -206,7 +267,7 @@ class Sender(NoHandOvers):
         self._expire()
         found = [self._leases[one.lease] for one in ticket.ranks if one.lease in self._leases]
         if not found:
-            raise StaleHandle("the lease of this ticket has ended: it was fetched, given up, or it expired")
+            raise _ended()
         return found[0]
 
     def _free(self, ticket: Ticket, lease: _Lease) -> None:
@@ -216,7 +277,7 @@ class Sender(NoHandOvers):
     def _expire(self) -> int:
         now, ended = self._clock(), 0
         for name, lease in [*self._leases.items()]:
-            is_fetched = self._exported.is_fetched(lease.slot, bytes.fromhex(name))
+            is_fetched = lease.is_sealed and self._exported.is_fetched(lease.slot, bytes.fromhex(name))
             if is_fetched or now >= lease.until:
                 self._end(name, lease)
                 self.fetched += is_fetched
@@ -235,18 +296,31 @@ class Sender(NoHandOvers):
             self._exported.give(lease.slot, lease.offset, lease.nbytes)
 
     def _around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Free what ended before each ``open``, which may need its slot and blocks."""
-        if name != "open":
+        """Free what ended before each ``open``, which may need its slot and blocks. End the leases of a request that is
+        suspended or closed before they are complete."""
+        if name == "open":
+
+            def opening(*given: Any, **named: Any) -> Any:
+                if self._leases:
+                    self._expire()
+                return call(*given, **named)
+
+            return opening
+        if name not in ("suspend", "close"):
             return call
 
-        def opening(*given: Any, **named: Any) -> Any:
-            if self._leases:
-                self._expire()
-            return call(*given, **named)
+        def ending(request: Request, *given: Any) -> Any:
+            result = call(request, *given)
+            for lease_name, lease in [*self._leases.items()] if self._leases else ():
+                if lease.request is request and not lease.is_sealed:
+                    self._end(lease_name, lease)
+                    self.given_up += 1
+            return result
 
-        return opening
+        return ending
 
 
-def _media(request: Request, known: int) -> list[tuple[int, int]]:
-    """Return (offset, media id) of the media in the first ``known`` tokens."""
-    return [(at, number) for at, number in request.media_ids.items() if at < known]
+def _ended() -> StaleHandle:
+    return StaleHandle(
+        "the lease of this ticket has ended: it was fetched, given up, or it expired, or its request stopped"
+    )

@@ -19,22 +19,21 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import TicketRefused, shown
 from kvpagoda.handover.content import GroupPlace
-from kvpagoda.handover.transfer import MOST_RANKS
+from kvpagoda.handover.lease import MOST_RANKS
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class RankLease:
     """Where the records of one source rank are: lease ``lease`` (hex), in ``slot`` and at ``offset`` of the memory at
-    ``address``, the ``generation``-th of its sender. ``root``: BLAKE2b over the checksums of the records, hex."""
+    ``address``, the ``generation``-th of its sender."""
 
     lease: str
     generation: int
     slot: int
     offset: int
     nbytes: int
-    root: str
     address: Mapping[str, Any]
 
 
@@ -43,9 +42,10 @@ class Ticket:
     """A request that waits to be continued elsewhere. ``Sequence.hand_over`` makes the ticket of one rank.
 
     ``content``: see ``content_of``. ``weights``: the digest of the weights, hex. ``tokens``: int32, committed ones and the
-    rest of the prompt. ``length``: how many are committed. ``prompt_length``: how many were given. ``media``: offset ->
-    digest, hex. ``groups``: where fields lie in records. ``firsts``, ``counts``: for each group the first column (block of
-    the text) in the leases, and the number of columns. ``expires``: seconds since 1970. ``checksum``: the algorithm.
+    rest of the prompt. ``length``: how many are committed, or will be when the leases are sealed. ``prompt_length``: how many
+    were given. ``media``: offset -> digest, hex. ``groups``: where fields lie in records. ``firsts``, ``counts``: for each
+    group the first column (block of the text) in the leases, and the number of columns. ``expires``: seconds since 1970.
+    ``checksum``: the algorithm. ``by_layer``: whether the leases are written layer by layer, after the ticket was made.
     ``ranks``: the leases, by source rank. ``key``: what ``to_json`` signs with; it is not part of the text.
     """
 
@@ -60,6 +60,7 @@ class Ticket:
     counts: tuple[int, ...]
     expires: float
     checksum: str
+    by_layer: bool
     ranks: tuple[RankLease, ...]
     key: bytes = field(default=b"", repr=False)
 
@@ -96,6 +97,7 @@ class Ticket:
             "counts": list(self.counts),
             "expires": self.expires,
             "checksum": self.checksum,
+            "by_layer": self.by_layer,
             "ranks": [asdict(one) for one in self.ranks],
         }
 
@@ -129,7 +131,7 @@ class Ticket:
         leases = tuple(
             RankLease(
                 bytes.fromhex(one["lease"]).hex(), int(one["generation"]), int(one["slot"]), int(one["offset"]),
-                int(one["nbytes"]), bytes.fromhex(one["root"]).hex(), dict(one["address"]),
+                int(one["nbytes"]), dict(one["address"]),
             )
             for one in data["ranks"]
         )  # fmt: skip
@@ -138,7 +140,8 @@ class Ticket:
         ticket = cls(
             str(data["content"]), str(data["weights"]), tokens, int(data["length"]), int(data["prompt_length"]), media,
             tuple(map(GroupPlace.from_json, data["groups"])), tuple(map(int, data["firsts"])),
-            tuple(map(int, data["counts"])), float(data["expires"]), str(data["checksum"]), leases,
+            tuple(map(int, data["counts"])), float(data["expires"]), str(data["checksum"]),
+            bool(data["by_layer"]), leases,
         )  # fmt: skip
         sizes = {len(ticket.groups), len(ticket.firsts), len(ticket.counts)}
         if not 1 <= len(leases) <= MOST_RANKS or len(sizes) > 1 or ticket.length < 1:

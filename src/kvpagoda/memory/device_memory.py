@@ -218,10 +218,10 @@ class DeviceMemory(NoMemory):
             finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return memory
 
-    def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
+    def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int], layer: int | None = None) -> None:
         if self.is_copying:
             self.finish_copies(group)
-        copy_to_host(self.arenas[group], ids, torch.from_numpy(table), rows)
+        copy_to_host(self.arenas[group], ids, torch.from_numpy(table), rows, layer)
 
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
         copy_from_host(self.arenas[group], ids, torch.from_numpy(table), rows)

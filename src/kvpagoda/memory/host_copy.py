@@ -25,12 +25,13 @@ Ids = npt.NDArray[np.integer[Any]]
 Part = tuple[Ids, Tensor, Sequence[int]]
 
 
-def copy_to_host(arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int]) -> None:
-    """Copy rows ``ids`` of ``arena`` to ``rows`` of ``table``, uint8 ``[M, width]`` on the host, in their order.
+def copy_to_host(arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int], layer: int | None = None) -> None:
+    """Copy rows ``ids`` of ``arena`` to ``rows`` of ``table``, uint8 ``[M, width]`` on the host, in their order; of all
+    layers (None), or the bytes of ``layer``.
 
     ``rows``: as many as ``table_rows`` returns. Waits until the bytes are there. The caller has validated the ids.
     """
-    start_copy(arena, ids, table, rows, is_out=True)
+    start_copy(arena, ids, table, rows, is_out=True, layer=layer)
     _wait(arena)
 
 

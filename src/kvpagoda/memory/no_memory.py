@@ -113,10 +113,10 @@ class NoMemory:
                 f"the host cannot allocate {format_bytes(nbytes)}; use a smaller swap or less staging", needed=nbytes
             ) from error
 
-    def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
+    def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int], layer: int | None = None) -> None:
         """Copy blocks ``ids`` to ``rows`` of ``table``, laid out as in ``host_copy``. Waits until the bytes are there.
 
-        ``table``: uint8 ``[M, width]`` host memory, whose rows may be strided.
+        ``table``: uint8 ``[M, width]`` host memory, whose rows may be strided. ``layer``: copy its bytes alone; None: all.
         """
 
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:

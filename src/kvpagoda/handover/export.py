@@ -1,0 +1,135 @@
+"""What a sender copies of one request to exported memory: all at once, or each layer as soon as it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from kvpagoda.blocks.places import BlockPlaces
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.request import Request
+from kvpagoda.handover.checksums import algorithm, checksums_of
+from kvpagoda.handover.content import GroupPlace
+from kvpagoda.handover.lease import Section, checksums_in, header_of, lease_layout, seal_in, seal_of
+from kvpagoda.memory.pages import Bytes
+from kvpagoda.units import ceil_div
+
+_SCRATCH = 8 << 20
+"""Bytes of whole records through which the parts of layers are copied: few enough to stay in a core's caches."""
+
+
+class Extent:
+    """Which records of ``request`` are handed over at ``length`` tokens: what the next token reads, less the first ``after``
+    blocks of texts; of states the newest.
+
+    For each group: ``firsts``, the first column (block of the text; 0 of states); ``counts``, how many."""
+
+    def __init__(self, core: Core, request: Request, length: int, after: int) -> None:
+        self._core, self._request, self.length = core, request, length
+        self.firsts, self.counts = list[int](), list[int]()
+        for group in core.groups:
+            if group.growth.is_at_rest:  # of copies, requests hold none
+                continue
+            if group.growth.is_state:
+                self.firsts.append(0)
+                self.counts.append(1)
+                continue
+            bounded = group.growth.is_bounded
+            first = group.growth.first_needed(length) // group.block_size if bounded else after
+            self.firsts.append(first)
+            self.counts.append(max(0, ceil_div(length, group.block_size) - first))
+
+    def places(self, index: int, begin: int, end: int) -> BlockPlaces:
+        """Return where records ``begin .. end - 1`` of group ``index`` are in the cache."""
+        group, slot = self._core.groups[index], self._request.slot
+        first = self.length % group.places if group.growth.is_state else self.firsts[index]
+        assert first + begin >= group.first[slot], "a request has what its next token reads"
+        return group.places_between(slot, first + begin, first + end)
+
+    def records(self, index: int, begin: int, end: int) -> tuple[int, int]:
+        """Return which records of group ``index`` are not whole at ``begin`` tokens, but are at ``end``."""
+        group, count, first = self._core.groups[index], self.counts[index], self.firsts[index]
+        if group.growth.is_state:
+            return (0, count) if begin < end == self.length else (0, 0)
+        last = count if end == self.length else end // group.block_size - first
+        return max(0, begin // group.block_size - first), max(0, last)
+
+
+class Export:
+    """The bytes of one lease in ``memory``, which ``layout`` names, while a sender writes them.
+
+    ``header``: with which the lease begins from now on. ``key``: what its seal is signed with."""
+
+    def __init__(
+        self, core: Core, extent: Extent, layout: Many[Section], memory: Bytes, name: bytes, generation: int, key: bytes
+    ) -> None:
+        self._core, self._extent, self._layout, self._memory, self._key = core, extent, layout, memory, key
+        self._checksums = checksums_in(memory, sum(one.num_records for one in layout))
+        self._copied = dict.fromkeys(range(len(layout)), 0)  # section -> tokens
+        self._done: dict[int, int] = {}  # layer -> tokens
+        self._header = header_of(name, generation)
+        seal_in(memory)[:] = 0
+        self._checksums[:] = 0
+        memory[: len(self._header)] = np.frombuffer(self._header, np.uint8)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether all of it is written."""
+        return bool(seal_in(self._memory).any())
+
+    def layer_done(self, layer: int | None, upto: int, committed: int) -> None:
+        """Copy what ``layer``, or every layer (None), has of the first ``upto`` tokens, and was not copied yet.
+
+        What was copied of tokens behind the first ``committed`` is copied again: it may have been computed again."""
+        if layer is not None:
+            self._done[layer] = upto
+        for number, section in enumerate(self._layout):
+            if layer is not None and layer not in section.layers:
+                continue
+            end = upto if layer is None else min(self._done.get(one, 0) for one in section.layers)
+            self._copied[number] = min(self._copied[number], committed)
+            if end > self._copied[number]:
+                self._copy(section, *self._extent.records(section.group, self._copied[number], end))
+                self._copied[number] = end
+
+    def states_changed(self) -> None:
+        """Copy states again with the next ``layer_done``."""
+        for number, section in enumerate(self._layout):
+            if self._core.groups[section.group].growth.is_state:
+                self._copied[number] = 0
+
+    def seal(self) -> None:
+        """Prove that all of it is written: from now on a receiver takes it."""
+        seal = seal_of(self._header, self._checksums, self._key)
+        seal_in(self._memory)[:] = np.frombuffer(seal, np.uint8)
+
+    def _copy(self, section: Section, begin: int, end: int) -> None:
+        """Copy records ``begin .. end - 1`` of ``section``, and then their checksums."""
+        if begin >= end:
+            return
+        table, memory, index = section.table(self._memory), self._core.memory, section.group
+        if not section.layers:
+            memory.to_host(index, self._extent.places(index, begin, end), table, range(begin, end))
+        else:
+            nbytes = memory.record_nbytes(index)
+            step = max(1, _SCRATCH // nbytes)
+            scratch = np.zeros((min(step, end - begin), nbytes), np.uint8)
+            for first in range(begin, end, step):
+                count = min(step, end - first)
+                places, records = self._extent.places(index, first, first + count), scratch[:count]
+                for layer in section.layers:
+                    memory.to_host(index, places, records, range(count), layer)
+                part = section.inside(records)
+                table[first : first + count].reshape(part.shape)[...] = part
+        found = checksums_of([table[begin:end]], algorithm())
+        self._checksums[section.first + begin : section.first + end] = found
+
+
+def export_of(
+    core: Core, extent: Extent, groups: Many[GroupPlace], memory: Bytes, offset: int, name: bytes, generation: int,
+    key: bytes, *, by_layer: bool,
+) -> Export:  # fmt: skip
+    """Begin the lease ``name`` at byte ``offset`` of ``memory``, with the records of ``extent``."""
+    layout, nbytes = lease_layout(groups, extent.counts, by_layer=by_layer)
+    return Export(core, extent, layout, memory[offset : offset + nbytes], name, generation, key)

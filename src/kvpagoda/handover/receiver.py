@@ -1,0 +1,184 @@
+"""The receiver's side: checks tickets, reads what they name, and starts the request.
+
+    check the ticket ──► make room, as for any request ──► read leases, verify, copy into its own blocks ──► it runs
+
+Leases that are written layer by layer are read before there is room: each call reads what is new. A fault, an expired
+lease, or a checksum that does not match is a HandoverMiss, and the request holds nothing then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import SupportsIndex
+
+import numpy as np
+
+from kvpagoda.cache.lifecycle import Lifecycle
+from kvpagoda.cache.namespace import Namespace
+from kvpagoda.cache.request import Request, buffer_of
+from kvpagoda.cache.reuse import AnyNamespace
+from kvpagoda.cache.sequence import Sequence
+from kvpagoda.errors import BadInput, HandoverMiss, RetryLater, TicketRefused
+from kvpagoda.handover.content import content_of, places_of
+from kvpagoda.handover.fetched import Fetched, Given, whole_leases
+from kvpagoda.handover.lease import LEASE_NBYTES, lease_layout, receipt_of, receipt_offset
+from kvpagoda.handover.received import Received, givers_by_group
+from kvpagoda.handover.recut import givers_of
+from kvpagoda.handover.ticket import Ticket
+from kvpagoda.handover.transfer import Transfer, checked
+from kvpagoda.prefix import Match
+from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.schema import Schema
+from kvpagoda.units import ceil_div, format_bytes, whole_number
+
+
+class Receiver:
+    """Takes tickets for one cache. ``KVCache.receive`` makes one when it is first called.
+
+    It remembers the leases that it took until they expire, so that none is taken twice; and what it has of tickets that are
+    written layer by layer."""
+
+    def __init__(self, lifecycle: Lifecycle, schema: Schema) -> None:
+        core = lifecycle.core
+        if not core.memory.has_memory:
+            raise BadInput("this cache has no memory to receive bytes into; let each of its ranks receive the ticket")
+        self._lifecycle, self._core, self._content = lifecycle, core, content_of(schema)
+        self._groups = places_of(schema, core.plan)
+        identity = core.settings.identity
+        self._rank = (identity.rank, identity.num_ranks)
+        self._taken, self._fetched = dict[str, float](), dict[str, Fetched]()
+
+    def receive(
+        self,
+        given: Ticket | str | bytes,
+        transfer: Transfer,
+        namespace: AnyNamespace,
+        priority: SupportsIndex,
+        reserve: SupportsIndex | None,
+        key: bytes,
+        clock: Callable[[], float],
+    ) -> Sequence:
+        """See ``KVCache.receive``."""
+        core = self._core
+        checked(transfer, key, clock)
+        ticket = given if isinstance(given, Ticket) else Ticket.from_json(given, key)
+        length, tokens = ticket.length, as_tokens(ticket.tokens, core.vocab_size)
+        prompt = max(length, ticket.prompt_length)
+        most = max(prompt, 0 if reserve is None else whole_number(reserve, "reserve"))
+        media = {at: bytes.fromhex(digest) for at, digest in ticket.media.items()}
+        namespace_key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
+        request = Request(
+            buffer_of(tokens, most, core.block_size), prompt, namespace_key,
+            whole_number(priority, "priority", -(2**63), below=2**63), media_ids,
+        )  # fmt: skip
+        core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
+        self.check(ticket, core.namespaces.name_of(request.epochs[0][1]), clock())
+        sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
+        read = self._reading(ticket, transfer)
+        self._lifecycle.admission.receive(request, length, most, lambda match: self._source(match, ticket, read))
+        try:
+            self._took(ticket, transfer)
+        except BaseException:
+            if not core.guard.is_torn:  # the caller gets no handle
+                self._lifecycle.ending.close(request)
+            raise
+        return sequence
+
+    def check(self, ticket: Ticket, weights: bytes, now: float) -> None:
+        """Raise TicketRefused unless ``ticket`` is for this model and these ``weights``, and was not taken before;
+        HandoverMiss if it expired. Changes nothing but that it forgets what expired."""
+        self._taken = {lease: until for lease, until in self._taken.items() if until > now}
+        self._fetched = {lease: one for lease, one in self._fetched.items() if one.expires > now}
+        if ticket.content != self._content:
+            raise TicketRefused(
+                "the ticket is for another model, or other dtypes or formats of rows",
+                needed=ticket.content, available=self._content,
+            )  # fmt: skip
+        if ticket.weights != weights.hex():
+            raise TicketRefused(
+                "the ticket is for other weights than the newest here; give both sides the same Identity.weights",
+                needed=ticket.weights, available=weights.hex(),
+            )  # fmt: skip
+        self._check_groups(ticket)
+        if used := [one.lease for one in ticket.ranks if one.lease in self._taken]:
+            raise TicketRefused(f"the ticket was taken here before (lease {used[0]})", available=used)
+        if now >= ticket.expires:
+            raise HandoverMiss(
+                f"the ticket expired {now - ticket.expires:.1f} s ago; open the request instead",
+                needed=now, available=ticket.expires,
+            )  # fmt: skip
+
+    def _check_groups(self, ticket: Ticket) -> None:
+        """Raise TicketRefused unless ``ticket`` names all that this cache keeps of its tokens."""
+        if len(ticket.groups) != len(self._groups):
+            raise TicketRefused(f"the ticket has {len(ticket.groups)} groups, this cache {len(self._groups)}")
+        for index, (group, theirs, ours) in enumerate(zip(self._core.groups, ticket.groups, self._groups)):
+            if why := ours.differs_from(theirs):
+                raise TicketRefused(f"group {ours.name!r} of the ticket cannot become blocks of this cache: {why}")
+            givers_of(theirs, ours, (len(ticket.ranks), self._rank[1]), self._rank[0])
+            first, end, last = ticket.firsts[index], ticket.firsts[index] + ticket.counts[index], 1
+            needed = 0
+            if not group.growth.is_state:
+                last = ceil_div(ticket.length, theirs.tokens)
+                needed = ticket.length if group is self._core.full else group.growth.first_needed(ticket.length)
+                needed //= theirs.tokens
+            if first > needed or end != max(first, last):
+                raise TicketRefused(
+                    f"group {ours.name!r}: the ticket has blocks {first}..{end} of {ticket.length} tokens, needed are "
+                    f"{needed}..{last}", needed=last, available=end,
+                )  # fmt: skip
+
+        _, nbytes = lease_layout(ticket.groups, ticket.counts, by_layer=ticket.by_layer)
+        if wrong := [lease.nbytes for lease in ticket.ranks if lease.nbytes != nbytes]:
+            text = f"the ticket has a lease of {format_bytes(wrong[0])}, but its blocks take {format_bytes(nbytes)}"
+            raise TicketRefused(text, needed=nbytes, available=wrong[0])
+
+    def _reading(self, ticket: Ticket, transfer: Transfer) -> Callable[[], Given]:
+        """Return a function that returns the verified records of ``ticket``. Where they arrive layer by layer, read those
+        that are there first. Raises RetryLater as long as more are to come, and HandoverMiss."""
+        givers = sorted(set().union(*givers_by_group(ticket, self._groups, self._rank)))
+        if not ticket.by_layer:
+            return lambda: whole_leases(ticket, givers, transfer)
+        name = ticket.ranks[0].lease
+        fetched = self._fetched.get(name)
+        if fetched is None or not fetched.is_of(ticket):
+            fetched = self._fetched[name] = Fetched(ticket, givers)
+        try:
+            lacking = fetched.more(transfer)
+        except HandoverMiss:
+            del self._fetched[name]
+            raise
+        if lacking:
+            count = (1 + fetched.num_records) * len(givers)
+            text = f"{count - lacking} of {count} parts of this request are here; its sender computes the rest"
+            raise RetryLater.with_hint(
+                text, "receive the ticket again later, before it expires", needed=count, available=count - lacking
+            )
+        return lambda: fetched.given
+
+    def _source(self, match: Match, ticket: Ticket, read: Callable[[], Given]) -> Received:
+        """Return what ``ticket`` names, beyond what is cached of its text, in ``match``. Raises HandoverMiss if the ticket
+        begins behind what is cached."""
+        core = self._core
+        begin = 0 if core.full is None else ticket.firsts[core.full.index] * ticket.groups[core.full.index].tokens
+        if core.full is not None and begin > match.num_blocks * core.block_size:
+            cached = match.num_blocks * core.block_size
+            raise HandoverMiss(
+                f"the ticket begins after {begin} tokens, of which {cached} are cached here; open the request instead",
+                needed=begin, available=cached,
+            )  # fmt: skip
+        return Received(core, match, ticket, self._groups, self._rank, read)
+
+    def _took(self, ticket: Ticket, transfer: Transfer) -> None:
+        """Write receipts to all source ranks of ``ticket``, and remember that it was taken; a sender that cannot be reached
+        any more keeps its lease until that expires."""
+        rank, many = self._rank
+        data = transfer.landing(LEASE_NBYTES)
+        for one in ticket.ranks:
+            data[:] = np.frombuffer(receipt_of(bytes.fromhex(one.lease), many), np.uint8)
+            try:
+                transfer.write(dict(one.address), receipt_offset(one.slot, rank), data)
+            except OSError:
+                continue
+        self._taken.update((one.lease, ticket.expires) for one in ticket.ranks)
+        self._fetched.pop(ticket.ranks[0].lease, None)
