@@ -3,15 +3,16 @@ miss; and nothing is held past its lease."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 pytest.importorskip("torch")
 
+from tests.handover import layer_driver
 from tests.handover.driver import FAULTS, Pair
 
 KILLS = ("killed sender", "killed receiver")
@@ -26,9 +27,12 @@ needs_mooncake = pytest.mark.skipif(
 )
 
 
+P = TypeVar("P", bound=Pair)
+
+
 @contextmanager
-def pair(*given: Any, **named: Any) -> Iterator[Pair]:
-    made = Pair(*given, **named)
+def pair(*given: Any, kind_of_pair: Callable[..., P] = Pair, **named: Any) -> Iterator[P]:  # type: ignore[assignment]
+    made = kind_of_pair(*given, **named)
     try:
         yield made
     finally:
@@ -57,6 +61,29 @@ def test_many_hand_overs_and_faults(kind: str, ranks: tuple[int, int], blocks: t
         while faults:
             one.fault(faults.pop())
         assert one.seen["good"] >= 125, one.seen
+        print(kind, ranks, dict(one.seen), one.rows)
+
+
+def test_layer_by_layer() -> None:
+    with pair("qwen_tp", (1, 2), (8, 16), kind_of_pair=layer_driver.LayerPair) as one:
+        for _ in range(4):
+            one.hand_over()
+        for fault in (*KILLS[1:], *layer_driver.FAULTS[2:]):
+            one.fault(fault)
+        assert one.rows > 100 and one.seen["early"] > 10 and one.seen["HandoverMiss"] >= 10, one.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks", "blocks"), MODELS)
+def test_many_layer_by_layer(kind: str, ranks: tuple[int, int], blocks: tuple[int, int]) -> None:
+    """45 hand-overs and 20 faults, 4 of which kill a process, for each of 8 models: 360 and 160 in all, and 32 kills."""
+    with pair(kind, ranks, blocks, seed=2, kind_of_pair=layer_driver.LayerPair) as one:
+        for fault in (*layer_driver.FAULTS, *layer_driver.FAULTS[:8]):
+            one.hand_over()
+            one.fault(fault)
+        for _ in range(5):
+            one.hand_over()
+        assert one.seen["good"] >= 45 and one.seen["early"] > 20, one.seen
         print(kind, ranks, dict(one.seen), one.rows)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 from tests.handover.rows import Rows
 from tests.sweep.kinds import schemas
 
-from kvpagoda import Identity, KVCache, KVPagodaError, Limits, Retention, Schema
+from kvpagoda import Identity, KVCache, KVPagodaError, Limits, Retention, Schema, Sequence
 from kvpagoda.handover import MooncakeEngine, SharedMemory, Transfer
 
 KEY = b"a shared key"
@@ -72,6 +74,7 @@ class Worker:
     ) -> None:
         schema = Schema.from_hf_config(SPLIT[kind]).split(tp=ranks) if kind in SPLIT else schemas(kind)
         self.now = 0.0
+        self.steps: Iterator[None] = iter(())
         self.cache = KVCache(
             schema, device="cpu", num_blocks=48, max_requests=4, block_size=block_size, poison=True,
             identity=Identity(weights, rank, ranks), limits=Limits(step_tokens=2 * block_size), retention=Retention(4, 1),
@@ -86,6 +89,48 @@ class Worker:
         sequence = self.cache.open(text, capacity=0)
         self.rows.compute(sequence, text, length, 5)
         return {"ticket": sequence.hand_over(ttl).to_json()}
+
+    def begin(self, seed: int, length: int, ttl: float, at: int, chunk: int) -> dict[str, Any]:
+        """Open a text, compute its first ``at`` tokens, and promise ``length`` of them."""
+        text = text_of(seed, length + 1)
+        sequence = self.cache.open(text, capacity=0)
+        self.rows.compute(sequence, text, at, 5)
+        assert self.sender is not None
+        self.promised = sequence.hand_over(ttl, upto=length)
+        self.sequence, self.steps = sequence, self._layers(sequence, text, length, chunk)
+        return {"ticket": self.promised.to_json()}
+
+    def _layers(self, sequence: Sequence, text: np.ndarray[Any, Any], length: int, chunk: int) -> Iterator[None]:
+        """Compute the rest in chunks, and yield after each layer."""
+        assert self.sender is not None
+        while sequence.length < length:
+            begin = sequence.length
+            end = begin + min(chunk, length - begin, self.cache.step_limit(sequence))
+            sequence.extend(end - begin)
+            for layer in range(len(self.cache.schema.layers)):
+                self.rows.compute_layer(sequence, text, begin, end, layer)
+                self.sender.layer_done(self.promised, layer, end)
+                yield
+            sequence.commit(text[begin:end])
+
+    def layers(self, count: int) -> dict[str, Any]:
+        """Compute the next ``count`` layers; say whether that was all."""
+        return {"all": sum(1 for _ in islice(self.steps, count)) < count}
+
+    def complete(self) -> dict[str, Any]:
+        assert self.sender is not None and self.layers(1 << 20)["all"]
+        self.sender.complete(self.promised)
+        return {}
+
+    def stop(self, how: str) -> dict[str, Any]:
+        """End the prefill before it is complete."""
+        if how == "given up":
+            assert self.sender is not None
+            self.sender.give_up(self.promised)
+        if how == "preempted":
+            self.sequence.suspend()
+        self.sequence.close()
+        return {}
 
     def receive(self, ticket: str, fault: str = "") -> dict[str, Any]:
         self.transfer.fault = fault
@@ -114,9 +159,9 @@ class Worker:
         assert self.sender is not None and self.sender.expire() == 0 and self.sender.num_leases == 1
         return {}
 
-    def damage(self, at: int) -> dict[str, Any]:
+    def damage(self, at: int, first: int = 64) -> dict[str, Any]:
         memory = self.transfer.inner.memory
-        memory[(1 << 18) + 64 + at % 1000] ^= 255
+        memory[(1 << 18) + first + at % 1000] ^= 255
         return {}
 
 
