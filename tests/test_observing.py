@@ -12,6 +12,7 @@ import pytest
 from kvpagoda import BadInput, KVCache, Limits, Schema
 from kvpagoda.cache import observing
 from kvpagoda.cache.observing import observe
+from kvpagoda.handover import SharedMemory
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.schema.fields import Growth
 from kvpagoda.tiers import host_tier
@@ -22,8 +23,10 @@ MIXED = Schema((*TINY.layers, Layer(1, "window", (Attention(1, 1, 1, "float16", 
 
 def test_each_call_of_the_list_is_seen_and_no_other() -> None:
     pytest.importorskip("xxhash")
+    pytest.importorskip("torch")
     tiers, limits = [host_tier("1MiB")], Limits(swap="1MiB")
-    cache = KVCache(MIXED, "1KiB", block_size=4, max_requests=2, device="none", tiers=tiers, limits=limits)
+    cache = KVCache(MIXED, "1KiB", block_size=4, max_requests=2, device="cpu", tiers=tiers, limits=limits)
+    sender = cache.sender(SharedMemory("1MiB"))
     seen = Counter[str]()
 
     def around(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,8 +44,13 @@ def test_each_call_of_the_list_is_seen_and_no_other() -> None:
             cache.flush()
             sequence.suspend()
             sequence.resume()
+    with cache.open([0] * 8) as sequence:
+        sequence.commit([0] * (8 - sequence.length))
+        cache.receive(sequence.hand_over(9.0, goes_on=True), SharedMemory()).close()
+    sender.close()
     listed = set(re.findall(r"^    (\w+) +\w+\.\w+  ", str(observing.__doc__), re.MULTILINE))
-    assert set(seen) == listed and seen["open"] == seen["suspend"] == seen["resume"] == 9
+    assert set(seen) == listed and seen["suspend"] == seen["resume"] == 9
+    assert (seen["open"], seen["receive"]) == (10, 1)
     end()
     end()
     before = Counter(seen)

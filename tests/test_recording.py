@@ -17,7 +17,19 @@ from typing import Any
 
 import pytest
 
-from kvpagoda import BadInput, Exhausted, KVCache, Limits, NeverFits, RetryLater, Schema, Sequence, recording
+from kvpagoda import (
+    BadInput,
+    Exhausted,
+    HandoverMiss,
+    KVCache,
+    Limits,
+    NeverFits,
+    RetryLater,
+    Schema,
+    Sequence,
+    recording,
+)
+from kvpagoda.handover import SharedMemory
 from kvpagoda.metrics import trace
 from kvpagoda.recording import CACHE, MOST_BUFFERED, MOST_WAITING, REQUESTS, Recording, TraceFile
 from kvpagoda.schema import Attention, Growth, Layer
@@ -112,6 +124,35 @@ def test_the_life_of_requests(tmp_path: Path) -> None:
     waiting, cached = told["request 2"][:2]
     assert waiting[1] < told["request 0"][2][1] < waiting[2] == cached[1], "it waited until the suspension"
     assert told["request 0"][2][2] == told["request 0"][3][1], "suspended until it was resumed"
+
+
+def test_a_request_of_another_cache(tmp_path: Path) -> None:
+    """It waits for a slot, is received, and ends; one that is a miss leaves no track."""
+    pytest.importorskip("torch")
+    path, given = tmp_path / "received.json", dict(num_blocks=32, block_size=4, max_requests=2, device="cpu")
+    one = KVCache(ONE, **given)  # type: ignore[arg-type]
+    cache = KVCache(ONE, **given, record=path)  # type: ignore[arg-type]
+    sender, transfer = one.sender(SharedMemory("1MiB")), SharedMemory()
+    sequence = one.open(range(20))
+    sequence.commit(range(18))
+    tickets = [sequence.hand_over(9.0, goes_on=True) for _ in range(2)]
+    held = [cache.open(range(9)), cache.open([70])]
+    held[0].commit(range(9))
+    with pytest.raises(RetryLater):
+        cache.receive(tickets[0], transfer)
+    held[0].close()
+    received = cache.receive(tickets[0], transfer)
+    sender.give_up(tickets[1])
+    held[1].close()
+    with pytest.raises(HandoverMiss):
+        cache.receive(tickets[1], transfer)
+    received.close()
+    for ended in (cache, one):
+        ended.close()
+    told = slices(proven(path))
+    assert [name for name, *_ in told["request 2"]] == ["waiting", "received", "computed"]
+    assert told["request 2"][1][3] == {"prompt tokens": 20, "tokens": 18, "of these read": 10}
+    assert told["request 2"][2][3] == {"tokens computed": 0} and len(told) == 3
 
 
 def test_blocks_of_every_group_evictions_and_moves(tmp_path: Path) -> None:

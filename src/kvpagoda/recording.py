@@ -1,8 +1,8 @@
 """Records the life of a cache as trace events, the JSON that Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
     process "requests"   one track for each request that waits, runs or is suspended at the same time; a request stays on its
-                         track, and the next one follows there. Its slice holds others: waiting, cached, computed,
-                         suspended, resumed
+                         track, and the next one follows there. Its slice holds others: waiting, cached or received,
+                         computed, suspended, resumed
     process "cache"      counters of the blocks of each group; evictions, moves of blocks, traffic with tiers, sleep
 
 ``Recording`` wraps the calls that ``kvpagoda.cache.observing`` lists; a cache without one runs none of this code. It keeps
@@ -222,6 +222,7 @@ class Recording:
     def _around(self, method: str, call: Call) -> Call:
         recorded: dict[str, Call] = {
             "open": self._open, "fork": self._fork, "resume": self._resume, "suspend": self._suspend, "close": self._close,
+            "receive": self._receive,
             "forget": self._forget, "vacate": self._vacate, "find": self._find, "load": self._load, "store": self._store,
         }  # fmt: skip
         return partial(recorded[method], call)
@@ -229,22 +230,36 @@ class Recording:
     # -- the life of a request ---------------------------------------------------------------------------------------
 
     def _open(self, call: Call, request: Request, *given: Any, **named: Any) -> None:
+        track, began = self._admitted(call, request, *given, **named)
+        match = request.match
+        self._starts(request, track, "cached", began, {
+            "prompt tokens": request.prompt_length, "in the tree": match.num_tokens, "cached": match.resumable,
+            "of these from tiers": match.loaded, "limited by": match.limited_by, "each group alone": dict(match.groups),
+        })  # fmt: skip
+
+    def _receive(self, call: Call, request: Request, *given: Any) -> None:
+        track, began = self._admitted(call, request, *given)
+        told = {
+            "prompt tokens": request.prompt_length,
+            "tokens": request.own_length,
+            "of these read": request.match.loaded,
+        }
+        self._starts(request, track, "received", began, told)
+
+    def _admitted(self, call: Call, request: Request, *given: Any, **named: Any) -> tuple[Track, float]:
+        """Start ``request`` by ``call``. Return its track, on which it may have waited, and when the call began."""
         began = self._clock()
         try:
             call(request, *given, **named)
         except RetryLater:
             self._refused(request, began)
             raise
-        match = request.match
         track = self._waiting.pop(_prompt(request), None) if self._waiting else None
         if track is None:
             track = self._tracks.take(began, {"prompt": request.prompt_length})
         else:
             self._tracks.end(track, began)
-        self._starts(request, track, "cached", began, {
-            "prompt tokens": request.prompt_length, "in the tree": match.num_tokens, "cached": match.resumable,
-            "of these from tiers": match.loaded, "limited by": match.limited_by, "each group alone": dict(match.groups),
-        })  # fmt: skip
+        return track, began
 
     def _starts(self, request: Request, track: Track, name: str, began: float, told: Told) -> None:
         """Show that ``request`` found what it starts from, in a slice ``name``, and begins to compute."""

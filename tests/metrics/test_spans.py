@@ -14,7 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from kvpagoda import BadInput, KVCache, Limits, RetryLater, Schema
+from kvpagoda import BadInput, HandoverMiss, KVCache, Limits, RetryLater, Schema
+from kvpagoda.handover import SharedMemory
 from kvpagoda.metrics import Tracing, trace
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.tiers import host_tier
@@ -100,6 +101,27 @@ def test_suspend_and_resume() -> None:
     assert recorded.names() == {"open": 1, "suspend": 1, "resume": 1}
     told = next(span.attributes for span in recorded.spans() if span.name == "kvpagoda.suspend")
     assert told == {"kvpagoda.tokens": 10, "kvpagoda.is_whole": False}
+
+
+def test_receive_tells_what_was_read() -> None:
+    pytest.importorskip("torch")
+    given = dict(num_blocks=32, block_size=4, max_requests=2, device="cpu")
+    one, cache = KVCache(FULL, **given), KVCache(FULL, **given)  # type: ignore[arg-type]
+    sender, transfer, recorded = one.sender(SharedMemory("1MiB")), SharedMemory(), Recorded(cache)
+    serve(cache, [*range(9)])
+    sequence = one.open(range(20))
+    sequence.commit(range(18))
+    tickets = [sequence.hand_over(9.0, goes_on=True) for _ in range(2)]
+    cache.receive(tickets[0], transfer).close()
+    sender.give_up(tickets[1])
+    with pytest.raises(HandoverMiss):
+        cache.receive(tickets[1], transfer)
+    _, told, missed = recorded.spans()
+    names = ("prompt_tokens", "tokens", "received_tokens")
+    assert told.name == "kvpagoda.receive" and told.attributes == dict(
+        zip([f"kvpagoda.{n}" for n in names], (20, 18, 10))
+    )
+    assert missed.attributes == {"error.type": "HandoverMiss"} and missed.status.status_code is StatusCode.UNSET
 
 
 def test_no_room_is_told_and_is_no_fault() -> None:

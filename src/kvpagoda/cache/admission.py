@@ -144,6 +144,7 @@ class Admission:
             core.counters.began(namespace, request.match, length)
             self._settler.begun(request, hit)
 
+    @observable
     def receive(self, request: Request, length: int, reserve: int, source_of: Callable[[Match], Source]) -> None:
         """Start ``request``, which is new, with its first ``length`` tokens, from what ``source_of`` makes of what is cached
         of them. Raises what the source raises, too."""

@@ -5,6 +5,7 @@ has no code for observers.
 
     open      Admission.open        admit a request
     fork      Admission.fork        start a request beside a running one
+    receive   Admission.receive     start a request that another cache handed over
     resume    Admission.resume      run a suspended request again, from its copy or from the start
     suspend   Lifecycle.suspend     copy a request to host memory
     close     Ending.close          end a request, or mark it as closing while a fence is around it

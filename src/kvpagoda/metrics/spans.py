@@ -4,6 +4,7 @@
       kvpagoda.find       tiers are asked for blocks that the device does not have, and the checkpoint is read
       kvpagoda.evict      blocks are evicted; the span is inside the call that needs them, which may be a step
       kvpagoda.load       records are read into blocks
+    kvpagoda.receive    a request that another cache handed over is read and admitted
     kvpagoda.suspend    a request is moved to host memory
     kvpagoda.resume     it is restored, or starts again
 
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observe
 from kvpagoda.cache.request import Request
-from kvpagoda.errors import Exhausted, MissingExtra
+from kvpagoda.errors import Exhausted, HandoverMiss, MissingExtra
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.offload.hit import TierHit
 from kvpagoda.units import whole_number
@@ -68,7 +69,7 @@ class Tracing:
         if method not in SPANS:
             return call
         spanned, core, tracer = SPANS[method], self._core, self._tracer
-        if method == "open":
+        if method in ("open", "receive"):
             next_begins = cycle([False] * (self._every - 1) + [True]).__next__
         else:
             next_begins = repeat(spanned.begins or self._every == 1).__next__
@@ -101,18 +102,18 @@ def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tr
     completely.
 
     ``tracer``: makes the spans; by default a tracer of the provider that the process has set. ``every``: trace one
-    ``open`` in this many, with the calls inside of it, and every suspension. Use it for an engine with many requests: a
-    span costs tens of microseconds, even if a provider samples it away. Raises BadInput, also if the cache is traced
-    already, and MissingExtra.
+    ``open`` and one ``receive`` in this many, with the calls inside, and every suspension. Use it for an engine with many
+    requests: a span costs tens of microseconds, even if a provider samples it away. Raises BadInput, also if the cache is
+    traced already, and MissingExtra.
     """
     return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)
 
 
 def _failed(span: Span, error: BaseException) -> None:
-    """Record on ``span`` that its call raised ``error``. Exhausted memory is not marked as a fault."""
+    """Record on ``span`` that its call raised ``error``. Exhausted memory and a miss are not marked as faults."""
     with suppress(Exception):
         span.set_attribute("error.type", type(error).__name__)
-        if not isinstance(error, Exhausted):
+        if not isinstance(error, Exhausted | HandoverMiss):
             span.set_status(Status(StatusCode.ERROR, str(error)))
 
 
@@ -124,6 +125,15 @@ def _opened(_: Core, given: Given, __: None) -> Told:
         "kvpagoda.cached_tokens": match.resumable,
         "kvpagoda.loaded_tokens": match.loaded,
         "kvpagoda.limited_by": match.limited_by,
+    }
+
+
+def _received(_: Core, given: Given, __: None) -> Told:
+    request: Request = given[0]
+    return {
+        "kvpagoda.prompt_tokens": request.prompt_length,
+        "kvpagoda.tokens": request.own_length,
+        "kvpagoda.received_tokens": request.match.loaded,
     }
 
 
@@ -151,6 +161,7 @@ def _loaded(_: Core, given: Given, blocks: int) -> Told:
 
 SPANS = {
     "open": Spanned("open", _opened, begins=True),
+    "receive": Spanned("receive", _received, begins=True),
     "resume": Spanned("resume", _resumed, begins=True),
     "suspend": Spanned("suspend", _suspended, begins=True),
     "find": Spanned("find", _found),
