@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any
@@ -24,6 +22,7 @@ from kvpagoda.schema.config_source import config_named
 from kvpagoda.schema.families import known_types
 from kvpagoda.schema.kv_format import KVFormatNames, as_text, parsed
 from kvpagoda.schema.presets import presets
+from kvpagoda.text import numbers_of, words_of
 from kvpagoda.units import format_bytes
 from kvpagoda.version import installed
 
@@ -117,10 +116,10 @@ def plan(
         from kvpagoda import console
 
         schema = _schema(config, dtype, parsed(kv_format), draft)
-        schema = (schema if layout is None else schema.laid_out(_words(layout))).split(tp=tp, pp=pp, rank=stage)
+        schema = (schema if layout is None else schema.laid_out(words_of(layout))).split(tp=tp, pp=pp, rank=stage)
         sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
         try:
-            made = schema.plan(budget, max_requests, lengths=_numbers(lengths, "--lengths", "tokens"), **sizes)
+            made = schema.plan(budget, max_requests, lengths=numbers_of(lengths, "--lengths", "tokens"), **sizes)
         except SchemaError as error:
             text, fits, _ = str(error).partition("it fits with layout=")
             raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
@@ -131,19 +130,6 @@ def plan(
         model_type = preset.get("config", {}).get("model_type", schema.name)
         if (remark := known_types().get(model_type, {}).get("remark")) is not None:
             typer.echo(f"{schema.name}: {remark}", err=True)
-
-
-def _words(text: str) -> list[str]:
-    """Split ``text`` at commas: 'lru, opt' -> ['lru', 'opt']."""
-    return [part.strip() for part in text.split(",")]
-
-
-def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
-    """Parse numbers with commas between: '1024,8192' -> (1024, 8192). Raises BadInput, which names ``option``."""
-    try:
-        return tuple(map(int, _words(text)))
-    except ValueError:
-        raise BadInput(f"{option} takes whole numbers of {unit} with commas between, got {text!r}") from None
 
 
 def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str | None = None) -> Schema:
@@ -267,6 +253,10 @@ def replay_trace(
     tokens_per_id: Annotated[int | None, typer.Option(help="tokens per block (default: the trace's, or 512)")] = None,
     workers: Annotated[int | None, typer.Option(help="with --schema: number of processes, each with a cache")] = None,
     store: Annotated[str | None, typer.Option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
+    json_lines: Annotated[
+        Path | None, typer.Option("--json-lines", help="answer requests as they come, from this file or pipe; -: stdin")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="with --json-lines: end at the first bad line")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
     """Print the hit rate of a prefix cache at each capacity, evictions, reuse distances and the working set of a trace.
@@ -276,60 +266,15 @@ def replay_trace(
     With --schema a cache with the model's layers serves the trace, without memory behind it.
 
     With --workers several processes share the requests of the trace, and the store below their caches.
+
+    With --json-lines each line of standard input is a request, and is answered by a line at once.
     """
+    given = locals()
     with one_line_errors():
-        from kvpagoda.replay import report
+        from kvpagoda.replay.command import Options, run
 
-        if store is not None and workers is None:
-            raise BadInput("--store is a store that several workers share: give --workers too")
-        source = partial(report.read, trace, limit, file_order, seed, tokens_per_id, skip_bad)
-        if schema is None:
-            _need_schema(budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers)
-            sizes = None if capacity is None else _numbers(capacity, "--capacity")
-            report.run(
-                source, sizes, None if policy is None else _words(policy), as_json,
-                plot=plot, requests=requests, timeline=timeline, page=page, warm_up=warm_up, jobs=jobs,
-                with_hints=hints,
-            )  # fmt: skip
-            return
-        if any(given is not None for given in (capacity, plot, requests, jobs)) or warm_up or hints:
-            raise BadInput(
-                "--capacity, --plot, --requests, --warm-up, --jobs and --hints count blocks of one kind; with --schema give "
-                "--budget"
-            )
-        settings = {"max_requests": max_requests, "tokens_per_id": tokens_per_id}
-        _serve(
-            source, _schema(schema, None, "raw"), budget or "40GiB", policy, checkpoint_every or "0", workers, store,
-            {name: value for name, value in settings.items() if value is not None}, as_json,
-            {"timeline": timeline, "page": page},
-        )  # fmt: skip
-
-
-def _serve(
-    source: Any, schema: Schema, budget: str, policy: str | None, checkpoint_every: str, workers: int | None,
-    store: str | None, settings: dict[str, Any], as_json: bool, files: dict[str, Path | None],
-) -> None:  # fmt: skip
-    """Run ``replay --schema``: all combinations of options in this process, or one combination in several processes."""
-    from kvpagoda.replay import report
-
-    every = _numbers(checkpoint_every, "--checkpoint-every")
-    if workers is None:
-        grid = product(_words(budget), _words(policy or "lru,s3fifo"), every)
-        report.run_schema(source, schema, grid, settings, as_json, **files)
-        return
-    if any(files.values()):
-        raise BadInput("--trace and --report are for one process: leave out --workers")
-    if "," in budget + checkpoint_every + (policy or ""):
-        raise BadInput("--workers takes one --budget, --policy and --checkpoint-every")
-    settings.update(policy=policy or "lru", checkpoint_every=every[0])
-    report.run_workers(source, schema, budget, workers, store, settings, as_json)
-
-
-def _need_schema(**given: Any) -> None:
-    """Raise BadInput if one of the ``given`` options is set: they need --schema, which is not set."""
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
-    if names:
-        raise BadInput(f"{', '.join(names)} needs a model's layers; give --schema too")
+        layers = None if schema is None else _schema(schema, None, "raw")
+        run(Options(**{**given, "schema": layers}))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)

@@ -1,9 +1,11 @@
-"""Tables and wrapped lines of text, fitted to a width."""
+"""Tables and wrapped lines of text, fitted to a width; words and numbers with commas between."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+
+from kvpagoda.errors import BadInput
 
 
 def table(
@@ -40,3 +42,16 @@ def wrapped(line: str, width: int | None, indent: str = "") -> list[str]:
 def short_number(n: int) -> str:
     """Return ``n`` in few characters, rounded down: 3 -> '3', 4096 -> '4Ki', 3 * 2**20 -> '3Mi'."""
     return str(n) if n < 1024 else f"{n // 1024}Ki" if n < 2**20 else f"{n // 2**20}Mi"
+
+
+def words_of(text: str) -> list[str]:
+    """Split ``text`` at commas: 'lru, opt' -> ['lru', 'opt']."""
+    return [part.strip() for part in text.split(",")]
+
+
+def numbers_of(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
+    """Parse numbers with commas between: '1024,8192' -> (1024, 8192). Raises BadInput, which names ``option``."""
+    try:
+        return tuple(map(int, words_of(text)))
+    except ValueError:
+        raise BadInput(f"{option} takes whole numbers of {unit} with commas between, got {text!r}") from None

@@ -22,14 +22,15 @@ from kvpagoda.schema import Schema
 
 
 def cache_for(
-    trace: Trace, schema: Schema, budget: int | str, step_tokens: int, *, shared: bool = True,
+    trace: Trace | None, schema: Schema, budget: int | str, step_tokens: int, *, shared: bool = True,
     checkpoints: int | None = None, checkpoint_every: int = 0, checkpoint_format: str | None = None, **settings: Any,
 ) -> KVCache:  # fmt: skip
-    """Return a cache without memory for the layers of ``schema``, in which every request of ``trace`` may run that fits.
+    """Return a cache without memory for the layers of ``schema``, in which every request of ``trace`` may run that fits
+    (None: every request that fits).
 
     ``shared``: one budget for all groups; else a fixed split. ``settings``: other arguments of ``KVCache``. Raises BadInput,
     NeverFits."""
-    longest = int((trace.input_lengths + trace.output_lengths).max(initial=1))
+    longest = None if trace is None else int((trace.input_lengths + trace.output_lengths).max(initial=1))
     return KVCache(
         replace(schema, vocab_size=None), budget, device="none", order=None if shared else "layer",
         retention=Retention(checkpoints, checkpoint_every, checkpoint_format=checkpoint_format),
@@ -75,11 +76,15 @@ class Batching:
         self.never_fit = self.prompt_tokens = self.matched = 0
         self.limited_by: Counter[str] = Counter()
 
+    def text(self, number: int) -> tuple[Tokens, int]:
+        """Return the tokens of request ``number``, and how many of them are the prompt; see ``text_of``."""
+        return text_of(self._trace, number, self._per_id)
+
     def open_next(self) -> tuple[int, Running | None]:
         """Open the request that waits longest. Return its number, and None in place of it if it is larger than the
         cache. Raises RetryLater if there is no room now; the request then still waits."""
         number = self.waiting[0]
-        text, num_prompt = text_of(self._trace, number, self._per_id)
+        text, num_prompt = self.text(number)
         try:
             sequence = self.cache.open(text[:num_prompt], capacity=0, reserve=len(text))
         except NeverFits:

@@ -14,14 +14,14 @@ from typing import Any, overload
 
 import numpy as np
 
-from kvpagoda.blocks import FreeList
 from kvpagoda.errors import BadInput, unknown_name
-from kvpagoda.prefix import POLICY_NAMES, EvictionPolicy, PrefixTree, policy_name
+from kvpagoda.prefix import POLICY_NAMES, EvictionPolicy, policy_name
 from kvpagoda.replay.driver import Schedule
 from kvpagoda.replay.engines import EngineResult, replay_engine
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.reuse import Reuse
 from kvpagoda.replay.trace import Ints, Trace, readable
+from kvpagoda.replay.tree_cache import TreeCache
 from kvpagoda.units import whole_number
 
 BOUND, BLOCK_FIFO = "opt", "block-fifo"
@@ -254,28 +254,13 @@ def counted(
 def _through_tree(
     trace: Trace, capacity: int, policy: str | EvictionPolicy, on_request: Callable[[int], None] | None
 ) -> Ints:
-    """Return the blocks that each request hits, int64 ``[requests]``. It runs the tree and the free list of a cache
-    with blocks of one token; a token is an id of the trace."""
-    tree = PrefixTree(1, policy=policy, capacity=capacity)
-    longest = int(np.diff(trace.starts).max(initial=0))
-    free = FreeList(min(trace.num_distinct, capacity + min(longest, capacity)), first=1, what="blocks")
-    hits: list[int] = []
+    """Return the blocks that each request hits, int64 ``[requests]``."""
+    cache, hits = TreeCache(capacity, policy), np.zeros(len(trace), np.int64)
     for i in range(len(trace)):
-        chain = trace.chain(i)
-        match = tree.match(chain)
-        hit, used = match.num_blocks, min(len(chain), capacity)
-        hits.append(hit)
-        if hit < used:  # before the touch of the blocks above them: the deepest blocks are used first
-            tree.insert(match, chain[hit:used], free.acquire(used - hit)[None])
-        tree.touch(match, hit)
-        over = tree.num_cached - capacity
-        if over > 0:
-            evicted = tree.evict(over)
-            free.release(evicted.ids[0])
+        hits[i], _ = cache.request(trace.chain(i))
         if on_request is not None and (i % 256 == 255 or i + 1 == len(trace)):
             on_request(i + 1)
-    assert tree.num_cached == free.num_ids - free.num_free
-    return np.array(hits, np.int64)
+    return hits
 
 
 def _begin(trace: Trace) -> None:

@@ -107,7 +107,7 @@ def serve(
     requests. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
     """
     whole_number(tokens_per_id, "tokens_per_id", at_least=1)
-    columns, clock = Trace.read(trace), _Clock()
+    columns, clock = Trace.read(trace), Clock()
     cache = cache_for(
         columns, schema, budget, step_tokens, shared=shared, checkpoints=checkpoints, checkpoint_every=checkpoint_every,
         checkpoint_format=checkpoint_format, max_requests=max_requests, block_size=block_size, policy=policy, tiers=tiers,
@@ -115,7 +115,7 @@ def serve(
     )  # fmt: skip
     numbers = range(len(columns)) if part is None else part
     batching = Batching(cache, columns, tokens_per_id, numbers)
-    run = _Run(batching, step_tokens, clock)
+    run = Steps(batching, step_tokens, clock)
     while run.step():
         if on_request is not None:
             on_request(cache.core.counters.closed)
@@ -171,7 +171,7 @@ def serve_multi_worker(
         return [future.result() for future in futures]
 
 
-class _Clock:
+class Clock:
     """The clock of a recording. ``now``: microseconds."""
 
     now = 0.0
@@ -181,10 +181,10 @@ class _Clock:
         return self.now
 
 
-class _Run:
+class Steps:
     """Steps of up to ``step_tokens`` tokens of each running request, and their counters."""
 
-    def __init__(self, batching: Batching, step_tokens: int, clock: _Clock) -> None:
+    def __init__(self, batching: Batching, step_tokens: int, clock: Clock) -> None:
         self.batching, self.step_tokens, self.clock = batching, step_tokens, clock
         self.running: list[Running] = []
         self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
