@@ -74,7 +74,8 @@ def oracle(
     step_tokens: int | None,
     **settings: Any,
 ) -> Figures:
-    """Serve a trace with the peer's own manager, driven as ours is, and return what each request found, in tokens.
+    """Serve a trace with the peer's own manager, driven as ours is, and return what each request found, in tokens. A peer
+    with ``serve`` has a scheduler of its own.
 
     ``trace``: what ``benchmarks.oracle.trace_of`` reads. ``settings``: of the peer, such as its groups of layers."""
     from benchmarks.oracle import trace_of
@@ -82,7 +83,8 @@ def oracle(
     chains = Chains(trace_of(**trace), block_size)
     manager = peer(chains, num_blocks, **settings)
     start = now()
-    served = serve_with(manager, chains, Schedule(at_once, step_tokens))
+    schedule = Schedule(at_once, step_tokens)
+    served = manager.serve(schedule) if hasattr(manager, "serve") else serve_with(manager, chains, schedule)
     taken = now() - start
     manager.check()
     figures = {name: getattr(served, name) for name in ("never_fit", "preempted", "steps")}

@@ -120,3 +120,29 @@ def test_a_difference_would_be_seen(vllm: Process, monkeypatch: pytest.MonkeyPat
         assert oracle.agreement(vllm, VLLM, "", source, asked)["unequal"] > 0, wrong
     with_watermark = oracle.agreement(vllm, VLLM, "", source, {**asked, "watermark": 0.2})
     assert with_watermark["unequal"] == 0
+
+
+@pytest.fixture(scope="module")
+def dynamo() -> Iterator[Process]:
+    yield from judge("dynamo_oracle")
+
+
+@pytest.mark.parametrize("engine", ["dynamo-1.6.1", "dynamo-1.6.1-trtllm"])
+@pytest.mark.parametrize("size", [16, 64])
+def test_dynamos_mocker(dynamo: Process, size: int, engine: str) -> None:
+    """Random mixes, one request at a time: it has its own scheduler."""
+    source = {"name": "mix", "limit": 120, "seed": size}
+    for blocks in oracle.capacities(oracle.trace_of(**source), size, 1)[:3]:
+        asked = {"block_size": size, "num_blocks": blocks, "at_once": 1, "step_tokens": None}
+        row = oracle.agreement(dynamo, engine, "a mix", source, asked)
+        assert row["unequal"] == 0 and row["requests"] == 120 and row["hit_percent"] > 1
+
+
+def test_a_text_that_is_cached_as_a_whole_is_found_as_a_whole_by_trtllm() -> None:
+    assert hits("dynamo-1.6.1-trtllm", 9, "abc", "abc", "ab") == [0, 3, 2]
+    assert hits("dynamo-1.6.1", 9, "abc", "abc", "ab") == [0, 2, 1]
+
+
+def test_the_blocks_that_no_other_request_can_find_are_used_first() -> None:
+    """Why the mocker finds more than a tree of the trace's ids: the block of the output is used for "c", not "ab"."""
+    assert hits("dynamo-1.6.1", 4, "ab", "c", "abx", output=3) == [0, 0, 2]

@@ -30,7 +30,8 @@ class Manager(Protocol):
         """Return how many of the ``known`` tokens of ``request``, which has no blocks, are cached. Changes nothing."""
 
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
-        """Return where a chunk of ``request`` from ``begin`` on ends, at most at ``end``; ``begin``: none in this step."""
+        """Return where a chunk of ``request`` from ``begin`` on ends, at most at ``end``; ``begin``: none in this step, or
+        all that is known is cached."""
 
     def start(self, request: int, end: int, known: int) -> bool:
         """Give ``request`` what ``find`` found and room for its first ``end`` tokens, of which the rest is computed now;
@@ -105,7 +106,7 @@ class _Run:
         known = int(self.known[request])
         hit = self.manager.find(request, known)
         end = self.manager.chunk(request, hit, min(known, hit + self.most), known)
-        if end <= hit or not self.manager.start(request, end, known):
+        if end <= hit < known or not self.manager.start(request, end, known):
             if self.running:
                 return False
             self.served.never_fit += 1

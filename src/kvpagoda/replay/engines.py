@@ -10,6 +10,7 @@ import numpy as np
 
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import Manager, Schedule, serve_with
+from kvpagoda.replay.edge_lru import EdgeLRU
 from kvpagoda.replay.profiles import Profile, profile
 from kvpagoda.replay.queued import QueuedManager
 from kvpagoda.replay.readers import Source
@@ -91,4 +92,6 @@ def _manager(known: Profile, chains: Chains, capacity: int, schedule: Schedule) 
         from kvpagoda.replay.own_manager import OwnManager  # imports a whole cache
 
         return OwnManager(chains, capacity, schedule.at_once)
+    if known.store == "edges":
+        return EdgeLRU(chains, capacity)
     return QueuedManager(chains, capacity, known)

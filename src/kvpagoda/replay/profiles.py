@@ -13,15 +13,16 @@ class Profile:
     """The settings of one engine's manager of the cache.
 
     ``engine``: the package and its version whose manager this is. ``store``: "queue": single blocks, which are used again
-    in the order in which they became free, a request's last block first; "tree": our prefix tree. ``recomputes``: how many
-    tokens at the end of a known text are computed even if they are cached. ``reserves``: what must fit for a request to be
-    admitted: its "prompt", or its first "chunk". ``shares``: when other requests can find a whole block: from the moment
-    when its "chunk" has room, or when the request is complete ("end"). ``watermark``: the share of the memory that stays
-    free when a request is admitted beside others.
+    in the order in which they became free, a request's last block first; "edges": texts in a tree, of which whole edges
+    are evicted; "tree": our prefix tree. The others are settings of the queue. ``recomputes``: how many tokens at the end
+    of a known text are computed even if they are cached. ``reserves``: what must fit for a request to be admitted: its
+    "prompt", or its first "chunk". ``shares``: when other requests can find a whole block: from the moment when its
+    "chunk" has room, or when the request is complete ("end"). ``watermark``: the share of the memory that stays free when
+    a request is admitted beside others.
     """
 
     engine: str
-    store: Literal["queue", "tree"] = "queue"
+    store: Literal["queue", "tree", "edges"] = "queue"
     recomputes: int = 1
     reserves: Literal["prompt", "chunk"] = "prompt"
     shares: Literal["chunk", "end"] = "chunk"
@@ -31,6 +32,9 @@ class Profile:
 PROFILES = {
     "kvpagoda": Profile("kvpagoda", store="tree"),
     "vllm-0.33": Profile("vllm 0.33.0"),
+    "sglang-0.5.23": Profile("sglang 0.5.23", store="edges"),
+    "dynamo-1.6.1": Profile("ai-dynamo-runtime 1.6.1, backend vllm"),
+    "dynamo-1.6.1-trtllm": Profile("ai-dynamo-runtime 1.6.1, backend trtllm", recomputes=0),
 }
 """The engines by the name that ``replay(engine=)`` takes."""
 

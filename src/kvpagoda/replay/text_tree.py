@@ -1,0 +1,166 @@
+"""A radix tree whose nodes are edges: a node holds the blocks that its parent's blocks go on with, up to where texts part.
+
+It exists beside ``PrefixTree``, which evicts block by block, because engines with a tree of edges evict whole edges: which
+blocks leave together depends on where earlier look-ups and insertions cut the texts.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from kvpagoda.replay.trace import Ints
+
+_FIRST_COMPARED = 32  # blocks: most look-ups part early or not at all
+
+
+class Edge:
+    """Blocks that follow those of ``parent``: int64 ``[n]``, n > 0 but for the root. ``used``: the tick of its last use.
+    ``locks``: requests that run on it, or below it."""
+
+    __slots__ = ("blocks", "children", "locks", "parent", "used")
+
+    def __init__(self, parent: Edge | None, blocks: Ints, used: int, locks: int) -> None:
+        self.parent, self.blocks, self.used, self.locks = parent, blocks, used, locks
+        self.children: dict[int, Edge] = {}
+
+
+class TextTree:
+    """Edges in order of their last use. ``num_blocks``: the blocks that it holds; ``num_unlocked``: those without locks.
+
+    A leaf without locks can be evicted, the one that was used longest ago first, and all its blocks with it. ``match`` and
+    ``insert`` use each edge on their way, the deeper ones later; where a text ends inside an edge they split it, and the
+    lower part counts as used too. O(blocks compared + edges on the way), eviction O(log leaves) an edge.
+    """
+
+    def __init__(self) -> None:
+        self._ticks = count()
+        self.root = Edge(None, np.empty(0, np.int64), next(self._ticks), 1)
+        self.num_blocks = self.num_unlocked = 0
+        self._leaves: list[tuple[int, int, Edge]] = []  # a heap; those used since, or no longer leaves, are left in it
+        self._order = count()
+
+    def match(self, blocks: Ints) -> tuple[int, Edge]:
+        """Return how many of the first ``blocks`` are cached, and the edge that ends there."""
+        found, edge = self._walk(blocks, at_once=False)
+        path = []
+        on: Edge = edge
+        while on.parent is not None:
+            path.append(on)
+            on = on.parent
+        for on in reversed(path):
+            self._use(on)
+        return found, edge
+
+    def insert(self, blocks: Ints) -> tuple[int, Edge]:
+        """Add ``blocks``; return how many of them were there, and the edge that ends where they end."""
+        found, edge = self._walk(blocks, at_once=True)
+        if found < len(blocks):
+            edge = Edge(edge, blocks[found:].copy(), next(self._ticks), 0)
+            assert edge.parent is not None
+            edge.parent.children[int(edge.blocks[0])] = edge
+            self.num_blocks += len(edge.blocks)
+            self.num_unlocked += len(edge.blocks)
+            self._offer(edge)
+        return found, edge
+
+    def _walk(self, blocks: Ints, at_once: bool) -> tuple[int, Edge]:
+        """Follow ``blocks`` as far as they are cached, and split the edge in which that ends. ``at_once``: use each edge
+        when it is reached, before a split."""
+        edge, at = self.root, 0
+        while at < len(blocks):
+            below = edge.children.get(int(blocks[at]))
+            if below is None:
+                break
+            if at_once:
+                self._use(below)
+            same = _common(below.blocks, blocks[at:])
+            at += same
+            if same < len(below.blocks):
+                return at, self._split(below, same)
+            edge = below
+        return at, edge
+
+    def _split(self, edge: Edge, at: int) -> Edge:
+        """Cut ``edge`` after ``at`` blocks; return the upper part, which is new. The lower part counts as used later."""
+        parent = edge.parent
+        assert parent is not None
+        upper = Edge(parent, edge.blocks[:at], next(self._ticks), edge.locks)
+        parent.children[int(upper.blocks[0])] = upper
+        edge.parent, edge.blocks = upper, edge.blocks[at:]
+        upper.children[int(edge.blocks[0])] = edge
+        self._use(edge)
+        return upper
+
+    def _use(self, edge: Edge) -> None:
+        edge.used = next(self._ticks)
+        self._offer(edge)
+
+    def _offer(self, edge: Edge) -> None:
+        if not edge.children and not edge.locks and edge.parent is not None:
+            heappush(self._leaves, (edge.used, next(self._order), edge))
+
+    def lock(self, edge: Edge) -> None:
+        """Keep ``edge`` and those above it until ``unlock``."""
+        on: Edge | None = edge
+        while on is not None:
+            if not on.locks:
+                self.num_unlocked -= len(on.blocks)
+            on.locks += 1
+            on = on.parent
+
+    def unlock(self, edge: Edge) -> None:
+        """Undo one ``lock`` of an edge that ends where ``edge`` ends."""
+        on: Edge | None = edge
+        while on is not None:
+            assert on.locks > 0
+            on.locks -= 1
+            if not on.locks:
+                self.num_unlocked += len(on.blocks)
+                self._offer(on)
+            on = on.parent
+
+    def evict(self, num_blocks: int) -> int:
+        """Evict whole leaves until at least ``num_blocks`` blocks are free, or no leaf is left; return how many are."""
+        freed = 0
+        while freed < num_blocks and self._leaves:
+            used, _, edge = heappop(self._leaves)
+            parent = edge.parent
+            if used != edge.used or edge.children or edge.locks or parent is None:
+                continue
+            freed += len(edge.blocks)
+            del parent.children[int(edge.blocks[0])]
+            edge.parent = None  # what is left of it in the heap is no leaf
+            self._offer(parent)
+        self.num_blocks -= freed
+        self.num_unlocked -= freed
+        return freed
+
+    def check(self) -> None:
+        """Raise AssertionError if the blocks are not counted right, or a leaf without locks is not offered."""
+        offered = {id(edge) for used, _, edge in self._leaves if used == edge.used}
+        seen, unlocked, edges = 0, 0, [self.root]
+        while edges:
+            edge = edges.pop()
+            seen += len(edge.blocks)
+            unlocked += 0 if edge.locks else len(edge.blocks)
+            for first, below in edge.children.items():
+                assert below.parent is edge and first == below.blocks[0] and below.locks <= edge.locks
+            assert edge is self.root or edge.children or edge.locks or id(edge) in offered
+            edges += edge.children.values()
+        assert (seen, unlocked) == (self.num_blocks, self.num_unlocked)
+
+
+def _common(held: Ints, asked: Ints) -> int:
+    """Return how many of the first blocks are the same; the first one is."""
+    n = min(len(held), len(asked))
+    begin, end = 0, min(n, _FIRST_COMPARED)
+    while begin < n:
+        differ = held[begin:end] != asked[begin:end]
+        first = int(differ.argmax())
+        if differ[first]:
+            return begin + first
+        begin, end = end, n
+    return n
