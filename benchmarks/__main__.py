@@ -10,7 +10,7 @@ import importlib
 import json
 
 from benchmarks.show import plots, table
-from benchmarks.timing import RESULTS, Parser, add_arguments, options_of, result, save
+from benchmarks.timing import RESULTS, Parser, add_arguments, is_part, options_of, result, save
 
 NAMES = (
     "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth", "hybrid",
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
             question = importlib.import_module(f"benchmarks.{name}")
             results[name] = result(question.QUESTION, question.measure, options)
             if asked.save:
-                save(name, results[name], is_part=bool(options.only))
+                save(name, results[name], is_part=is_part(options))
         if not asked.json:
             print(table(results[name]), end="\n\n", flush=True)
     if asked.json:

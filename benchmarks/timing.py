@@ -69,12 +69,18 @@ class Peers:
             else:
                 process.close()
 
-    def ask(self, task: str, runs: int = 1, *, block_size: int, **arguments: Any) -> dict[Process, dict[str, Any]]:
-        """Run ``task`` ``runs`` times in every peer that supports ``block_size``, in turns. Return the median of each
-        figure. A peer that fails is listed in ``absent`` with its error from then on."""
+    def ask(
+        self, task: str, runs: int = 1, *, block_size: int, at_once: int | None = None, **arguments: Any
+    ) -> dict[Process, dict[str, Any]]:
+        """Run ``task`` ``runs`` times in every peer that supports ``block_size``, and ``at_once`` requests at the same
+        time if the task takes it, in turns. Return the median of each figure. A peer that fails is listed in ``absent``
+        with its error from then on."""
         figures: dict[Process, list[dict[str, Any]]] = {
-            process: [] for process in self.found if process.least_block <= block_size
+            process: []
+            for process in self.found
+            if process.least_block <= block_size and process.at_once >= (at_once or 1)
         }
+        arguments |= {} if at_once is None else {"at_once": at_once}
         for _ in range(runs):
             for process in [process for process in figures if process in self.found]:
                 try:
@@ -133,17 +139,34 @@ def result(question: str, measure: Callable[[Options], list[Row]], options: Opti
 
 
 def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
-    """Write a result to ``benchmarks/results/<name>.json`` and return the path. ``is_part``: only some cases were
-    measured; the saved rows of the other cases are kept, each with the machine on which it was measured."""
+    """Write a result to ``benchmarks/results/<name>.json`` and return the path.
+
+    ``is_part``: only some cases or peers were measured. The saved rows of the others are kept, each with the machine on
+    which it was measured. Where a peer is added to a case that other peers have, our row stays too, with which
+    those were compared; the new row holds how it compares with ours of its own run."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    measured = {row.get("case") for row in found["rows"]}
-    old = json.loads(path.read_text()) if is_part and path.exists() else {"rows": [], "machine": {}, "versions": {}}
-    kept = [row for row in old["rows"] if row.get("case") not in measured]
-    kept = [row if "machine" in row else {**row, "machine": old["machine"]} for row in kept]
-    versions = {**old["versions"], **found["versions"]}
-    path.write_text(json.dumps({**found, "versions": versions, "rows": [*kept, *found["rows"]]}, indent=1) + "\n")
+    empty: dict[str, Any] = {"rows": [], "machine": {}, "versions": {}, "absent": {}}
+    old = {**empty, **json.loads(path.read_text())} if is_part and path.exists() else empty
+    measured = {(row.get("case"), row.get("who")) for row in found["rows"]}
+    kept = [row for row in old["rows"] if (row.get("case"), row.get("who")) not in measured]
+    others = {row.get("case") for row in kept if row.get("who", "ours") != "ours"}
+    compared = others & {row.get("case") for row in found["rows"] if row.get("who", "ours") != "ours"}
+    ours = [row for row in old["rows"] if row.get("who") == "ours" and row["case"] in compared and row not in kept]
+    replaced = {(row["case"], "ours") for row in ours}
+    new = [row for row in found["rows"] if (row.get("case"), row.get("who")) not in replaced]
+    kept = [row if "machine" in row else {**row, "machine": old["machine"]} for row in ours + kept]
+    order = list(dict.fromkeys(row.get("case") for row in [*old["rows"], *new]))
+    rows = sorted(kept + new, key=lambda row: order.index(row.get("case")))
+    absent = {who: why for who, why in old["absent"].items() if who not in found["versions"]} | found["absent"]
+    merged = {**found, "versions": {**old["versions"], **found["versions"]}, "absent": absent, "rows": rows}
+    path.write_text(json.dumps(merged, indent=1) + "\n")
     return path
+
+
+def is_part(options: Options) -> bool:
+    """Return whether ``options`` leave out cases or peers."""
+    return bool(options.only) or options.peers != PEERS
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,7 +186,7 @@ def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> N
     options = options_of(parser, arguments)
     found = result(question, measure, options)
     if arguments.save:
-        save(name, found, is_part=bool(options.only))
+        save(name, found, is_part=is_part(options))
     print(json.dumps(found, indent=2) if arguments.json else table(found))
 
 

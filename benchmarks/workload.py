@@ -76,10 +76,10 @@ class Workload:
         """Return the number of all tokens of request ``i``."""
         return self.input_length(i) + self.output_length(i)
 
-    def steps(self, capacity: int) -> list[int]:
+    def steps(self, capacity: int, at_once: int = AT_ONCE) -> list[int]:
         """Return the order of work in a cache of ``capacity`` tokens: ``i`` admits request ``i``, ``~i`` ends it.
 
-        Requests are admitted in the order of the trace. At most ``AT_ONCE`` run at a time, and only as many as would
+        Requests are admitted in the order of the trace. At most ``at_once`` run at a time, and only as many as would
         fit ``SHARE`` of the cache if they shared no block, at any block size. So no engine ever has to make a request
         wait, and all engines do the same work. Requests that are larger than this share are left out.
         """
@@ -90,7 +90,7 @@ class Workload:
             need = (-(-self.length(i) // 64) + 1) * 64
             if need > limit:
                 continue
-            while len(running) >= AT_ONCE or used + need > limit:
+            while len(running) >= at_once or used + need > limit:
                 ended, freed = running.pop(0)
                 used -= freed
                 steps.append(~ended)

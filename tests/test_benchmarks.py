@@ -21,7 +21,7 @@ from benchmarks.__main__ import main as benchmarks_main  # noqa: E402
 from benchmarks.peers import tasks  # noqa: E402
 from benchmarks.peers.ours import FULL, Peer  # noqa: E402
 from benchmarks.show import plots, table  # noqa: E402
-from benchmarks.timing import Options, Peers  # noqa: E402
+from benchmarks.timing import Options, Peers, save  # noqa: E402
 from benchmarks.workload import AT_ONCE, GENERATED, SHARE, TRACES, workload  # noqa: E402
 
 MARGIN = 1.5
@@ -129,6 +129,39 @@ def test_only_comparisons_with_peers_are_plotted(tmp_path: Path) -> None:
     assert made == [tmp_path / "step.png"] and made[0].read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_peer_that_is_measured_later_is_added_to_the_saved_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.timing.RESULTS", tmp_path)
+
+    def result(machine: str, absent: dict[str, str], *rows: tuple[str, str, int]) -> dict[str, Any]:
+        made = [{"case": case, "who": who, "us": us} for case, who, us in rows]
+        return {"machine": machine, "versions": {who: "1" for _, who, _ in rows}, "absent": absent, "rows": made}
+
+    def saved() -> list[tuple[str, str, int]]:
+        return [(row["case"], row["who"], row["us"]) for row in json.loads(path.read_text())["rows"]]
+
+    first = result("old", {"new": "not there"}, ("one", "ours", 1), ("one", "other", 5), ("two", "ours", 2))
+    path = save("step", first)
+    save(
+        "step",
+        result("now", {}, ("one", "ours", 3), ("one", "new", 9), ("two", "ours", 4), ("two", "new", 8)),
+        is_part=True,
+    )
+    assert saved() == [
+        ("one", "ours", 1),
+        ("one", "other", 5),
+        ("one", "new", 9),
+        ("two", "ours", 4),
+        ("two", "new", 8),
+    ]
+    found = json.loads(path.read_text())
+    assert [row.get("machine") for row in found["rows"]] == ["old", "old", None, None, None]
+    assert set(found["versions"]) == {"ours", "other", "new"} and not found["absent"]
+    save("step", result("later", {}, ("one", "ours", 7)), is_part=True)  # ours alone replaces ours
+    assert saved()[:3] == [("one", "other", 5), ("one", "new", 9), ("one", "ours", 7)]
+
+
 def test_a_workload_is_the_same_every_time_and_never_waits() -> None:
     work = workload(GENERATED, 60)
     again = workload.__wrapped__(GENERATED, 60)
@@ -160,6 +193,29 @@ def test_the_replay_hits_everything_that_is_cached() -> None:
     assert found["requests"] == 40
     exact = 100 * best / found["prompt_tokens"]
     assert exact - 2 < found["hit_percent"] <= exact  # less: the ends of blocks that were still being written
+
+
+@pytest.fixture
+def tokenspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run other peers by the interpreter that has TokenSpeed's scheduler: the one that ``KVPAGODA_BENCH_PYTHON`` names, or
+    that of ``make consumers``."""
+    folder = Path(os.environ.get("KVPAGODA_CONSUMERS", ROOT / ".venv-consumers"))
+    if "KVPAGODA_BENCH_PYTHON" not in os.environ and (folder / "bin" / "python").exists():
+        monkeypatch.setenv("KVPAGODA_BENCH_PYTHON", str(folder / "bin" / "python"))
+
+
+def test_tokenspeed_finds_the_same_prompts_cached(tokenspeed: None) -> None:
+    """One at a time, with room for everything and with room for a tenth of the trace's tokens."""
+    with Peers(Options(peers=("ours", "tokenspeed"))) as peers:
+        if peers.absent:
+            pytest.skip(f"{peers.absent}: make consumers")
+        for capacity in (3_000_000, 30_000):
+            asked = {"trace": GENERATED, "limit": 60, "capacity": capacity, "block_size": 16}
+            ours, theirs = peers.ask("replay", **asked, at_once=1).values()
+            assert ours["prompt_tokens"] == theirs["prompt_tokens"]
+            assert ours["hit_percent"] == pytest.approx(theirs["hit_percent"], abs=0.1) and ours["hit_percent"] > 40
+        assert [peer.name for peer in peers.ask("replay", **asked, at_once=2)] == ["ours"]
+        assert not peers.absent
 
 
 def test_hybrid_layers_serve_the_same_requests() -> None:

@@ -12,6 +12,7 @@ and a class ``Peer``:
     finish(i)              end the request; its blocks stay cached
     check()                called when no request runs: raises if blocks are lost
     excluded               seconds of these calls that stand for work that a GPU would do
+    AT_ONCE                most requests that it replays at the same time, where its scheduler decides who runs
 
 and, where the engine has such a call, ``lookup(prompt)`` (match only), ``step()`` (one token for every running request,
 with index arrays where the host makes them), ``take(n)`` and ``give(blocks)`` (allocate and free), ``evict(n)``.
@@ -28,7 +29,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-PEERS = ("ours", "prototype", "vllm", "sglang", "sglang_rust", "hf", "minisgl", "nanovllm")
+PEERS = ("ours", "prototype", "vllm", "sglang", "sglang_rust", "hf", "minisgl", "nanovllm", "tokenspeed")
 """Names of the adapters, in the order of the rows."""
 ROOT = Path(__file__).parents[2]
 PYTHON = "KVPAGODA_BENCH_PYTHON"
@@ -75,6 +76,7 @@ class Process:
             self.close()
             raise Absent(loaded["absent"])
         self.version, self.least_block, self.can = loaded["version"], loaded["least_block"], set(loaded["can"])
+        self.at_once = int(loaded["at_once"])
 
     def ask(self, task: str, **arguments: Any) -> dict[str, Any]:
         """Run a task and return its figures. Raises RuntimeError with the error of the peer."""

@@ -10,6 +10,7 @@ import traceback
 from typing import Any
 
 from benchmarks.peers import tasks
+from benchmarks.workload import AT_ONCE
 
 CALLS = ("lookup", "step", "take", "give", "evict")
 
@@ -28,7 +29,8 @@ def main(name: str) -> None:
         tell({"absent": f"{type(error).__name__}: {error}".splitlines()[0]})
         return
     can = [call for call in CALLS if hasattr(peer.Peer, call)]
-    tell({"version": peer.VERSION, "least_block": peer.LEAST_BLOCK, "can": can})
+    at_once = getattr(peer.Peer, "AT_ONCE", AT_ONCE)
+    tell({"version": peer.VERSION, "least_block": peer.LEAST_BLOCK, "can": can, "at_once": at_once})
     for line in sys.stdin:
         asked = json.loads(line)
         try:

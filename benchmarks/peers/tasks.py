@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workload import SOURCES, TRACES, VOCABULARY, Tokens, workload
+from benchmarks.workload import AT_ONCE, SOURCES, TRACES, VOCABULARY, Tokens, workload
 from kvpagoda.replay import Trace, synthetic
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import Schedule, serve_with
@@ -22,11 +22,13 @@ TOGETHER = 64
 now = time.process_time
 
 
-def replay(peer: Any, *, trace: str, limit: int | None, capacity: int, block_size: int) -> Figures:
-    """Serve every request of a trace from its admission to its end. Return the seconds in all and the share of prompt
-    tokens that were cached."""
+def replay(
+    peer: Any, *, trace: str, limit: int | None, capacity: int, block_size: int, at_once: int = AT_ONCE
+) -> Figures:
+    """Serve every request of a trace from its admission to its end, at most ``at_once`` at a time. Return the seconds
+    in all and the share of prompt tokens that were cached."""
     work = workload(trace, limit)
-    steps = work.steps(capacity)
+    steps = work.steps(capacity, at_once)
     cache = peer(capacity, block_size, max(map(work.length, range(len(work)))), 80)
     gc.collect()
     gc.freeze()
