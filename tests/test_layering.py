@@ -22,7 +22,7 @@ OPTIONAL = {
     "kernels": {"triton"}, "lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
     "events": {"msgspec", "zmq"},
-    "handover": {"mooncake", "xxhash"},
+    "handover": {"mooncake", "nixl", "xxhash"},
     "adapters": {"vllm"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}

@@ -40,7 +40,7 @@ def test_all_brings_every_extra_that_needs_nothing_of_the_system() -> None:
                 names = requirement.removeprefix("kvpagoda[").partition("]")[0].split(",")
                 left += [name for name in names if name not in brought]
                 brought |= set(names)
-    assert extras.keys() - brought == {"all", "dev", "docs", "mooncake"}
+    assert extras.keys() - brought == {"all", "dev", "docs", "mooncake", "nixl"}
 
 
 def test_what_a_command_needs_comes_with_its_extra() -> None:

@@ -48,7 +48,7 @@ BOUNDS = {
     "recording": 300,
     "hints": 610,
     "sleeping": 160,
-    "handover": 1_320,
+    "handover": 1_410,
     "doctor": 150,
     "testing": 150,
     "errors": 100,

@@ -22,6 +22,7 @@ MODELS: list[tuple[str, tuple[int, int], tuple[int, int]]] = [
     ("deepseek_v4", (1, 1), (8, 16)), ("mla", (1, 2), (16, 8)), ("mamba", (1, 1), (8, 8)), ("scaled", (1, 1), (8, 8)),
 ]  # fmt: skip
 """Every layer kind; ranks of sender and receiver; tokens of a block on either side."""
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
 needs_mooncake = pytest.mark.skipif(
     find_spec("mooncake") is None, reason="mooncake-transfer-engine-non-cuda is not installed"
 )
@@ -95,5 +96,17 @@ def test_over_mooncakes_engine(kind: str, ranks: tuple[int, int], blocks: tuple[
         for _ in range(5):
             one.hand_over()
         for fault in ("killed sender", "cut", "slow", "damaged", "replayed"):
+            one.fault(fault)
+        assert one.seen["HandoverMiss"] >= 3, one.seen
+
+
+@needs_nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("kind_of_pair", [Pair, layer_driver.LayerPair])
+def test_over_nixl(kind_of_pair: type[Pair]) -> None:
+    with pair("qwen_tp", (1, 2), (8, 16), transfer="nixl", kind_of_pair=kind_of_pair) as one:
+        for _ in range(5):
+            one.hand_over()
+        for fault in ("killed sender", "killed receiver", "cut", "slow", "damaged", "replayed"):
             one.fault(fault)
         assert one.seen["HandoverMiss"] >= 3, one.seen

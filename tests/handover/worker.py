@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.handover.rows import Rows
 from tests.sweep.kinds import schemas
 
 from kvpagoda import Identity, KVCache, KVPagodaError, Limits, Retention, Schema, Sequence
-from kvpagoda.handover import MooncakeEngine, SharedMemory, Transfer
+from kvpagoda.handover import MooncakeEngine, NixlAgent, SharedMemory, Transfer
 
 KEY = b"a shared key"
 HEADS = dict(
@@ -80,7 +81,7 @@ class Worker:
             identity=Identity(weights, rank, ranks), limits=Limits(step_tokens=2 * block_size), retention=Retention(4, 1),
         )  # fmt: skip
         self.rows = Rows(self.cache, rank, ranks)
-        make = {"shared": SharedMemory, "mooncake": MooncakeEngine}[transfer]
+        make = {"shared": SharedMemory, "mooncake": MooncakeEngine, "nixl": partial(NixlAgent, timeout=5.0)}[transfer]
         self.transfer = Unsteady(make(exported or 0))
         self.sender = self.cache.sender(self.transfer, key=KEY, clock=lambda: self.now, skew=1.0) if exported else None
 

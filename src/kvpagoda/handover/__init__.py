@@ -9,9 +9,10 @@ from kvpagoda.loading import load_when_used
 
 if TYPE_CHECKING:
     from kvpagoda.handover.mooncake import MooncakeEngine
+    from kvpagoda.handover.nixl import NixlAgent
     from kvpagoda.handover.shared_memory import SharedMemory
 
-__all__ = ["MooncakeEngine", "Sender", "SharedMemory", "Ticket", "Transfer"]
+__all__ = ["MooncakeEngine", "NixlAgent", "Sender", "SharedMemory", "Ticket", "Transfer"]
 
-_TRANSFERS = {"mooncake": "MooncakeEngine", "shared_memory": "SharedMemory"}
+_TRANSFERS = {"mooncake": "MooncakeEngine", "nixl": "NixlAgent", "shared_memory": "SharedMemory"}
 __getattr__ = load_when_used(__name__, {f"{__name__}.{module}": (name,) for module, name in _TRANSFERS.items()})

@@ -75,8 +75,10 @@ class SharedMemory:
             key = int(address["process"]), int(address["file"]), int(address["inode"])
         except (KeyError, TypeError, ValueError) as error:
             raise OSError(f"no address of shared memory: {error}") from None
+        path = f"/proc/{key[0]}/fd/{key[1]}"
+        if key in self._others and not _is_open(path, key[2]):  # its bytes are mapped here, but nobody answers for them
+            del self._others[key]
         if key not in self._others:
-            path = f"/proc/{key[0]}/fd/{key[1]}"
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
                 raise OSError(f"{path} is not the memory of a hand-over; its sender has ended")
             file = os.open(path, os.O_RDWR)
@@ -91,3 +93,11 @@ class SharedMemory:
                 del self._others[next(iter(self._others))]
             self._others[key] = memory
         return self._others[key]
+
+
+def _is_open(path: str, inode: int) -> bool:
+    """Return whether a process still has file ``inode`` open as ``path``."""
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False
