@@ -88,6 +88,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "blocks/test_free_list.py::test_random_operations_against_a_model": 1,
     "compat/test_block_allocator.py::test_random_operations_against_a_model": 1,
     "replay/test_multi_worker.py::test_workers_hit_what_others_computed": 1,
+    "replay/test_jobs.py::test_an_interrupt_prints_the_traces_that_are_done": ("1",),
     "replay/test_report_page.py::test_a_page_in_a_browser": ("tree",),
     "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru": ("lmcache", "mooncake_synthetic-4392"),
     "replay/test_replay.py::test_the_published_figures": ("lru", "opt"),

@@ -93,7 +93,12 @@ def test_models_without_growth_have_no_longest_context(run: Callable[..., str], 
 
 
 def test_every_description_belongs_to_a_command() -> None:
-    assert {path.stem for path in FOLDER.glob("*.json")} == {*COMMANDS, "replay_requests", "replay_lines"}
+    assert {path.stem for path in FOLDER.glob("*.json")} == {
+        *COMMANDS,
+        "replay_requests",
+        "replay_lines",
+        "replay_traces",
+    }
 
 
 def test_every_command_has_a_description() -> None:

@@ -225,7 +225,8 @@ def generate(
 @app.command("replay")
 def replay_trace(
     trace: Annotated[
-        Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
+        list[Path] | None,
+        typer.Argument(help="traces, plain or gzip, or folders (default: a synthetic workload)", show_default=False),
     ] = None,
     capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
     policy: Annotated[
@@ -239,7 +240,7 @@ def replay_trace(
     page: Annotated[Path | None, typer.Option("--report", help="write a page of figures, e.g. out.html")] = None,
     warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
     hints: Annotated[bool, typer.Option("--hints", help="also LRU told what the application knew")] = False,
-    jobs: Annotated[int | None, typer.Option(help="number of processes (default: one per core)")] = None,
+    jobs: Annotated[int | None, typer.Option(help="replays at once, each in a process (default: one per core)")] = None,
     limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
     file_order: Annotated[bool, typer.Option("--file-order", help="do not sort requests by arrival")] = False,
     skip_bad: Annotated[
@@ -251,7 +252,9 @@ def replay_trace(
     max_requests: Annotated[int | None, typer.Option(help="with --schema: most that run at once (default: 64)")] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: add a checkpoint every N blocks")] = None,
     tokens_per_id: Annotated[int | None, typer.Option(help="tokens per block (default: the trace's, or 512)")] = None,
-    workers: Annotated[int | None, typer.Option(help="with --schema: number of processes, each with a cache")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="with --schema: caches that share a trace, each in a process; else as --jobs")
+    ] = None,
     store: Annotated[str | None, typer.Option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
     json_lines: Annotated[
         Path | None, typer.Option("--json-lines", help="answer requests as they come, from this file or pipe; -: stdin")
@@ -265,7 +268,10 @@ def replay_trace(
 
     With --schema a cache with the model's layers serves the trace, without memory behind it.
 
-    With --workers several processes share the requests of the trace, and the store below their caches.
+    With --schema --workers several caches share the requests of the trace, and the store below them.
+
+    Several traces, capacities, budgets and policies are replayed at once. Ctrl-C prints those that are done; the exit code is
+    130 then.
 
     With --json-lines each line of standard input is a request, and is answered by a line at once.
     """
@@ -274,7 +280,9 @@ def replay_trace(
         from kvpagoda.replay.command import Options, run
 
         layers = None if schema is None else _schema(schema, None, "raw")
-        run(Options(**{**given, "schema": layers}))
+        is_partial = run(Options(**{**given, "schema": layers}))
+    if is_partial:
+        raise typer.Exit(130)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)

@@ -52,14 +52,14 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress(total: int, unit: str) -> Iterator[Moved | None]:
+def progress(total: int, unit: str, quiet: bool = False) -> Iterator[Moved | None]:
     """Show a progress bar of ``total`` units, and an estimate of the time that remains, while the block runs.
 
     Yields a function that takes the number of units done and a note, and updates the bar. Yields None, and prints
-    nothing, if standard error is not a terminal.
+    nothing, if standard error is not a terminal, or if it is to be ``quiet``.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if quiet or not console.is_terminal:
         yield None
         return
     columns = (

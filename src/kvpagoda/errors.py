@@ -104,14 +104,9 @@ class BadLine(BadInput):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        path: str | None = None,
-        line: int | None = None,
-        field: str | None = None,
+        self, message: str, *, path: str | None = None, line: int | None = None, field: str | None = None,
         **of_base: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message, **of_base)
         self.path, self.line, self.field = path, line, field
 

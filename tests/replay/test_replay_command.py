@@ -91,10 +91,10 @@ def test_many_references_leave_out_what_needs_a_tree(trace: Path, monkeypatch: p
     from kvpagoda.replay import Trace, report
 
     monkeypatch.setattr(report, "MANY_REFS", 5)
-    report.run(lambda _: Trace.read(trace), [3], None, False)
+    report.show([report.measured(lambda _: Trace.read(trace), [3], None)], as_json=False)
     shown = capsys.readouterr().out
     assert "s3fifo left out" in shown and "2 replays" in shown
-    report.run(lambda _: Trace.read(trace), [3], ["s3fifo"], False)
+    report.show([report.measured(lambda _: Trace.read(trace), [3], ["s3fifo"])], as_json=False)
     assert "1 replays" in capsys.readouterr().out
 
 
@@ -184,11 +184,11 @@ def test_a_plot_of_few_capacities_has_no_lines_between_them(
     trace: Path, capacities: list[int], has_lines: bool
 ) -> None:
     pytest.importorskip("matplotlib")
-    from kvpagoda.replay import Reuse, Trace, hit_rate_curve, report
+    from kvpagoda.replay import Reuse, Trace, hit_rate_curve, page
 
     read, path = Trace.read(trace), trace.with_name("rates.png")
-    figure, reuse = report.new_figure(path), Reuse.of(read)
-    report.draw(figure, path, read, reuse, hit_rate_curve(read, capacities, ["lru", "fifo", "opt"]))
+    figure, reuse = page.new_figure(path), Reuse.of(read)
+    page.draw(figure, path, read, reuse, hit_rate_curve(read, capacities, ["lru", "fifo", "opt"]))
     styles = {line.get_label(): line.get_linestyle() for line in figure.axes[0].lines}
     assert (styles["fifo"], styles["opt (bound)"]) == (("-", "--") if has_lines else ("None", "None"))
     assert styles["lru"] == "None" and styles["lru, every capacity"] == "-"
@@ -207,7 +207,7 @@ BAD = {
     "seed": (["--seed", "-1"], "need block_size >= 1 and seed >= 0"),
     "budget without a schema": (["t.jsonl", "--budget", "4GiB"], "--budget needs a model's layers"),
     "checkpoints without a schema": (["--checkpoint-every", "0"], "--checkpoint-every needs a model's layers"),
-    "workers without a schema": (["--workers", "2"], "give --schema too"),
+    "workers and jobs": (["--workers", "2", "--jobs", "2"], "--workers without --schema is the same as --jobs"),
     "no number": (["--limit", "many"], "'--limit'"),
     "no such option": (["--capacties", "3"], "--capacity"),
     "warm-up": (["t.jsonl", "--warm-up", "1"], "warm_up must be a share of the requests"),
@@ -261,4 +261,4 @@ def test_a_schema_is_served() -> None:
     ]  # fmt: skip
     assert all(0 <= r["hit_rate"] <= 1 and r["requests"] == 30 for r in found["results"])
     done = kvpagoda_replay("--schema", "deepseek-v4-flash", "--capacity", "3")
-    assert done.returncode == 2 and done.stderr.startswith("kvpagoda: --capacity, --plot")
+    assert done.returncode == 2 and done.stderr.startswith("kvpagoda: --capacity counts blocks")

@@ -71,14 +71,9 @@ class SchemaAnswers:
     NeverFits."""
 
     def __init__(
-        self,
-        schema: Schema,
-        budget: int | str,
-        tokens_per_id: int | None = None,
-        *,
-        max_requests: int = 1,
+        self, schema: Schema, budget: int | str, tokens_per_id: int | None = None, *, max_requests: int = 1,
         **settings: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._cache = cache_for(None, schema, budget, STEP_TOKENS, max_requests=max_requests, **settings)
         self._waiting = _Waiting(self._cache, tokens_per_id or DEFAULT_BLOCK_SIZE)
         self._steps = Steps(self._waiting, STEP_TOKENS, Clock())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +17,10 @@ from kvpagoda import console
 from kvpagoda.errors import BadInput
 from kvpagoda.recording import TraceFile
 from kvpagoda.replay.hinted import replay_hints
+from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.own_policy import policy_from_text
-from kvpagoda.replay.page import Page, schema_sections, tree_sections
-from kvpagoda.replay.reuse import Reuse, WorkingSet, lru_hits, reuse_histogram, working_set
+from kvpagoda.replay.page import Page, draw, new_figure, schema_sections, tree_sections
+from kvpagoda.replay.reuse import Reuse, WorkingSet, reuse_histogram, working_set
 from kvpagoda.replay.run import (
     BLOCK_FIFO,
     BOUND,
@@ -30,13 +31,13 @@ from kvpagoda.replay.run import (
     fresh,
     hit_rate_curve,
     known_policy,
-)
+)  # fmt: skip
 from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 from kvpagoda.replay.timeline import write_timeline
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
-from kvpagoda.text import short_number, table
+from kvpagoda.text import table
 
 T = TypeVar("T")
 Source = Callable[[int], Trace]
@@ -47,21 +48,51 @@ MANY_REFS = 20_000_000
 """With more references than this, policies that need a tree are replayed only if the user names them. On the public
 agent trace (94 million references) a tree takes some 25 s for each capacity, all other policies together one or two
 seconds."""
-LEAST_FOR_LINE = 5
-"""With fewer capacities a plot has markers alone: a straight line between two that are far apart runs above any curve."""
 WINDOWS = 12  # windows of time of a working set
 COLUMNS = ("policy", "capacity", "of all", "hit rate", "of tokens", "hits", "evictions")
 
 
+@dataclass(frozen=True)
+class Sheet:
+    """The results of one trace: ``figures`` for JSON; ``lines`` and a table of ``columns`` and ``cells`` for people.
+    ``is_partial``: it was interrupted, and holds what was done by then."""
+
+    figures: dict[str, Any]
+    lines: Sequence[str]
+    columns: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    is_partial: bool = False
+
+
+def partly(done: int, asked: int) -> str:
+    """Return a line that says that only ``done`` of ``asked`` results are there."""
+    return f"partial: interrupted after {done} of {asked} replays"
+
+
+def show(sheets: Sequence[Sheet], as_json: bool) -> bool:
+    """Print ``sheets``, as JSON or as lines and a table each. Columns of words are aligned left, numbers right. Return
+    whether one of them is partial."""
+    is_partial = any(sheet.is_partial for sheet in sheets)
+    if as_json:
+        figures = [sheet.figures for sheet in sheets]
+        print(json.dumps(figures[0] if len(figures) == 1 else figures, indent=2))
+        return is_partial
+    out = console.output()
+    for number, sheet in enumerate(sheets):
+        if number:
+            out.print("")
+        for line in sheet.lines:
+            console.say(line)
+        out.print(
+            "\n".join(table(sheet.columns, sheet.cells, ("policy", "budget", "worker"), out.width)), soft_wrap=True
+        )
+    return is_partial
+
+
 def read(
-    path: Path | None,
-    limit: int | None,
-    keep_order: bool,
-    seed: int,
-    block_size: int | None,
-    skip_bad: bool,
+    path: Path | None, limit: int | None, keep_order: bool, seed: int, block_size: int | None, skip_bad: bool,
     made_up: int,
-) -> Trace:
+) -> Trace:  # fmt: skip
     """Return the requests to replay: those of the file ``path``, or of the synthetic workload ``seed`` if ``path`` is
     None.
 
@@ -88,24 +119,16 @@ def order_of(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     return figures, [told, *lines] if late else lines
 
 
-def run(
-    source: Source,
-    capacities: Sequence[int] | None,
-    policies: Sequence[str] | None,
-    as_json: bool,
-    *,
-    plot: Path | None = None,
-    requests: Path | None = None,
-    timeline: Path | None = None,
-    page: Path | None = None,
-    warm_up: float = 0.0,
-    jobs: int | None = None,
-    with_hints: bool = False,
-) -> None:
+def measured(
+    source: Source, capacities: Sequence[int] | None, policies: Sequence[str] | None, jobs: int | None = None, *,
+    plot: Path | None = None, requests: Path | None = None, timeline: Path | None = None, page: Path | None = None,
+    warm_up: float = 0.0, with_hints: bool = False, quiet: bool = False,
+) -> Sheet:  # fmt: skip
     """Replay at every capacity, in blocks (None: shares of the distinct blocks), with every policy (None: the default
-    policies; "FILE.py:CLASS": one of the user's own), and print the results. ``plot``, ``requests``, ``timeline``, ``page``:
+    policies; "FILE.py:CLASS": one of the user's own), and return the results. ``plot``, ``requests``, ``timeline``, ``page``:
     files for a plot, for the hits of every request, for trace events of one replay, and for a report. ``jobs``: processes.
-    ``with_hints``: also LRU that is told what the application knew (``kvpagoda.replay.hinted``). Raises BadInput,
+    ``with_hints``: also LRU that is told what the application knew (``kvpagoda.replay.hinted``). ``quiet``: no progress.
+    An interrupt ends it with the replays that were done by then, or is raised if there were none. Raises BadInput,
     MissingExtra, OSError.
     """
     chosen: list[AnyPolicy] = [policy_from_text(text) for text in policies or DEFAULT_POLICIES]
@@ -131,13 +154,11 @@ def run(
     began = time.perf_counter()
     reuse = Reuse.of(trace)
     hinted = sizes if with_hints else []
-    with console.progress(len(sizes) * len(chosen) + len(hinted), "replays") as moved:
-        at_once = _processes(trace) if jobs is None else jobs
-        results = hit_rate_curve(trace, sizes, chosen, warm_up=warm_up, jobs=at_once, reuse=reuse, on_progress=moved)
-        for size in hinted:
-            if moved is not None:
-                moved(len(results), "LRU with hints")
-            results.append(replay_hints(trace, size))
+    at_once = _processes(trace.num_refs) if jobs is None else jobs
+    results = _replayed(trace, sizes, chosen, hinted, quiet, warm_up=warm_up, jobs=at_once, reuse=reuse)
+    num_asked = len(sizes) * len(chosen) + len(hinted)
+    if is_partial := len(results) < num_asked:
+        notes.append(partly(len(results), num_asked))
     seconds = time.perf_counter() - began
     span = float(np.ptp(trace.arrivals))
     windows = working_set(trace, span / WINDOWS * (1 + 1e-9) if span > 0 else 1.0)
@@ -154,12 +175,35 @@ def run(
         "distinct_blocks": trace.num_distinct, "notes": notes,
         "results": [result.to_dict() for result in results],
         "reuse_distance": [{"from": low, "below": end, "references": n} for low, end, n in reuse_histogram(reuse)],
-        "working_set": windows.to_dict(), "seconds": round(seconds, 3),
+        "working_set": windows.to_dict(), "seconds": round(seconds, 3), "partial": is_partial,
     }  # fmt: skip
     lines = [*_asked(trace, reuse, windows), *notes, f"{len(results)} replays in {seconds:.1f} s", ""]
     if report is not None:
         report.write(f"Replay of {Path(trace.name).name}", lines[:-2], tree_sections(trace, reuse, results))
-    _show(as_json, figures, lines, COLUMNS, [_cells(result, trace) for result in results])
+    return Sheet(figures, lines, COLUMNS, [_cells(result, trace) for result in results], is_partial)
+
+
+def _replayed(
+    trace: Trace, sizes: list[int], policies: list[AnyPolicy], hinted: Sequence[int], quiet: bool, **options: Any
+) -> list[ReplayResult]:
+    """Return the results of ``hit_rate_curve`` with ``options``, and of LRU with hints at the capacities ``hinted``; after an
+    interrupt those that are done. The interrupt is raised if there are none."""
+    results: list[ReplayResult] = []
+    try:
+        with console.progress(len(sizes) * len(policies) + len(hinted), "replays", quiet) as moved:
+            results = hit_rate_curve(trace, sizes, policies, on_progress=moved, on_result=results.append, **options)
+            for size in hinted:
+                if moved is not None:
+                    moved(len(results), "LRU with hints")
+                results.append(replay_hints(trace, size))
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        names = [known_policy(policy) for policy in policies]
+        results.sort(
+            key=lambda result: (sizes.index(result.capacity_blocks), [*names, result.policy].index(result.policy))
+        )
+    return results
 
 
 def _cells(result: ReplayResult, trace: Trace) -> tuple[str, ...]:
@@ -171,10 +215,10 @@ def _cells(result: ReplayResult, trace: Trace) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _processes(trace: Trace) -> int:
-    """Return how many replays run at once: one per core (at most 8) for a trace of middle size. A small trace is not
-    worth a process, and several copies of a large one would fill the memory."""
-    return min(os.cpu_count() or 1, 8) if 200_000 < trace.num_refs <= MANY_REFS else 1
+def _processes(num_refs: int) -> int:
+    """Return how many replays run at once: one per core for a trace of middle size. A small trace is not worth a process,
+    and several copies of a large one would fill the memory."""
+    return (os.cpu_count() or 1) if 200_000 < num_refs <= MANY_REFS else 1
 
 
 def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
@@ -184,14 +228,9 @@ def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -
     with path.open("w") as file:
         for i in range(len(trace)):
             hits = [
-                {
-                    "policy": r.policy,
-                    "capacity_blocks": r.capacity_blocks,
-                    "blocks": int(r.hits[i]),
-                    "tokens": int(t[i]),
-                }
+                {"policy": r.policy, "capacity_blocks": r.capacity_blocks, "blocks": int(r.hits[i]), "tokens": int(t[i])}
                 for r, t in zip(results, tokens)
-            ]
+            ]  # fmt: skip
             record = {
                 "request": i, "arrival": float(trace.arrivals[i]), "input_length": int(trace.input_lengths[i]),
                 "blocks": int(sizes[i]), "counted": i >= results[0].warm_up_requests, "hits": hits,
@@ -199,44 +238,41 @@ def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -
             file.write(json.dumps(record) + "\n")
 
 
-def run_schema(
-    source: Source,
-    schema: Schema,
-    grid: Iterable[tuple[str, str, int]],
-    settings: dict[str, Any],
-    as_json: bool,
-    *,
-    timeline: Path | None = None,
-    page: Path | None = None,
-) -> None:
-    """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, and
-    print.
+def measured_schema(
+    source: Source, schema: Schema, grid: Sequence[tuple[str, str, int]], settings: dict[str, Any],
+    jobs: int | None = None, *, timeline: Path | None = None, page: Path | None = None, quiet: bool = False,
+) -> Sheet:  # fmt: skip
+    """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, in ``jobs``
+    processes at once, and return the results. An interrupt ends it as it ends ``measured``.
 
     ``settings``: other arguments of ``serve``. An id stands for as many tokens as the trace says. ``opt`` and
     ``block-fifo`` cannot serve requests, and are left out. ``timeline``: a file for trace events, if the grid is one.
-    ``page``: a file for a report. Raises BadInput, also if no other policy is given, and MissingExtra.
+    ``page``: a file for a report. ``quiet``: no progress. Raises BadInput, also if no other policy is given, and
+    MissingExtra.
     """
     read = [(size, policy_from_text(policy), every) for size, policy, every in grid]
     named = [(size, known_policy(policy), every, policy) for size, policy, every in read]
-    jobs = [job for job in named if job[1] not in (BOUND, BLOCK_FIFO)]
-    if not jobs:
+    asked = [job for job in named if job[1] not in (BOUND, BLOCK_FIFO)]
+    if not asked:
         raise BadInput(f"{BOUND} and {BLOCK_FIFO} cannot serve requests: give another policy")
     if timeline is not None:
-        if len(jobs) > 1:
+        if len(asked) > 1:
             raise BadInput("--trace shows one replay: give it one --budget, --policy and --checkpoint-every")
         settings = {**settings, "record": timeline}
     report = None if page is None else Page(page)
     trace = source(500)
     order, notes = order_of(trace)
     settings = {"tokens_per_id": trace.block_size, **settings}
-    work = partial(serve, trace, schema, **settings)
-    runs = [
-        (f"{size}, {name}", partial(work, size, policy=fresh(policy), checkpoint_every=every))
-        for size, name, every, policy in jobs
-    ]
-    results = _each(trace, runs)
-    rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every, _), r in zip(jobs, results)]
-    figures = {"trace": trace.name, "schema": schema.name, **order, "results": rows}
+    work = [partial(_served, schema, budget, policy, every, settings) for budget, _, every, policy in asked]
+    at_once = jobs if jobs is not None else _processes(trace.num_refs)
+    at_once = at_once if all(isinstance(policy, str) for *_, policy in asked) else 1
+    done = _served_all(trace, work, [f"{budget}, {name}" for budget, name, _, _ in asked], at_once, quiet)
+    if is_partial := len(done) < len(asked):
+        notes.append(partly(len(done), len(asked)))
+    asked = [job for number, job in enumerate(asked) if number in done]
+    results = [done[number] for number in sorted(done)]
+    rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every, _), r in zip(asked, results)]
+    figures = {"trace": trace.name, "schema": schema.name, **order, "results": rows, "partial": is_partial}
     lines = [_title(trace, schema), *notes]
     if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
@@ -248,25 +284,47 @@ def run_schema(
             budget, policy, str(every or "-"), f"{r.hit_rate:.1%}", f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}",
             f"{r.mean_running:.1f}", f"{r.evicted_blocks:,}", f"{r.unusable_percent:.2f}%",
         )
-        for (budget, policy, every, _), r in zip(jobs, results)
+        for (budget, policy, every, _), r in zip(asked, results)
     ]  # fmt: skip
     if report is not None:
         known = replace(trace, block_size=settings["tokens_per_id"])
-        asked = [job[:3] for job in jobs]
-        sections = schema_sections(known, Reuse.of(known), asked, results)
+        sections = schema_sections(known, Reuse.of(known), [job[:3] for job in asked], results)
         report.write(f"Replay of {Path(trace.name).name}", lines[:-1], sections)
-    _show(as_json, figures, lines, ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused"), cells)
+    columns = ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused")
+    return Sheet(figures, lines, columns, cells, is_partial)
+
+
+def _served_all(
+    trace: Trace, work: Sequence[Callable[..., ServeResult]], names: Sequence[str], at_once: int, quiet: bool
+) -> dict[int, ServeResult]:
+    """Run ``work`` over ``trace`` and return number -> result; after an interrupt those that are done. The interrupt is
+    raised if there are none."""
+    done: dict[int, ServeResult] = {}
+    try:
+        with console.progress(len(trace) * len(work), "requests", quiet) as moved:
+
+            def tell(number: int, requests: int) -> None:
+                if moved is not None:
+                    moved(len(done) * len(trace) + requests, names[number])
+
+            run_jobs(work, trace, at_once, done.__setitem__, tell)
+    except KeyboardInterrupt:
+        if not done:
+            raise
+    return done
+
+
+def _served(
+    schema: Schema, budget: str, policy: AnyPolicy, every: int, settings: dict[str, Any], trace: Trace,
+    on_request: Callable[[int], None] | None = None,
+) -> ServeResult:  # fmt: skip
+    return serve(trace, schema, budget, policy=fresh(policy), checkpoint_every=every, on_request=on_request, **settings)
 
 
 def run_workers(
-    source: Source,
-    schema: Schema,
-    budget: str,
-    workers: int,
-    store: str | None,
-    settings: dict[str, Any],
+    source: Source, schema: Schema, budget: str, workers: int, store: str | None, settings: dict[str, Any],
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Serve a trace with several workers that share a store, and print the hits of each worker, and of all together.
 
     ``settings``: other arguments of ``serve``. Raises BadInput.
@@ -280,7 +338,13 @@ def run_workers(
     trace = source(500)
     settings = {"tokens_per_id": trace.block_size, **settings}
     work = partial(serve_multi_worker, trace, schema, budget, workers=workers, store=store, **settings)
-    (results,) = _each(trace, [(f"{workers} workers", work)])
+    with console.progress(len(trace), "requests") as moved:
+
+        def done(count: int) -> None:
+            if moved is not None:
+                moved(count, f"{workers} workers")
+
+        results = work(on_request=done)
     order, notes = order_of(trace)
     hits, loaded = _shares(results)
     figures = {
@@ -296,7 +360,7 @@ def run_workers(
         for name, part in parts.items()
     ]  # fmt: skip
     lines = [f"{_title(trace, schema)}, {budget} a worker", *notes]
-    _show(as_json, figures, lines, ("worker", "requests", "hits", "from store", "evicted"), cells)
+    show([Sheet(figures, lines, ("worker", "requests", "hits", "from store", "evicted"), cells)], as_json)
 
 
 def _title(trace: Trace, schema: Schema) -> str:
@@ -307,35 +371,6 @@ def _shares(results: Sequence[ServeResult]) -> tuple[float, float]:
     """Return the share of the prompt tokens that was cached, and the share that came from the store."""
     prompt = max(1, sum(r.prompt_tokens for r in results))
     return sum(r.cached_tokens for r in results) / prompt, sum(r.loaded_tokens for r in results) / prompt
-
-
-def _each(trace: Trace, jobs: Sequence[tuple[str, Callable[..., T]]]) -> list[T]:
-    """Run ``jobs`` over ``trace`` and return their results. A job is (note, function): the function is called with
-    ``on_request=``, a callback that takes the number of finished requests; the note is shown beside the progress."""
-    results: list[T] = []
-    with console.progress(len(trace) * len(jobs), "requests") as moved:
-        for note, work in jobs:
-
-            def done(count: int, note: str = note) -> None:
-                if moved is not None:
-                    moved(len(results) * len(trace) + count, note)
-
-            results.append(work(on_request=done))
-    return results
-
-
-def _show(
-    as_json: bool, figures: dict[str, Any], lines: Sequence[str], names: Sequence[str], cells: Iterable[Sequence[str]]
-) -> None:
-    """Print the figures as JSON, or the lines and a table below them. Columns of words are aligned left, numbers
-    right."""
-    if as_json:
-        print(json.dumps(figures, indent=2))
-        return
-    for line in lines:
-        console.say(line)
-    out = console.output()
-    out.print("\n".join(table(names, cells, ("policy", "budget", "worker"), out.width)), soft_wrap=True)
 
 
 def _asked(trace: Trace, reuse: Reuse, windows: WorkingSet) -> list[str]:
@@ -351,75 +386,3 @@ def _asked(trace: Trace, reuse: Reuse, windows: WorkingSet) -> list[str]:
     span = f"{window:,.1f} s" if window < 600 else f"{window / 60:,.1f} min"
     mean, most = windows.blocks.mean(), windows.blocks.max()
     return [*lines, f"working set       {mean:,.0f} blocks in {span} on average, at most {most:,}"]
-
-
-def new_figure(path: Path) -> Any:
-    """Return an empty figure that can be saved at ``path``. Raises BadInput if it could not be saved, before any work
-    is done."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput("a plot needs the plot extra: pip install 'kvpagoda[plot]'") from None
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    known = sorted(figure.canvas.get_supported_filetypes())
-    if path.suffix.lower().lstrip(".") not in known:
-        raise BadInput(f"cannot plot into {str(path)!r}: its suffix must be one of {', '.join(known)}")
-    if not path.parent.is_dir():
-        raise BadInput(f"cannot plot into {str(path)!r}: there is no folder {str(path.parent)!r}")
-    return figure
-
-
-def draw(figure: Any, path: Path, trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> None:
-    """Draw the results on a figure of ``new_figure`` and save it at ``path``. Raises OSError if it cannot be
-    written."""
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    figure.suptitle(
-        f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references, "
-        f"{trace.num_distinct:,} different blocks",
-        fontsize=11,
-    )
-    _hit_rates(left, trace, reuse, results)
-    _distances(right, trace, reuse)
-    figure.savefig(path, dpi=150)
-
-
-def _hit_rates(axes: Any, trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> None:
-    capacities = [result.capacity_blocks for result in results]
-    low, high = max(1, min(capacities) * 0.7), max(trace.num_distinct, *capacities)
-    every = np.unique(np.geomspace(low, high, 300).astype(np.int64))
-    rates = np.array(lru_hits(reuse, every.tolist())) * 100 / trace.num_refs
-    axes.plot(every, rates, color="0.75", linewidth=5, label="lru, every capacity", zorder=1)
-    for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
-        mine = sorted((r.capacity_blocks, r.hit_rate * 100) for r in results if r.policy == policy)
-        style = dict(color=f"C{number % 10}", marker="osD^vPX*"[number % 8], label=policy)
-        if policy == BOUND:
-            style |= dict(linestyle="--", color="black", label="opt (bound)")
-        if policy == "lru" or len(mine) < LEAST_FOR_LINE:  # the line of lru is drawn already, at every capacity
-            style |= dict(linestyle="none")
-        axes.plot(*zip(*mine), markersize=6, markerfacecolor="none", linewidth=1.4, **style)
-    axes.axhline(rates[-1], color="0.5", linewidth=0.8, linestyle=":")
-    axes.annotate(f"all reuse {rates[-1]:.1f} %", (low, rates[-1]), (2, 3), textcoords="offset points", color="0.35")
-    axes.set(xscale="log", xlabel="capacity, blocks", ylabel="hit rate, % of block references", xlim=(low, high * 1.1))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if high < 10 * low else "")
-    axes.set_ylim(0, max(rates[-1] * 1.12, 1))
-    axes.set_title("Hit rate against capacity", fontsize=10)
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
-
-
-def _distances(axes: Any, trace: Trace, reuse: Reuse) -> None:
-    rows = reuse_histogram(reuse)
-    share = 100 / max(1, trace.num_refs)
-    bars = [count * share for _, _, count in rows]
-    axes.bar(range(len(rows)), bars, width=0.9, color="C0", zorder=2)
-    total = np.cumsum(bars)
-    axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="cumulative", zorder=3)
-    step = 1 if len(rows) < 8 else 2
-    axes.set_xticks(range(0, len(rows), step), [short_number(low) for low, _, _ in rows[::step]])
-    axes.set(xlabel="different blocks used since, at least", ylabel="% of block references")
-    first = 100 - (total[-1] if len(total) else 0)
-    axes.set_title(f"Reuse distance ({first:.1f} % are first uses)", fontsize=10)
-    axes.grid(True, axis="y", alpha=0.3)
-    if rows:
-        axes.legend(frameon=False, fontsize=9, loc="upper left")

@@ -18,6 +18,7 @@ from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix import POLICY_NAMES, EvictionPolicy, policy_name
 from kvpagoda.replay.driver import Schedule
 from kvpagoda.replay.engines import EngineResult, replay_engine
+from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.reuse import Reuse
 from kvpagoda.replay.trace import Ints, Trace, readable
@@ -34,7 +35,6 @@ AnyPolicy = str | EvictionPolicy | type[EvictionPolicy]
 """A policy by name, as an object for one replay, or as a class that is called without arguments for each replay."""
 Told = Callable[[float, str], None]
 """A callback: (number of finished replays, with fractions; the replay that runs)."""
-_trace: Trace | None = None  # the trace, in a process of the pool
 
 
 @dataclass(frozen=True)
@@ -102,40 +102,23 @@ def checked(policies: Sequence[AnyPolicy], capacities: Sequence[int], warm_up: f
 
 @overload
 def replay(
-    trace: Source | Trace,
-    capacity_blocks: int,
-    policy: str | EvictionPolicy = "lru",
-    *,
-    warm_up: float = 0.0,
+    trace: Source | Trace, capacity_blocks: int, policy: str | EvictionPolicy = "lru", *, warm_up: float = 0.0,
     on_request: Callable[[int], None] | None = None,
-) -> ReplayResult: ...
+) -> ReplayResult: ...  # fmt: skip
 
 
 @overload
 def replay(
-    trace: Source | Trace,
-    capacity_blocks: int,
-    *,
-    engine: str,
-    block_size: int = 16,
-    at_once: int = 1,
-    step_tokens: int | None = None,
-    on_request: Callable[[int], None] | None = None,
-) -> EngineResult: ...
+    trace: Source | Trace, capacity_blocks: int, *, engine: str, block_size: int = 16, at_once: int = 1,
+    step_tokens: int | None = None, on_request: Callable[[int], None] | None = None,
+) -> EngineResult: ...  # fmt: skip
 
 
 def replay(
-    trace: Source | Trace,
-    capacity_blocks: int,
-    policy: str | EvictionPolicy = "lru",
-    *,
-    warm_up: float = 0.0,
-    on_request: Callable[[int], None] | None = None,
-    engine: str | None = None,
-    block_size: int = 16,
-    at_once: int = 1,
-    step_tokens: int | None = None,
-) -> ReplayResult | EngineResult:
+    trace: Source | Trace, capacity_blocks: int, policy: str | EvictionPolicy = "lru", *, warm_up: float = 0.0,
+    on_request: Callable[[int], None] | None = None, engine: str | None = None, block_size: int = 16,
+    at_once: int = 1, step_tokens: int | None = None,
+) -> ReplayResult | EngineResult:  # fmt: skip
     """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
 
     A request is a chain of blocks, and a block hits only if every earlier block of its chain hits. (1) The longest
@@ -176,21 +159,17 @@ def replay(
 
 
 def hit_rate_curve(
-    trace: Source | Trace,
-    capacities: Sequence[int],
-    policies: Sequence[AnyPolicy],
-    *,
-    warm_up: float = 0.0,
-    jobs: int = 1,
-    reuse: Reuse | None = None,
-    on_progress: Told | None = None,
-) -> list[ReplayResult]:
+    trace: Source | Trace, capacities: Sequence[int], policies: Sequence[AnyPolicy], *, warm_up: float = 0.0,
+    jobs: int = 1, reuse: Reuse | None = None, on_progress: Told | None = None,
+    on_result: Callable[[ReplayResult], object] | None = None,
+) -> list[ReplayResult]:  # fmt: skip
     """Return the results of ``replay`` at every capacity, in blocks, for every policy; capacities are the outer loop.
 
     ``policies``: names, or classes of your own, which are called for each capacity; an object serves one capacity alone.
     ``lru`` and ``opt`` are computed from the stretches of one pass; other policies run in ``jobs`` processes at once
     (with more than one, a script needs ``if __name__ == "__main__"``). ``warm_up``: see ``replay``. ``reuse``: the
-    stretches of this trace, if they are known already. Raises BadInput before anything runs.
+    stretches of this trace, if they are known already. ``on_result`` is called with each result as it is there, in any
+    order: after an interrupt (Ctrl-C) these are what was done. Raises BadInput before anything runs.
     """
     names, sizes = checked(policies, capacities, warm_up)
     asked = [(size, number) for size in sizes for number in range(len(names))]
@@ -199,6 +178,11 @@ def hit_rate_curve(
     if reuse is None and ("lru" in names or BOUND in names):
         reuse = Reuse.of(columns)
     found: dict[tuple[int, int], ReplayResult] = {}
+
+    def keep(key: tuple[int, int], result: ReplayResult) -> None:
+        found[key] = result
+        if on_result is not None:
+            on_result(result)
 
     def tell(size: int, number: int, requests: int = 0) -> None:
         if on_progress is not None:
@@ -211,24 +195,15 @@ def hit_rate_curve(
             slow.append((size, number))
             continue
         hits = reuse.hits(size) if policy == "lru" else furthest_next_use(columns, reuse, size)
-        found[size, number] = counted(columns, names[number], size, warm_up, hits)
+        keep((size, number), counted(columns, names[number], size, warm_up, hits))
         tell(size, number)
-    if jobs > 1 and len(slow) > 1 and all(isinstance(policy, str) for policy in policies):
-        from concurrent.futures import ProcessPoolExecutor, as_completed  # slow to load
-        from multiprocessing import get_context
 
-        context, workers = get_context("spawn"), min(jobs, len(slow))
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(columns,)) as pool:
-            futures = {pool.submit(_replay, size, names[number], warm_up): (size, number) for size, number in slow}
-            for future in as_completed(futures):
-                found[futures[future]] = future.result()
-                tell(*futures[future])
-        return [found[key] for key in asked]
-    for size, number in slow:
-        found[size, number] = replay(
-            columns, capacity_blocks=size, policy=fresh(policies[number]), warm_up=warm_up,
-            on_request=partial(tell, size, number),
-        )  # fmt: skip
+    def done(number: int, result: ReplayResult) -> None:
+        keep(slow[number], result)
+
+    can_pickle = all(isinstance(policy, str) for policy in policies)
+    work = [partial(_replay, size, policies[number], warm_up) for size, number in slow]
+    run_jobs(work, columns, jobs if can_pickle else 1, done, lambda job, requests: tell(*slow[job], requests))
     return [found[key] for key in asked]
 
 
@@ -263,14 +238,10 @@ def _through_tree(
     return hits
 
 
-def _begin(trace: Trace) -> None:
-    global _trace
-    _trace = trace
-
-
-def _replay(capacity: int, policy: str, warm_up: float) -> ReplayResult:
-    assert _trace is not None, "the pool began with a trace"
-    return replay(_trace, capacity_blocks=capacity, policy=policy, warm_up=warm_up)
+def _replay(
+    capacity: int, policy: AnyPolicy, warm_up: float, trace: Trace, on_request: Callable[[int], None] | None = None
+) -> ReplayResult:
+    return replay(trace, capacity_blocks=capacity, policy=fresh(policy), warm_up=warm_up, on_request=on_request)
 
 
 def furthest_next_use(trace: Trace, reuse: Reuse, capacity: int) -> Ints:

@@ -77,25 +77,12 @@ class ServeResult:
 
 
 def serve(
-    trace: Source | Trace,
-    schema: Schema,
-    budget: int | str,
-    *,
-    tokens_per_id: int = 512,
-    max_requests: int = 64,
-    block_size: int | None = None,
-    step_tokens: int = 2048,
-    checkpoints: int | None = None,
-    checkpoint_every: int = 0,
-    checkpoint_format: str | None = None,
-    policy: str | EvictionPolicy = "lru",
-    shared: bool = True,
-    tiers: Many[TierSpec] = (),
-    part: range | None = None,
-    events: EventLog | None = None,
-    record: str | os.PathLike[str] | None = None,
-    on_request: Callable[[int], None] | None = None,
-) -> ServeResult:
+    trace: Source | Trace, schema: Schema, budget: int | str, *, tokens_per_id: int = 512, max_requests: int = 64,
+    block_size: int | None = None, step_tokens: int = 2048, checkpoints: int | None = None, checkpoint_every: int = 0,
+    checkpoint_format: str | None = None, policy: str | EvictionPolicy = "lru", shared: bool = True,
+    tiers: Many[TierSpec] = (), part: range | None = None, events: EventLog | None = None,
+    record: str | os.PathLike[str] | None = None, on_request: Callable[[int], None] | None = None,
+) -> ServeResult:  # fmt: skip
     """Admit, compute, publish and close every request of a trace, in its order, with up to ``max_requests`` at once.
 
     An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512), or for the number of tokens
@@ -135,15 +122,9 @@ def serve(
 
 
 def serve_multi_worker(
-    trace: Source | Trace,
-    schema: Schema,
-    budget: int | str,
-    *,
-    workers: int,
-    store: str | None = None,
-    on_request: Callable[[int], None] | None = None,
-    **settings: Any,
-) -> list[ServeResult]:
+    trace: Source | Trace, schema: Schema, budget: int | str, *, workers: int, store: str | None = None,
+    on_request: Callable[[int], None] | None = None, **settings: Any,
+) -> list[ServeResult]:  # fmt: skip
     """``serve`` a trace with ``workers`` processes at once, with ``budget`` each; worker i modulo ``workers`` serves
     request i. Return one result for each worker.
 
@@ -246,7 +227,8 @@ def _begin(counts: Any) -> None:
 
 
 def _serve(
-    trace: Trace, schema: Schema, budget: int | str, store: str | None, workers: int, settings: dict[str, Any], worker: int
+    trace: Trace, schema: Schema, budget: int | str, store: str | None, workers: int, settings: dict[str, Any],
+    worker: int,
 ) -> ServeResult:  # fmt: skip
     part, count = range(worker, len(trace), workers), partial(_counts.__setitem__, worker)
     return serve(trace, schema, budget, tiers=_tiers(store), part=part, on_request=count, **settings)

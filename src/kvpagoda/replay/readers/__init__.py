@@ -1,7 +1,7 @@
 """Readers of published traces, plain or gzip. ``docs/replay.md`` has the table of forms.
 
-``requests`` has the forms with a request on each line, ``sessions`` those of conversations, texts and benchmarks,
-``tables`` those with commas; ``files`` tells a form by its first line, and reads the lines.
+``requests`` has the forms with a request on each line, ``sessions`` those of conversations, texts and benchmarks;
+``files`` tells a form by its first line, and reads the lines.
 """
 
 from kvpagoda.replay.readers.files import Lines, OnBad, Source, placed, read_requests

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvpagoda.errors import BadInput, BadLine
-from kvpagoda.replay.readers.records import Form, Request, fields_told
-from kvpagoda.replay.readers.requests import Bailian, DynamoTrace, LookupLog, Public
+from kvpagoda.replay.readers.records import Form, Request
+from kvpagoda.replay.readers.requests import AZURE_HEADER, BURST_HEADER, TABLES, Bailian, DynamoTrace, LookupLog, Public
 from kvpagoda.replay.readers.sessions import BenchResult, CommonPrefix, Conversations, Prompts, RunLength
-from kvpagoda.replay.readers.tables import AZURE_HEADER, BURST_HEADER, TABLES
 
 HEADED: dict[str, type[Form]] = {"weka-rle-v1": RunLength, "lcp-v1": CommonPrefix}
 """``format`` of a first line -> the form of the lines below it."""
@@ -107,7 +106,7 @@ def _form_of(record: Mapping[str, Any]) -> type[Form]:
         if not isinstance(form, str) or form not in HEADED:
             raise BadLine(f"unknown format {form!r}; known: {KNOWN}", field="format")
         return HEADED[form]
-    return next((form for names, form in BY_FIELDS if fields_told(record, names)), Public)
+    return next((form for names, form in BY_FIELDS if all(name in record for name in names)), Public)
 
 
 def _object(line: str) -> dict[str, Any]:

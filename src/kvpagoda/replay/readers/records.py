@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -136,8 +136,3 @@ def object_in(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise BadLine(f"{name!r} must be an object, got {shown(value)}", field=name)
     return value
-
-
-def fields_told(record: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Return whether the record has all fields ``names``."""
-    return all(name in record for name in names)

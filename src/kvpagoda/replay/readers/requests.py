@@ -1,26 +1,27 @@
-"""Forms in which each line is a request with the ids of its blocks."""
+"""Forms in which each line is a request: with the ids of its blocks, or, in a table with commas, with lengths alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from kvpagoda.errors import BadLine, shown
-from kvpagoda.replay.readers.records import Ids, Numbers, Request, count, field, listed, named, object_in, seconds
+from kvpagoda.replay.readers.records import Form, Ids, Numbers, Request, count, field, listed, named, object_in, seconds
 
 GROUPED_BLOCK = 512  # the most tokens that an id of the grouped form stands for
 BAILIAN_BLOCK = 16  # tokens that an id of Bailian's traces stands for
 TRACE_SCHEMA = "dynamo.request.trace.v1"
+AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+BURST_HEADER = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+_AZURE_LINE = re.compile(r"[0-9]{4}-[0-9-]+[ T][0-9:.]+,[0-9]{1,9},[0-9]{1,9}")
+_NAMES = BURST_HEADER.split(",")
 
 
-class Sessions:
-    """Numbers the sessions of a trace from 0 by their names, and knows when the last request of each arrived."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str | int, int] = {}
-        self._arrivals: dict[int, float] = {}
+class Sessions(dict[str | int, int]):
+    """Numbers the sessions of a trace from 0 by their names."""
 
     def number(self, record: Mapping[str, Any], name: str) -> int:
         """Return the number of the session that the field ``name`` names; -1 without the field. Raises BadLine."""
@@ -29,16 +30,7 @@ class Sessions:
             return -1
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise BadLine(f"{name!r} must be a text or a whole number, got {shown(value)}", field=name)
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    def last(self, session: int, default: float) -> float:
-        """Return when the last request of a session arrived; ``default`` if it has none."""
-        return self._arrivals.get(session, default)
-
-    def arrived(self, session: int, arrival: float) -> None:
-        """Note the arrival of a request."""
-        if session >= 0:
-            self._arrivals[session] = arrival
+        return self.setdefault(value, len(self))
 
 
 class Public:
@@ -55,7 +47,8 @@ class Public:
     """
 
     def __init__(self) -> None:
-        self._arrival, self._numbers, self._sessions = 0.0, Numbers(), Sessions()
+        self._numbers, self._sessions = Numbers(), Sessions()
+        self._arrivals = {-1: 0.0}  # session -> when its last request arrived; -1: the last of all
 
     def __call__(self, record: Mapping[str, Any]) -> list[Request]:
         given = field(record, "hash_ids")
@@ -69,8 +62,7 @@ class Public:
         tokens = np.full(len(ids), each) if is_grouped else _block_tokens(record, len(ids))
         session = self._sessions.number(record, "session_id")
         arrival = self._arrives(record, session)
-        self._arrival = arrival
-        self._sessions.arrived(session, arrival)
+        self._arrivals[session] = self._arrivals[-1] = arrival
         return [Request(arrival, length, num_outputs, ids, tokens, session)]
 
     def _arrives(self, record: Mapping[str, Any], session: int) -> float:
@@ -79,9 +71,9 @@ class Public:
             return seconds(record, name) / (1 if isinstance(time, str) else 1000)
         name = named(record, "delay", "delay_ms")
         if session < 0 or record.get(name) is None:
-            return self._arrival
+            return self._arrivals[-1]
         waits = seconds(record, name) + (seconds(record, "tool_wait_ms") if "tool_wait_ms" in record else 0.0)
-        return self._sessions.last(session, self._arrival) + waits / 1000
+        return self._arrivals.get(session, self._arrivals[-1]) + waits / 1000
 
 
 def _grouped(groups: Mapping[str, Any]) -> list[str]:
@@ -175,3 +167,45 @@ class DynamoTrace:
         self._origin = now if self._origin is None else self._origin
         calls_tool = isinstance(ended, Mapping) and bool(ended.get("tool_calls"))
         return [Request(now - self._origin, length, outputs, ids, size, session, calls_tool)]
+
+
+class Azure:
+    """Azure's traces: lines such as 2023-11-16 18:17:03.9799600,4808,10. The first request arrives at time 0."""
+
+    def __init__(self) -> None:
+        self._origin: np.datetime64 | None = None
+
+    def __call__(self, line: str) -> list[Request]:
+        if _AZURE_LINE.fullmatch(line) is None:
+            raise BadLine(f"expected time, tokens in, tokens out; got {line[:60]!r}", field="TIMESTAMP")
+        time, tokens_in, tokens_out = line.split(",")
+        try:
+            now = np.datetime64(time, "ns")
+        except ValueError as error:
+            raise BadLine(f"'TIMESTAMP' is no time: {error}", field="TIMESTAMP") from None
+        self._origin = now if self._origin is None else self._origin
+        arrival = float((now - self._origin) / np.timedelta64(1, "s"))
+        return [Request(arrival, int(tokens_in), int(tokens_out), np.empty(0, np.int64))]
+
+
+class BurstGPT:
+    """BurstGPT's table, a data set of vLLM's bench: seconds, model, tokens in, tokens out, their sum, kind."""
+
+    def __call__(self, line: str) -> list[Request]:
+        cells = line.split(",")
+        if len(cells) != len(_NAMES):
+            raise BadLine(f"expected {len(_NAMES)} columns, got {line[:60]!r}", field=_NAMES[0])
+        row: dict[str, object] = dict(zip(_NAMES, cells))
+        lengths = {name: _number(row, name) for name in _NAMES[2:4]}
+        inputs, outputs = (count(lengths, name) for name in _NAMES[2:4])
+        return [Request(seconds(row, _NAMES[0]), inputs, outputs, np.empty(0, np.int64))]
+
+
+def _number(row: Mapping[str, object], name: str) -> object:
+    """Return a cell as a number if it is one: "12" -> 12, and pandas' "12.0" too."""
+    text = str(row[name]).removesuffix(".0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else row[name]
+
+
+TABLES: dict[str, type[Form]] = {AZURE_HEADER: Azure, BURST_HEADER: BurstGPT}
+"""Header -> the form of the lines below it."""
