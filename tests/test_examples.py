@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_all_examples_exist_and_are_short() -> None:
         "agents",
         "policy",
         "simulate",
+        "sweep",
         "kernels",
         "tiny_model",
         "prefill_decode",
@@ -64,6 +66,28 @@ def test_all_examples_exist_and_are_short() -> None:
     assert not {name: n for name, n in lengths.items() if n > LINES.get(name, 150)}
     page = (EXAMPLES.parent / "docs" / "lifecycle.md").read_text()
     assert all(f"examples/{name}.py" in page for name in names - {"tiny_model"})
+
+
+def test_a_sweep_on_ray_gives_what_the_command_gives(tmp_path: Path, here: Any) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    for seed, path in enumerate(paths):
+        random = np.random.default_rng(seed)
+        lines = [
+            {"timestamp": i, "input_length": 1500, "hash_ids": [int(random.integers(0, 5)), 10 + i % 7, 100 + i]}
+            for i in range(80)
+        ]
+        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = [*paths, "--capacity", "9,40", "--policy", "lru,s3fifo,opt"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "sweep.py"), *options], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found, command = json.loads(done.stdout), json.loads(here("replay", *options, "--jobs", "1", "--json").stdout)
+    assert not found["partial"] and not command["partial"]
+    for mine, other in zip(found["traces"], command["traces"], strict=True):
+        assert mine == {name: other[name] for name in mine} and len(mine["results"]) == 6
+        assert any(result["block_hits"] and result["evictions"] for result in mine["results"])
 
 
 def test_a_request_is_computed_in_one_process_and_answered_in_another() -> None:
