@@ -10,7 +10,10 @@ import pytest
 from tests.test_looking_up import FULL, STATE, WINDOW
 
 from kvpagoda import KVCache, Limits, Retention
-from kvpagoda.errors import BadInput, CheckFailed, StaleHandle
+from kvpagoda.batch.step_buffers import StepBuffers
+from kvpagoda.blocks.free_list import FreeStack
+from kvpagoda.cache.step_states import StepStates
+from kvpagoda.errors import BadInput, CheckFailed, NeedsReset, StaleHandle
 from kvpagoda.schema import Layer, LayerKind, Schema
 
 TEXT = list(range(41))
@@ -206,6 +209,90 @@ def test_without_room_fewer_are_named() -> None:
     cache.check()
     for one in (sequence, *others):
         one.close()
+    cache.check()
+
+
+def test_a_batch_that_raises_leaves_what_the_step_before_it_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the same positions, and more: then there is no batch, and the states of the step before it are kept."""
+    cache = cache_of(*ALL)
+    sequence, _ = begun(cache, end=30)
+    named, free = sequence.step_checkpoints, free_states(cache)
+    blocks = dict(cache.core.step_states.named[sequence._request])
+    assert named == (8, 20)
+
+    def lacks_memory(*_: Any) -> None:
+        raise MemoryError("no memory for index arrays")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepBuffers, "put", lacks_memory)
+        with pytest.raises(MemoryError):
+            cache.batch([sequence], [41])
+    assert sequence.step_checkpoints == named and free_states(cache) == free
+    assert cache.core.step_states.named[sequence._request] == blocks
+    cache.check()
+    sequence.commit(TEXT[:30], named)
+    assert [one.state for one in sequence.checkpoints] == ["kept", "kept", "due"]
+    cache.check()
+
+
+def test_a_batch_that_is_made_again_names_the_same_blocks() -> None:
+    cache = cache_of(*ALL)
+    sequence, batch = begun(cache)
+    free, places = free_states(cache), batch.checkpoints.places.tolist()
+    again = cache.batch([sequence], [25]).checkpoints
+    assert again.places.tolist() == places[:2] and sequence.step_checkpoints == (8, 20)
+    assert free_states(cache) == free + 2
+    cache.check()
+
+
+def test_lacking_memory_names_fewer_and_tears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, calls = cache_of(*ALL), []
+    sequence = cache.open(TEXT, checkpoints=[8, 20, 36])
+    peek = FreeStack.peek
+
+    def lacks_memory(free: FreeStack, n: int) -> Any:
+        calls.append(n)
+        if len(calls) == 2:
+            raise MemoryError("no memory for a number")
+        return peek(free, n)
+
+    monkeypatch.setattr(FreeStack, "peek", lacks_memory)
+    assert len(cache.batch([sequence], [41]).checkpoints.places) == 1
+    assert sequence.step_checkpoints == (8,)
+    cache.check()
+
+
+def test_a_checkpoint_that_was_kept_when_memory_ran_out_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiers cannot note it; the next commit, which tries again, finds it kept."""
+    cache = cache_of(*ALL)
+    sequence, _ = begun(cache)
+
+    def lacks_memory(*_: Any) -> None:
+        raise MemoryError("no memory for hashes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cache.core.tiers), "checkpoint_saved", lacks_memory)
+        sequence.commit(TEXT, sequence.step_checkpoints)
+    cache.check()
+    sequence.commit([])
+    assert {one.state for one in sequence.checkpoints} == {"kept"} and cache.stats().passed_boundaries == 0
+    assert len(cache.core.prefix.kept) == 4
+    cache.check()
+
+
+def test_a_commit_that_is_interrupted_keeps_the_states_or_needs_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(*ALL)
+    sequence, _ = begun(cache)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepStates, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sequence.commit(TEXT, (8, 20))
+    with pytest.raises(NeedsReset):
+        cache.check()
+    cache.reset()
     cache.check()
 
 

@@ -88,7 +88,7 @@ def settings_of(schema: str, seed: int) -> Settings:
         coarse=one(1024, 4, 16),
         slack=one(512, 4, 16),
         step_checkpoints=one(0, 1, 3),
-        checkpoint_format=one(None, None, "bfloat16", "bfloat16" if schema == "deepseek_v4" else "int8"),
+        checkpoint_format="int8" if schema == "wide" else one(None, None, "bfloat16", "int8"),
     )  # fmt: skip
     return replace(settings, order=None) if settings.layout in ("vllm-lhbnc", "vllm-bhlnc") else settings
 

@@ -47,15 +47,18 @@ def marks_of(seeds: Marks, tokens: npt.NDArray[np.int32], media: Mapping[int, by
 
 
 class Stamp:
-    """The numbers of one field of one layer: rows that end at tokens with ``marks`` hold ``stamp(marks)``."""
+    """The numbers of one field of one layer: rows that end at tokens with ``marks`` hold ``stamp(marks)``. ``is_rounded``:
+    numbers that a row of bfloat16, and one of codes of 8 bits with a scale, hold exactly: 127 times a power of two that is
+    above the least scale."""
 
-    def __init__(self, layer: int, field: str, dtype: str) -> None:
-        bits = _BITS.get(dtype)
+    def __init__(self, layer: int, field: str, dtype: str, *, is_rounded: bool = False) -> None:
+        bits = 7 if is_rounded else _BITS.get(dtype)
         if bits is None:
             raise ValueError(f"no exact numbers are known for {dtype}; the driver's schemas are float32")
-        dtype = "uint8" if dtype.startswith("float8") else dtype
+        dtype, self._is_rounded = "uint8" if dtype.startswith("float8") else dtype, is_rounded
         self._factor = np.array([_digest(("field", layer, field)) | 1], np.uint64)
         self._shift, self._dtype = np.array([64 - bits], np.uint64), np.dtype(dtype)
 
     def __call__(self, marks: Marks) -> npt.NDArray[Any]:
-        return ((marks * self._factor) >> self._shift).astype(self._dtype)
+        numbers = ((marks * self._factor) >> self._shift).astype(self._dtype)
+        return np.ldexp(self._dtype.type(127), numbers.astype(np.int32) - 32) if self._is_rounded else numbers

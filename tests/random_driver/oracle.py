@@ -136,7 +136,10 @@ class Oracle:
         return [
             Field(
                 field.name,
-                Stamp(layer.index, field.name, "uint8" if self._is_rounded and field.dtype == "float32" else field.dtype),
+                Stamp(
+                    layer.index, field.name, field.dtype,
+                    is_rounded=self._is_rounded and field.dtype == "float32",
+                ),
                 1, rows.count,
                 rows.count if kind.state_places() > 1 else max(0, rows.count - (kind.rewinds() or 0)), rows.fill,
                 kind.state_places(),

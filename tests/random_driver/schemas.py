@@ -56,6 +56,9 @@ _ATTENTION, _WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32
 _TENSOR, _INLINE = Encoding("fp8_e4m3", scale=0.02), Encoding("int8")
 _PACKED = Encoding("gqa_int8_head", head_dim=4)
 _STATES = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
+_WIDE = Recurrent(
+    (Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 64), "float32"), Rows("short", (4, 24), "float32"))
+)
 _SCHEMAS = {
     "full": _schema_of(_ATTENTION),
     "sliding": _schema_of(_WINDOW, _WINDOW),
@@ -93,6 +96,7 @@ _SCHEMAS = {
         _schema_of(_ATTENTION, Attention(1, 4, 4, "float32", Growth(window=7)))
     ),
     "drafted_full": _schema_of(_ATTENTION, _ATTENTION).drafted_by(_schema_of(Attention(2, 4, 4, "float32"), _WINDOW)),
+    "wide": _schema_of(_ATTENTION, _WINDOW, _WIDE),  # checkpoints at rest are codes of 8 bits with scales
 }  # fmt: skip
 SCHEMA_NAMES = tuple(_SCHEMAS)
 RINGS_BESIDE_STATES = ("pooled",)

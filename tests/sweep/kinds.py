@@ -41,6 +41,9 @@ MAMBA = dict(
 )  # fmt: skip
 HEAD, WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=10))
 STATE = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
+WIDE = Recurrent(
+    (Rows("conv", (6, 3), "bfloat16"), Rows("recurrent", (2, 64), "float32"), Rows("short", (3, 4), "float32"))
+)
 WIDTH = 4
 """How many tokens windows, rings and states can rewind."""
 
@@ -58,6 +61,12 @@ class Kind(NamedTuple):
     """Whether it has a group that keeps all tokens, whose blocks requests share."""
     evicts: bool = True
     """Whether memory can be so full that a request must evict cached blocks."""
+    format: str | None = None
+    """In which checkpoints keep states; None: as requests do."""
+
+    @property
+    def has_states(self) -> bool:
+        return any(layer.state_rows() for layer in self.schema().layers)
 
 
 def of_config(config: dict[str, Any], **settings: Any) -> Schema:
@@ -98,6 +107,7 @@ KINDS = {
         {"budget": "16KiB"},
         partial=True,
     ),
+    "at_rest": Kind(lambda: schema_of(HEAD, WIDE), {"num_blocks": 24}, rewinds=False, format="int8"),
 }
 SLOTS = 4
 
@@ -107,7 +117,8 @@ def make_cache(kind: str, tiers: tuple[TierSpec, ...] = ()) -> KVCache:
     size = KINDS[kind].block_size
     return KVCache(
         schemas(kind), device="cpu", max_requests=SLOTS, block_size=size, poison=True, tiers=tiers, identity=Identity("w"),
-        limits=Limits(step_tokens=2 * size, step_checkpoints=2), retention=Retention(4, 1), **KINDS[kind].size,
+        limits=Limits(step_tokens=2 * size, step_checkpoints=2),
+        retention=Retention(4, 1, checkpoint_format=KINDS[kind].format), **KINDS[kind].size,
     )  # fmt: skip
 
 

@@ -52,11 +52,19 @@ def _pattern(prints: np.ndarray[Any, Any], salt: int, nbytes: int) -> np.ndarray
     return np.tile(mixed[:, None].view(np.uint8), (1, repeats))[:, :nbytes]
 
 
+def _rounded(prints: np.ndarray[Any, Any], salt: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """Return ``nbytes`` bytes for each fingerprint: a float32 number again and again that checkpoints in fewer bytes keep as
+    it is, 127 times a power of two."""
+    power = _pattern(prints, salt, 1)[:, 0].astype(np.int32) % 128 - 32
+    return np.tile(np.ldexp(np.float32(127), power)[:, None].view(np.uint8), (1, nbytes // 4))
+
+
 class RowOracle:
     """Reads and writes the rows of one ``cache`` on the CPU."""
 
     def __init__(self, cache: kvpagoda.KVCache) -> None:
         self._cache = cache
+        self._is_rounded = cache.plan.checkpoint_format is not None
         self._views: dict[tuple[int, str], tuple[np.ndarray[Any, Any], int]] = {}
         self.num_compared = 0
 
@@ -78,6 +86,7 @@ class RowOracle:
                     self._block_field(view, layer, field.name, i, prints[i], before[i], salt)
             for rows in layer.state_rows():
                 salt += 1
+                self._states_left(view, layer.index, rows, batch, prints, salt)
                 for i, text in enumerate(texts):
                     if view.state_writes.shape[1] > 1:
                         self._states_in_turn(view, layer.index, rows, i, prints[i], before[i], salt)
@@ -85,6 +94,12 @@ class RowOracle:
                         self._state_field(view, layer.index, rows, i, text.state, prints[i][-1], salt)
         for text, end in zip(texts, prints):
             text.state = end[-1]
+
+    def blank(self, batch: kvpagoda.Batch, index: int) -> None:
+        """Fill the states of layer ``index`` with which the rows of ``batch`` begin, as those of an empty text."""
+        view = batch.layer(index)
+        for rows in self._cache.schema.layers[index].state_rows():
+            view[rows.name][view.state_indices.long()] = rows.fill
 
     def write_optional(self, batch: kvpagoda.Batch, text: Text, first: int, end: int) -> None:
         """Write the rows of tokens ``first .. end - 1`` of ``text``, which ``batch`` is of, in all optional groups."""
@@ -147,12 +162,24 @@ class RowOracle:
         place of its own."""
         memory, nbytes = self._view(view, index, rows.name)
         row, places = int(view.state_indices[i]), view.state_writes[i].tolist()
-        states = _pattern(prints, salt, nbytes * memory.shape[1])
+        states = self._state_of(rows, prints, salt, nbytes * memory.shape[1])
         is_same = memory[row].reshape(-1) == states[before - 1] if before else view[rows.name][row] == rows.fill
         assert is_same.all(), f"layer {index} {rows.name}: request {i} has another state than that of {before} tokens"
         self.num_compared += 1
         for place, state in zip(places, states[before:][-len(places) :]):
             memory[place] = state.reshape(memory.shape[1:])
+
+    def _state_of(self, rows: Any, prints: np.ndarray[Any, Any], salt: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """Return the bytes of the state of each fingerprint: uint8 ``[n, nbytes]``."""
+        return (_rounded if self._is_rounded and rows.dtype == "float32" else _pattern)(prints, salt, nbytes)
+
+    def _states_left(self, view: Any, index: int, rows: Any, batch: Any, prints: Many[Any], salt: int) -> None:
+        """Write the states that the step leaves at positions inside of it, each to a block of its own."""
+        memory, nbytes = self._view(view, index, rows.name)
+        named = batch.checkpoints
+        for row, token, place in zip(named.rows.tolist(), named.tokens.tolist(), named.places.tolist()):
+            after = prints[row][int(batch.positions[token]) : int(batch.positions[token]) + 1]
+            memory[place] = self._state_of(rows, after, salt, nbytes * memory.shape[1]).reshape(memory.shape[1:])
 
     def _state_field(
         self, view: Any, index: int, rows: Any, i: int, state: np.uint64 | None, after: np.uint64, salt: int
@@ -164,9 +191,9 @@ class RowOracle:
         if state is None:
             assert (view[rows.name][row] == rows.fill).all(), f"layer {index} {rows.name}: request {i} has an old state"
         else:
-            expected = _pattern(np.array([state]), salt, nbytes * count)
+            expected = self._state_of(rows, np.array([state]), salt, nbytes * count)
             assert (memory[row].reshape(-1) == expected[0]).all(), (
                 f"layer {index} {rows.name}: request {i} has another state"
             )
             self.num_compared += 1
-        memory[row] = _pattern(np.array([after]), salt, nbytes * count).reshape(memory.shape[1:])
+        memory[row] = self._state_of(rows, np.array([after]), salt, nbytes * count).reshape(memory.shape[1:])

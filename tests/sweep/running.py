@@ -75,6 +75,57 @@ def commit_a_block(scene: Scene) -> Any:
     return (yield from committed(scene, "block", request, 1))
 
 
+def begins(scene: Scene, tokens: list[int]) -> None:
+    """Compute a text that begins with ``tokens``, a block and a half: it resumes after the block, if that was kept."""
+    scene.close(scene.compute(scene.open([*tokens[: scene.size + 1], *range(700, 700 + 2 * scene.size)])))
+
+
+def left_in_the_step(scene: Scene) -> Request:
+    """Return a request of three blocks whose step has written two, and has left its state after one."""
+    request = scene.open(scene.words(1, 3))
+    scene.write([request], [2 * scene.size])
+    assert request.sequence.step_checkpoints == (scene.size,)
+    return request
+
+
+@operation("commit, states left in the step", only=lambda kind: kind.has_states)
+def commit_of_states_left_in_the_step(scene: Scene) -> Any:
+    request = left_in_the_step(scene)
+    call = scene.commit_of(request, 2 * scene.size, [scene.size])
+    _, raised = yield call
+    outcome = "done"
+    if not request.sequence.length:
+        assert raised, "nothing was committed"
+        call()
+        outcome = "undone"
+    assert request.sequence.length == 2 * scene.size
+    scene.is_found_as_ever("left in the step", request, scene.size + 1)
+    scene.is_found_as_ever("left in the step, all of it", request)
+    assert not request.sequence.step_checkpoints and scene.cache.stats().passed_boundaries == 0
+    begins(scene, request.text.tokens)
+    return outcome
+
+
+@operation("batch again, states left in the step", only=lambda kind: kind.has_states)
+def batch_again_of_states_left_in_the_step(scene: Scene) -> Any:
+    """A batch that raises leaves the step before it as it was: its states become checkpoints."""
+    request, n = left_in_the_step(scene), 2 * scene.size
+    state = request.text.state
+    _, raised = yield partial(scene.cache.batch, [request.sequence], [n])
+    assert request.sequence.step_checkpoints == (scene.size,)
+    if not raised:
+        request.text.state = None  # as before the step: it is computed again
+        batch = scene.cache.batch([request.sequence], [n])
+        for layer in range(len(scene.cache.schema.layers)):
+            scene.oracle.blank(batch, layer)
+        scene.oracle.step(batch, [request.text], [0], [n])
+    assert request.text.state == state
+    scene.commit_of(request, n, [scene.size])()
+    scene.is_found_as_ever("batch again", request, scene.size + 1)
+    begins(scene, request.text.tokens)
+    return "undone" if raised else "done"
+
+
 @operation("commit, what another has", tier=True)
 def commit_a_duplicate(scene: Scene) -> Any:
     text = scene.words(1, 2)

@@ -133,10 +133,11 @@ class Scene:
         batch = self.cache.batch([request.sequence for request in requests], counts)
         self.oracle.step(batch, [request.text for request in requests], before, counts)
 
-    def commit_of(self, request: Request, count: int) -> Callable[[], None]:
-        """Return the call that commits the next ``count`` tokens, without making it."""
+    def commit_of(self, request: Request, count: int, left: Any = None) -> Callable[[], None]:
+        """Return the call that commits the next ``count`` tokens, without making it. ``left``: positions after which the
+        step left states."""
         start = request.sequence.length
-        return partial(request.sequence.commit, request.text.tokens[start : start + count])
+        return partial(request.sequence.commit, request.text.tokens[start : start + count], left)
 
     def step(self, requests: list[Request], counts: list[int]) -> None:
         """Make one step of several requests, and commit it."""
@@ -203,10 +204,11 @@ class Scene:
     def running(self) -> int:
         return self.cache.stats().running
 
-    def is_found_as_ever(self, what: str, request: Request) -> None:
-        """Assert that after one more commit another request finds as much of the text as if nothing had failed."""
+    def is_found_as_ever(self, what: str, request: Request, length: int | None = None) -> None:
+        """Assert that after one more commit another request finds as much of the text, or of its first ``length`` tokens, as
+        if nothing had failed."""
         request.sequence.commit([])
-        text = request.text.tokens[: request.sequence.length]
+        text = request.text.tokens[: request.sequence.length if length is None else length]
         with self.cache.open([*text, 996], "one", capacity=0) as probe:
             found = probe.cached_tokens
         key = (self.kind.schema, what)

@@ -17,6 +17,7 @@ from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.step_states import Named
 from kvpagoda.errors import BadInput, StaleHandle, unknown_name
 from kvpagoda.layouts.judge import judge
 from kvpagoda.schema import Layer, Schema
@@ -381,7 +382,7 @@ class Batch:
         requests: Many[Request],
         rows: StepRows,
         before: Array,
-        named: Many[tuple[int, int, BlockNames]] = (),
+        named: Many[Named] = (),
     ) -> None:
         """Prepare a step of ``rows.counts[i]`` tokens of row ``i`` after its first ``before[i]``, int64 ``[B]``.
 
@@ -430,12 +431,12 @@ class Batch:
         """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
         self.check_current()
         put, group = self.buffers.put, self.core.step_states.group
-        rows = np.array([row for row, _, _ in self._named], np.int64)
-        tokens = np.array([position for _, position, _ in self._named], np.int64) - 1
+        rows = np.array([row for row, _, _, _ in self._named], np.int64)
+        tokens = np.array([depth * self.block_size for _, depth, _, _ in self._named], np.int64) - 1
         tokens += self.rows.indptr[rows] - self.before[rows]
         places = np.empty(0, np.int32)
         if group is not None and self._named:
-            places = group.places_of(BlockNames(np.concatenate([block for _, _, block in self._named])))
+            places = group.places_of(BlockNames(np.concatenate([block for _, _, block, _ in self._named])))
         return StepCheckpoints(
             put("checkpoint_rows", rows), put("checkpoint_tokens", tokens), put("checkpoint_places", places)
         )
@@ -489,19 +490,22 @@ def batch_of(
         request.check_running()
         ends.append(start + new)
         if ends[-1] > (capacity := request.capacity):
-            text = f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first"
-            raise BadInput(text)
+            raise BadInput(f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first")
     padding = rows - len(requests)
     slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
     step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests), goes_back=firsts is not None)
     before = np.array(ends + [1] * padding, np.int64) - step.counts
+    names = lifecycle.core.settings.limits.step_checkpoints and firsts is None
+    named = lifecycle.settler.name_states(requests, ends) if names else []
+    try:
+        batch = Batch(lifecycle.core, buffers, schema, requests, step, before, named)
+        lifecycle.settler.named(requests if names else (), named)
+    except BaseException:
+        lifecycle.settler.unname(requests, named)
+        raise
     for request, end in zip(requests, ends):
-        if end > request.written:
-            request.written = end
-    named: Many[tuple[int, int, BlockNames]] = ()
-    if lifecycle.core.settings.limits.step_checkpoints and firsts is None:
-        named = lifecycle.settler.name_states(requests, ends)
-    return Batch(lifecycle.core, buffers, schema, requests, step, before, named)
+        request.written = max(request.written, end)
+    return batch
 
 
 def _starts(requests: Many[Request], firsts: Many[SupportsIndex]) -> list[int]:

@@ -97,9 +97,10 @@ class Lifecycle:
         written = None if checkpoints is None else self._written(request, checkpoints, end)
         if count > left:
             request.append(ids)
-        request.own_length = end
         if written:
-            core.step_states.commit(request, written)
+            core.guard.change(core.step_states.commit, request, written, end)
+        else:
+            request.own_length = end
         if end >= request.settle_at:
             self.settler.settle(request)
         elif end // core.block_size > length // core.block_size:

@@ -25,6 +25,7 @@ from kvpagoda.cache.breakpoints import Breakpoints
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
+from kvpagoda.cache.step_states import Named
 from kvpagoda.errors import Exhausted
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Kept
@@ -192,32 +193,53 @@ class Settler:
             end = min(end, (length // self._round_every + 1) * self._round_every)
         return end - length
 
-    def name_states(self, requests: Many[Request], ends: Many[int]) -> list[tuple[int, int, BlockNames]]:
+    def name_states(self, requests: Many[Request], ends: Many[int]) -> list[Named]:
         """Name blocks for the states that a step of ``requests``, up to token ``ends[i]`` of each, leaves at positions
-        inside of it where checkpoints are due. Return (index of the request, position in tokens, block) of each.
+        inside of it where checkpoints are due, and return them.
 
-        They are allocated while there is room, after evictions if necessary. What earlier steps of these requests named and
-        nobody committed is freed, unless a fence is around the request."""
-        core, steps, size = self._core, self._core.step_states, self._core.block_size
-        found: list[tuple[int, int, BlockNames]] = []
-        for row, (request, end) in enumerate(zip(requests, ends)):
-            named = steps.named.get(request, {})
-            if named and not request.num_fences:
-                core.guard.change(core.give_back, request, [at for at in named if not steps.is_written(request, at)])
-            inside = [at for at in request.due if request.length < at * size < end and at not in named]
-            for depth in inside[: self._most_named]:
-                try:
-                    if not core.states.room_in_step(core.capacity):
+        They are allocated while there is room, after evictions if necessary; a position that an earlier step named, and
+        nobody committed, keeps its block. If it raises, nothing is named anew. ``named`` follows when there is a batch."""
+        core, steps, size, found = self._core, self._core.step_states, self._core.block_size, list[Named]()
+        group, needs = steps.group, [int(one is steps.group) for one in core.groups]
+        try:
+            for row, (request, end) in enumerate(zip(requests, ends)):
+                known = steps.named.get(request, {})
+                in_flight = known if request.num_fences else ()
+                inside = [at for at in request.due if request.length < at * size < end and at not in in_flight]
+                for depth in inside[: self._most_named]:
+                    assert group is not None, "checkpoints end steps where there are states"
+                    is_new = depth not in known
+                    if is_new and not core.capacity.make_room(needs, needs):
                         return found
-                except (MemoryError, RuntimeError) as error:
-                    self._report(error)
-                    return found
-                core.guard.is_torn = True
-                block = core.states.take_in_step()
-                steps.name(request, depth, block)
-                core.guard.is_torn = False
-                found.append((row, depth * size, block))
+                    block = group.next_names(1) if is_new else known[depth]
+                    found.append((row, depth, block, is_new))
+                    if is_new:
+                        core.guard.is_torn = True
+                        group.take(1)
+                        steps.name(request, depth, block)
+                        core.guard.is_torn = False
+        except (MemoryError, RuntimeError) as error:
+            self._report(error)
+        except BaseException:
+            self.unname(requests, found)
+            raise
         return found
+
+    def unname(self, requests: Many[Request], found: Many[Named]) -> None:
+        """Free what ``name_states`` named anew, for a step of which there is no batch."""
+        core = self._core
+        for row, depth, _, is_new in found:
+            if is_new and depth in core.step_states.named.get(requests[row], ()) and not core.guard.is_torn:
+                core.guard.change(core.give_back, requests[row], [depth])
+
+    def named(self, requests: Many[Request], found: Many[Named]) -> None:
+        """Free what earlier steps of ``requests`` named and nobody committed, unless it is in ``found``, or a fence is around
+        the request: there is a batch of the step for which ``found`` was named."""
+        core, steps, now = self._core, self._core.step_states, {one[:2] for one in found}
+        for row, request in enumerate(requests if steps.named else ()):
+            named = () if request.num_fences else steps.named.get(request, ())
+            old = [at for at in named if (row, at) not in now and not steps.is_written(request, at)]
+            core.guard.change(core.give_back, request, old)
 
     def ending(self, request: Request) -> None:
         """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
@@ -350,7 +372,8 @@ class Settler:
         while request.due and request.due[0] <= published:
             depth, is_last = request.due[0], len(request.due) == 1
             is_left = bool(core.step_states.wrote) and core.step_states.is_written(request, depth)
-            if self._points.ends_steps and depth * size < first and not is_left:
+            is_over = self._points.ends_steps and depth * size < first and not is_left
+            if is_over and core.prefix.index.checkpoint_at(request.lease, depth) is None:
                 core.counters.passed += 1  # a step went past it
                 del request.due[0]
                 self._became(request, depth, "passed")

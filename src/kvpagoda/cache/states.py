@@ -65,15 +65,6 @@ class NoStates:
     def take(self) -> None:
         """Allocate the block that ``copied`` filled. Cannot fail."""
 
-    def room_in_step(self, capacity: Capacity) -> bool:
-        """Return whether there is room for one more state that a step leaves, after evictions if necessary."""
-        return True
-
-    def take_in_step(self) -> BlockNames:
-        """Allocate a block for a state that a step leaves; return its name: ``[1]``, ``[0]`` without states. The caller has
-        made room. Cannot fail."""
-        return _NONE
-
     def copied_from(self, left: BlockNames) -> BlockNames:
         """Copy the states that a step left in block ``left`` to the block that ``take`` allocates; return its name."""
         return _NONE
@@ -106,7 +97,6 @@ class States(NoStates):
         self._group, self._memory, self.places = group, memory, group.places
         self._columns = np.arange(group.places)
         self._needs = [int(number == copies.index) for number in range(num_groups)]
-        self._needs_in_step = [int(number == group.index) for number in range(num_groups)]
 
     def reset(self, own: Many[Ids]) -> None:
         places = own[self._group.index]
@@ -161,14 +151,6 @@ class States(NoStates):
 
     def take(self) -> None:
         self._copies.take(1)
-
-    def room_in_step(self, capacity: Capacity) -> bool:
-        return capacity.make_room(self._needs_in_step, self._needs_in_step)
-
-    def take_in_step(self) -> BlockNames:
-        block = self._group.next_names(1)
-        self._group.take(1)
-        return block
 
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
         rows: Ids = self._group.table.cells[slots, lengths % self.places if self.places > 1 else 0]

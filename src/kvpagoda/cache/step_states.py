@@ -4,7 +4,8 @@
     commit    the engine says which of them it wrote
     settle    these become checkpoints; the others of the committed tokens are free again
 
-What a step named and nobody committed is free again with the next batch of its request, or with its end.
+What a step named and nobody committed is free again with the next batch of its request, unless that names the same
+position, or with its end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.request import Request
 
 _NONE = BlockPlaces(np.empty(0, np.int32))
+
+
+Named = tuple[int, int, BlockNames, bool]
+"""(row of the step, number of blocks before a position, name of the block, ``[1]``, in which the step leaves the state
+there, whether no earlier step named it)."""
 
 
 class StepStates:
@@ -53,9 +59,10 @@ class StepStates:
         """Own ``block``, which was allocated for the state of ``request`` after ``depth`` blocks."""
         self.named.setdefault(request, {})[depth] = block
 
-    def commit(self, request: Request, depths: set[int]) -> None:
-        """Record that the engine of ``request`` wrote the states after ``depths``, which are named and committed."""
-        self.wrote.setdefault(request, set()).update(depths)
+    def commit(self, request: Request, depths: set[int], end: int) -> None:
+        """Commit ``request`` up to ``end`` tokens, and record that its engine wrote the states after ``depths``, which are
+        named."""
+        request.own_length, self.wrote[request] = end, depths | self.wrote.get(request, set())
 
     def pop(self, request: Request, depth: int) -> BlockNames:
         """Give up the block for the state of ``request`` after ``depth`` blocks, and return it."""

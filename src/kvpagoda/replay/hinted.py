@@ -29,7 +29,6 @@ QUANTILE = 0.75
 _FEW = 32  # tools that were seen before their times are relied on
 _GUESS = 30.0  # seconds of a promise until then
 _ONE = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "one kind of block")
-_OVER = np.int32(2**31 - 2)
 
 
 class Told(NamedTuple):
@@ -59,9 +58,7 @@ class _ToolTimes:
     @property
     def usual(self) -> float:
         """Seconds after which three quarters of the tools were done."""
-        if len(self._seen) < _FEW:
-            return _GUESS
-        return max(self._seen[int(QUANTILE * len(self._seen))], 1e-3)
+        return max(self._seen[int(QUANTILE * len(self._seen))], 1e-3) if len(self._seen) >= _FEW else _GUESS
 
 
 def usual_times(trace: Trace) -> Told:
@@ -128,7 +125,6 @@ class _Cached:
             _ONE, num_blocks=room, block_size=1, max_requests=1, device="none", hints=Hints(lambda: self._now, limits),
             retention=Retention(pin_share=capacity / room), limits=Limits(room, room),
         )  # fmt: skip
-        assert self._cache.core.prefix.most_pinned <= capacity
 
     def serve(self, number: int, seconds: float) -> int:
         """Run request ``number``, and promise to keep its text for ``seconds``; return how many of its blocks hit."""
@@ -139,7 +135,7 @@ class _Cached:
         if seconds:
             actions.append(_act("kv.retain", seconds=seconds))
         chain = trace.blocks[trace.starts[number] : trace.starts[number + 1]]
-        text = np.append(chain, _OVER - number % 2**20)  # the token that is computed in any case
+        text = np.append(chain, np.int32(2**31 - 2 - number % 2**20))  # the token that is computed in any case
         with self._cache.open(text, hints={"actions": actions}) as sequence:
             hit = sequence.cached_tokens
             sequence.commit(text[hit:-1])
@@ -147,8 +143,9 @@ class _Cached:
 
     def end(self, number: int) -> None:
         """End the session of request ``number``, and evict what only it used."""
-        over = _act("kv.session", session_id=self._session_of(number), event="end", discard=True)
-        self._cache.apply({"actions": [over]})
+        self._cache.apply(
+            {"actions": [_act("kv.session", session_id=self._session_of(number), event="end", discard=True)]}
+        )
 
     @property
     def num_blocks(self) -> int:
