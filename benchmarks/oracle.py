@@ -25,7 +25,11 @@ FILES = {name: f"mooncake_{name}.jsonl.gz" for name in ("conversation", "synthet
 LIMIT, MIXES, MIX = 500, 20, 200
 """Requests of a cell, random mixes, and their requests."""
 BLOCKS = (16, 64, 512)
-SCHEDULES = {"one at a time": Schedule(), "16 at once": Schedule(16, 2048)}
+SCHEDULES = {
+    "one at a time": Schedule(),
+    "16 at once": Schedule(16, 2048),
+    "16 share a budget": Schedule(16, 2048, shared=True),
+}
 CAPACITIES = 5
 
 
@@ -37,12 +41,12 @@ class Judge(NamedTuple):
     modes: tuple[str, ...] = ("one at a time", "16 at once")
 
 
-ONE = ("one at a time",)  # Dynamo's mocker has a scheduler of its own
+OWN = ("one at a time", "16 share a budget")  # what a scheduler of its own, as that of Dynamo's mocker, does
 JUDGES = {
     "vllm-0.33": Judge("vllm_oracle"),
     "sglang-0.5.23": Judge("sglang_oracle"),
-    "dynamo-1.6.1": Judge("dynamo_oracle", {"backend": "vllm"}, ONE),
-    "dynamo-1.6.1-trtllm": Judge("dynamo_oracle", {"backend": "trtllm"}, ONE),
+    "dynamo-1.6.1": Judge("dynamo_oracle", {"backend": "vllm"}, OWN),
+    "dynamo-1.6.1-trtllm": Judge("dynamo_oracle", {"backend": "trtllm"}, ("one at a time",)),
 }
 WHOLE = {"conversation": None, "synthetic": None, "agentic": 2_000}
 
@@ -97,7 +101,13 @@ def whole(options: Options, engine: str) -> Iterator[tuple[str, dict[str, Any], 
 
 
 def _asked(size: int, blocks: int, schedule: Schedule) -> dict[str, Any]:
-    return {"block_size": size, "num_blocks": blocks, "at_once": schedule.at_once, "step_tokens": schedule.step_tokens}
+    return {
+        "block_size": size,
+        "num_blocks": blocks,
+        "at_once": schedule.at_once,
+        "step_tokens": schedule.step_tokens,
+        "shared": schedule.shared,
+    }
 
 
 def measure(options: Options) -> list[Row]:
@@ -116,7 +126,7 @@ def measure(options: Options) -> list[Row]:
 def agreement(process: Process, engine: str, case: str, source: dict[str, Any], asked: dict[str, Any]) -> Row:
     """Serve one case with both managers and return its row."""
     theirs = process.ask("oracle", trace=source, **asked, **JUDGES[engine].settings)
-    schedule = Schedule(asked["at_once"], asked["step_tokens"])
+    schedule = Schedule(asked["at_once"], asked["step_tokens"], asked.get("shared", False))
     ours = replay_engine(
         trace_of(**source), engine, asked["num_blocks"], block_size=asked["block_size"], schedule=schedule
     )

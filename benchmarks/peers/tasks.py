@@ -74,6 +74,7 @@ def oracle(
     num_blocks: int,
     at_once: int,
     step_tokens: int | None,
+    shared: bool = False,
     **settings: Any,
 ) -> Figures:
     """Serve a trace with the peer's own manager, driven as ours is, and return what each request found, in tokens. A peer
@@ -85,7 +86,7 @@ def oracle(
     chains = Chains(trace_of(**trace), block_size)
     manager = peer(chains, num_blocks, **settings)
     start = now()
-    schedule = Schedule(at_once, step_tokens)
+    schedule = Schedule(at_once, step_tokens, shared)
     served = manager.serve(schedule) if hasattr(manager, "serve") else serve_with(manager, chains, schedule)
     taken = now() - start
     manager.check()

@@ -72,7 +72,7 @@ class Peer:
 
     def find(self, request: int, known: int) -> int:
         made = self._request(request)
-        assert made.num_tokens == known, f"request {request} has {made.num_tokens} tokens, not {known}"
+        self._append(request, known)
         blocks, hit, made.shared_prefix_boundary = self.manager.get_computed_blocks(made)
         self._found = request, hit, blocks
         return int(hit)
@@ -94,10 +94,8 @@ class Peer:
         return True
 
     def grow(self, request: int, end: int, known: int) -> bool:
-        made, output = self.requests[request], self.outputs[request]
-        more = known - made.num_tokens
-        made.append_output_token_ids(output[:more])
-        del output[:more]
+        made = self.requests[request]
+        self._append(request, known)
         if self.manager.allocate_slots(made, end - made.num_computed_tokens) is None:
             return False
         made.num_computed_tokens = end
@@ -114,6 +112,14 @@ class Peer:
     def check(self) -> None:
         free = self.manager.block_pool.get_num_free_blocks()
         assert free == self.num_blocks, f"{free} of {self.num_blocks} blocks are free at the end"
+
+    def _append(self, request: int, known: int) -> None:
+        """Append output tokens until ``known`` tokens are known."""
+        made, output = self.requests[request], self.outputs[request]
+        more = known - made.num_tokens
+        assert more >= 0, f"request {request} has {made.num_tokens} tokens, not {known}"
+        made.append_output_token_ids(output[:more])
+        del output[:more]
 
     def _request(self, request: int) -> Request:
         """Return vLLM's request, made when it is first looked up. Without ``hashed`` its tokens are all 0."""

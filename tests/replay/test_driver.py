@@ -82,6 +82,24 @@ def test_two_at_once_in_chunks() -> None:
     assert served.hits.tolist() == [2, 2, 1]
 
 
+def test_a_shared_budget_is_spent_on_running_requests_first_and_on_one_token_of_an_output() -> None:
+    manager = Written()
+    serve_with(manager, chains((6, 3), (5, 1)), Schedule(2, 8, shared=True))
+    assert manager.calls == [
+        ("step",), ("start", 0, 6, 6), ("start", 1, 2, 5),
+        ("step",), ("grow", 0, 7, 7), ("grow", 1, 5, 5), ("end", 1),
+        ("step",), ("grow", 0, 8, 8), ("end", 0),
+    ]  # fmt: skip
+
+
+def test_a_request_preempted_in_its_output_knows_the_token_that_it_was_to_read_next() -> None:
+    manager = Written(room=13)
+    serve_with(manager, chains((6, 4), (6, 4)), Schedule(2, shared=True))
+    assert manager.calls[:5] == [("step",), ("start", 0, 6, 6), ("start", 1, 6, 6), ("step",), ("grow", 0, 7, 7)]
+    assert manager.calls[5:9] == [("preempt", 1), ("step",), ("grow", 0, 8, 8), ("step",)]
+    assert ("start", 1, 7, 7) in manager.calls
+
+
 def test_the_youngest_is_preempted_and_starts_again_before_others_with_what_it_knew() -> None:
     manager = Written(room=20)
     served = serve_with(manager, chains((8, 9), (8, 5), (3, 1)), Schedule(3, 4))

@@ -130,12 +130,14 @@ def dynamo() -> Iterator[Process]:
 @pytest.mark.parametrize("engine", ["dynamo-1.6.1", "dynamo-1.6.1-trtllm"])
 @pytest.mark.parametrize("size", [16, 64])
 def test_dynamos_mocker(dynamo: Process, size: int, engine: str) -> None:
-    """Random mixes, one request at a time: it has its own scheduler."""
+    """Random mixes, one request at a time and 16 that share a budget: it has its own scheduler."""
     source = {"name": "mix", "limit": 120, "seed": size}
-    for blocks in oracle.capacities(oracle.trace_of(**source), size, 1)[:3]:
-        asked = {"block_size": size, "num_blocks": blocks, "at_once": 1, "step_tokens": None}
-        row = oracle.agreement(dynamo, engine, "a mix", source, asked)
-        assert row["unequal"] == 0 and row["requests"] == 120 and row["hit_percent"] > 1
+    for mode in oracle.JUDGES[engine].modes:
+        schedule = oracle.SCHEDULES[mode]
+        for blocks in oracle.capacities(oracle.trace_of(**source), size, 1)[:2]:
+            asked = oracle._asked(size, 2 * blocks, schedule)
+            row = oracle.agreement(dynamo, engine, "a mix", source, asked)
+            assert row["unequal"] == 0 and row["requests"] == 120 and row["hit_percent"] > 1, (mode, blocks)
 
 
 def test_a_text_that_is_cached_as_a_whole_is_found_as_a_whole_by_trtllm() -> None:

@@ -47,10 +47,12 @@ class Manager(Protocol):
 @dataclass(frozen=True)
 class Schedule:
     """How many requests run at once, and how many tokens of each a step computes at most (None: a whole prompt, then a
-    whole output). Raises BadInput."""
+    whole output). ``shared``: of all requests together, and of an output one token a step, as engines do. Raises
+    BadInput."""
 
     at_once: int = 1
     step_tokens: int | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         whole_number(self.at_once, "at_once", at_least=1)
@@ -74,7 +76,8 @@ class _Run:
 
     def __init__(self, chains: Chains, manager: Manager, schedule: Schedule) -> None:
         self.chains, self.manager, self.at_once = chains, manager, schedule.at_once
-        self.most = schedule.step_tokens or 1 << 62
+        self.most = self.left = schedule.step_tokens or 1 << 62
+        self.shared = schedule.shared
         self.waiting = deque(range(len(chains)))
         self.known: Ints = chains.prompts.copy()
         self.running: dict[int, list[int]] = {}
@@ -85,12 +88,14 @@ class _Run:
         """Compute a step. Return how many requests are left."""
         served, before, moved = self.served, self.served.preempted, False
         self.manager.step_starts()
+        self.left = self.most
         for request in [*self.running]:
             if request in self.running:
                 moved |= self._compute(request)
         left = len(self.waiting)
-        while self.waiting and len(self.running) < self.at_once and served.preempted == before and self._admit():
-            pass
+        while self.waiting and self.left and len(self.running) < self.at_once and served.preempted == before:
+            if not self._admit():
+                break
         served.steps += 1
         if not moved and left == len(self.waiting) and served.preempted == before:
             raise CheckFailed(f"step {served.steps} computed nothing, with {len(self.running)} running requests")
@@ -105,7 +110,7 @@ class _Run:
         request = self.waiting[0]
         known = int(self.known[request])
         hit = self.manager.find(request, known)
-        end = self.manager.chunk(request, hit, min(known, hit + self.most), known)
+        end = self.manager.chunk(request, hit, min(known, hit + self.left), known)
         if end <= hit < known or not self.manager.start(request, end, known):
             if self.running:
                 return False
@@ -116,25 +121,32 @@ class _Run:
             self.seen[request] = self.served.hits[request] = hit
         self.running[request] = [end, known]
         self.waiting.popleft()
+        self.left -= self.shared * max(1, end - hit)
         return True
+
+    def _next(self, request: int, length: int, known: int) -> int:
+        """Return how many tokens of ``request`` are known when its chunk after ``length`` tokens is computed."""
+        more = (1 if self.shared else self.most) if length == known else 0
+        return min(known + more, int(self.chains.totals[request]))
 
     def _compute(self, request: int) -> bool:
         """Compute the next chunk of ``request``, of its known text or of its output. Return whether there was one."""
         state = self.running[request]
-        length, known = state
-        if length == known:
-            state[1] = known = min(known + self.most, int(self.chains.totals[request]))
-        end = self.manager.chunk(request, length, min(known, length + self.most), known)
+        length, known = state[0], self._next(request, *state)
+        state[1] = known
+        end = self.manager.chunk(request, length, min(known, length + self.left), known)
         if end <= length:
             return False
         while not self.manager.grow(request, end, known):
-            victim, (_, self.known[victim]) = self.running.popitem()
+            victim, (computed, text) = self.running.popitem()
+            self.known[victim] = self._next(victim, computed, text) if self.shared else text
             self.manager.stop(victim, is_complete=False)
             self.waiting.appendleft(victim)
             self.served.preempted += 1
             if victim == request:
                 return True
         state[0] = end
+        self.left -= self.shared * (end - length)
         return True
 
 

@@ -55,7 +55,8 @@ class EdgeLRU:
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
         """See ``driver.Manager``: a chunk within a prompt ends with a block."""
         whole = end // self.size * self.size
-        return whole if begin < whole and end < known and not self._is_output(request, end) else end
+        is_output = request in self.running and end > self.running[request].known
+        return whole if begin < whole and end < known and not is_output else end
 
     def start(self, request: int, end: int, known: int) -> bool:
         """See ``driver.Manager``: the whole prompt must fit."""
@@ -92,9 +93,6 @@ class EdgeLRU:
         """Raise AssertionError if blocks were lost. No request may run."""
         self.tree.check()
         assert not self.running and self.tree.num_unlocked == self.tree.num_blocks
-
-    def _is_output(self, request: int, end: int) -> bool:
-        return request in self.running and end > self.running[request].known
 
     def _promise(self, request: int, end: int) -> None:
         one = self.running[request]

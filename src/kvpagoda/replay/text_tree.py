@@ -13,8 +13,6 @@ import numpy as np
 
 from kvpagoda.replay.trace import Ints
 
-_FIRST_COMPARED = 32  # blocks: most look-ups part early or not at all
-
 
 class Edge:
     """Blocks that follow those of ``parent``: int64 ``[n]``, n > 0 but for the root. ``used``: the tick of its last use.
@@ -40,16 +38,13 @@ class TextTree:
         self.root = Edge(None, np.empty(0, np.int64), next(self._ticks), 1)
         self.num_blocks = self.num_unlocked = 0
         self._leaves: list[tuple[int, int, Edge]] = []  # a heap; those used since, or no longer leaves, are left in it
-        self._order = count()
 
     def match(self, blocks: Ints) -> tuple[int, Edge]:
         """Return how many of the first ``blocks`` are cached, and the edge that ends there."""
         found, edge = self._walk(blocks, at_once=False)
-        path = []
-        on: Edge = edge
-        while on.parent is not None:
-            path.append(on)
-            on = on.parent
+        path = [edge]
+        while (above := path[-1].parent) is not None:
+            path.append(above)
         for on in reversed(path):
             self._use(on)
         return found, edge
@@ -100,7 +95,7 @@ class TextTree:
 
     def _offer(self, edge: Edge) -> None:
         if not edge.children and not edge.locks and edge.parent is not None:
-            heappush(self._leaves, (edge.used, next(self._order), edge))
+            heappush(self._leaves, (edge.used, next(self._ticks), edge))
 
     def lock(self, edge: Edge) -> None:
         """Keep ``edge`` and those above it until ``unlock``."""
@@ -156,11 +151,6 @@ class TextTree:
 def _common(held: Ints, asked: Ints) -> int:
     """Return how many of the first blocks are the same; the first one is."""
     n = min(len(held), len(asked))
-    begin, end = 0, min(n, _FIRST_COMPARED)
-    while begin < n:
-        differ = held[begin:end] != asked[begin:end]
-        first = int(differ.argmax())
-        if differ[first]:
-            return begin + first
-        begin, end = end, n
-    return n
+    differ = held[:n] != asked[:n]
+    first = int(differ.argmax())
+    return first if differ[first] else n
