@@ -1,8 +1,9 @@
-"""Which share of its prompts does a hybrid model reuse here, and with vLLM's manager of several groups?
+"""Which share of its prompts does a hybrid model reuse here, with vLLM's manager of several groups, and in TokenSpeed?
 
-Both have the same memory. The first 3,000 requests of the conversation trace are served in the steps of
+All have the same memory. The first 3,000 requests of the conversation trace are served in the steps of
 ``kvpagoda.replay.serve``. See ``peers/vllm_hybrid.py`` for the part of vLLM. vLLM's time is that of its manager's calls
-and of its hashes. Ours includes everything, also the making of the texts.
+and of its hashes. TokenSpeed's scheduler decides itself what a step is (``peers/tokenspeed_hybrid.py``); its time is that
+of all its calls. Ours includes everything, also the making of the texts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from benchmarks.peers import Absent, Process
 from benchmarks.timing import Options, Row, tell
 from kvpagoda.units import parse_bytes
 
-QUESTION = "How much of its prompts does a hybrid model reuse, here and under vLLM's manager of several groups?"
-PEER = "vllm_hybrid"
+QUESTION = "How much of its prompts does a hybrid model reuse, here and under other managers of several groups?"
+PEERS = {"vllm": "vllm_hybrid", "tokenspeed": "tokenspeed_hybrid"}
 MODELS: dict[str, dict[str, Any]] = {
     name: config for name, config in hits.MODELS.items() if config is not hits.FULL_ONLY
 }  # fmt: skip
@@ -36,25 +37,27 @@ def measure(options: Options) -> list[Row]:
     ]
     large = [*hits.BUDGETS][2:]
     cases = [(name, config, budget) for name, config in MODELS.items() for budget in hits.BUDGETS]
-    cases += [(name, config, budget) for name, config in ASKED.items() for budget in large]
-    if "vllm" not in options.peers:
-        return rows
-    try:
-        process = Process(PEER)
-    except Absent as reason:
-        return [*rows, {"who": PEER, "absent": str(reason)}]
-    with process:
-        for name, config, budget in cases:
-            if options.only in f"{name} {budget}":
-                rows.append(_asked(process, name, config, budget, 40 if options.quick else 3000))
+    more = {"vllm": [(name, config, budget) for name, config in ASKED.items() for budget in large]}
+    for who, peer in PEERS.items():
+        if who not in options.peers:
+            continue
+        try:
+            process = Process(peer)
+        except Absent as reason:
+            rows.append({"who": who, "absent": str(reason)})
+            continue
+        with process:
+            for name, config, budget in cases + more.get(who, []):
+                if options.only in f"{name} {budget}":
+                    rows.append(_asked(process, who, name, config, budget, 40 if options.quick else 3000))
     return rows
 
 
-def _asked(process: Process, name: str, config: dict[str, Any], budget: str, limit: int) -> Row:
-    """Serve the first ``limit`` requests in vLLM and return the row."""
+def _asked(process: Process, who: str, name: str, config: dict[str, Any], budget: str, limit: int) -> Row:
+    """Serve the first ``limit`` requests in a peer and return the row."""
     figures = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit)
     return {
-        "case": f"{name}, {budget}", "who": "vllm", "version": process.version, "model": name, "budget": budget,
+        "case": f"{name}, {budget}", "who": who, "version": process.version, "model": name, "budget": budget,
         "us": 1e6 * figures["seconds"] / figures["requests"],
         **{key: figures[key] for key in ("hit_percent", "mean_running", "steps", "preempted")},
     }  # fmt: skip

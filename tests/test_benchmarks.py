@@ -218,6 +218,15 @@ def test_tokenspeed_finds_the_same_prompts_cached(tokenspeed: None) -> None:
         assert not peers.absent
 
 
+def test_tokenspeed_serves_layers_of_several_kinds(tokenspeed: None) -> None:
+    """Every prompt is served, with blocks lost nowhere (the peer asserts it), in no more memory than it is given."""
+    rows = hybrid_peers.measure(Options(quick=True, peers=("tokenspeed",), only="100GiB"))
+    if "absent" in rows[-1]:
+        pytest.skip(f"{rows[-1]['absent']}: make consumers")
+    assert [row["model"] for row in rows] == [*hybrid_peers.MODELS]
+    assert all(0 < row["hit_percent"] < 90 and row["preempted"] == 0 for row in rows), rows
+
+
 def test_hybrid_layers_serve_the_same_requests() -> None:
     work = workload(GENERATED, 12)
     for name, schema in hybrid.schemas().items():
