@@ -194,7 +194,7 @@ def test_memory_that_is_not_what_was_asked_for() -> None:
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of the sweep get four times the memory and enough checkpoints, so that nothing is evicted by the way."""
-    monkeypatch.setattr("tests.sweep.kinds.Retention", lambda *_: Retention(32, 1))
+    monkeypatch.setattr("tests.sweep.kinds.Retention", lambda *_, **named: Retention(32, 1, **named))
     for name, kind in KINDS.items():
         size = {key: 4 * value if key == "num_blocks" else 4 * parse_bytes(value) for key, value in kind.size.items()}
         monkeypatch.setitem(KINDS, name, kind._replace(size=size))
