@@ -41,6 +41,7 @@ NAMES = [
     "Sequence",
     "StaleHandle",
     "TicketRefused",
+    "simulate",
 ]
 COMPAT = [
     "AttentionType",

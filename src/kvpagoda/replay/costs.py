@@ -1,0 +1,144 @@
+"""What steps and transfers cost in a simulation: a few numbers that the user gives, or defaults from public figures.
+
+A step takes ``step`` seconds, and in addition ``prefill_token`` for each prompt token, ``decode_token`` for each request
+that decodes, and ``read_byte`` for each byte of cached rows that the decoding requests read. Loading from a tier takes its
+latency and its seconds for each byte. That is all: no kernels, no overlap, no contention between workers.
+
+``costs.json`` has the public figures, each with its source. From these ``Costs.of`` computes
+
+    prefill_token   2 * active parameters / (FLOP/s * efficiency of computing)
+    decode_token    the same
+    step            bytes of all parameters / (bytes/s of the memory * efficiency of memory)
+    read_byte       1 / (bytes/s of the memory * efficiency of memory)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvpagoda.errors import BadInput, unknown_name
+from kvpagoda.loading import read_json
+from kvpagoda.schema.plan import Plan
+from kvpagoda.units import real_number, whole_number
+
+PER_SECOND = 10**12
+"""A simulation counts whole picoseconds, so that a sum of steps is the same in any order."""
+
+
+@dataclass(frozen=True)
+class TierCosts:
+    """Seconds to load ``n`` bytes from a tier: ``latency + n * byte``. Raises BadInput."""
+
+    latency: float = 0.0
+    byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step and of its parts, see the module. ``tiers``: kind of a tier (``"host"``, ..) -> its costs. All
+    0: everything happens at once. Raises BadInput.
+
+    >>> round(Costs.of("h100", "llama-3.1-8b").prefill_token * 1e6, 2)  # microseconds
+    36.89
+    """
+
+    step: float = 0.0
+    prefill_token: float = 0.0
+    decode_token: float = 0.0
+    read_byte: float = 0.0
+    tiers: Mapping[str, TierCosts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def of(cls, gpu: str, model: str, gpus: int = 1) -> Costs:
+        """Return defaults for ``model`` on ``gpus`` GPUs that divide the work evenly. Raises BadInput for names that
+        ``costs.json`` does not have."""
+        table, gpus = public_figures(), whole_number(gpus, "gpus", at_least=1)
+        chip, parameters = _named(table["gpus"], gpu, "GPU"), _named(table["models"], model, "model of public costs")
+        compute = gpus * chip["flops"] * table["efficiency"]["compute"]["value"]
+        memory = gpus * chip["memory_bytes_s"] * table["efficiency"]["memory"]["value"]
+        token = 2 * parameters["active"] / compute
+        tiers = {name: TierCosts(row["latency_s"], 1 / row["bytes_s"]) for name, row in table["tiers"].items()}
+        return cls(parameters["parameters"] * parameters["bytes"] / memory, token, token, 1 / memory, tiers)
+
+    @classmethod
+    def read(cls, text: str, model: str) -> Costs:
+        """Return the costs that ``text`` names: ``none``; ``h100``, ``h100:llama-3.1-8b`` or ``4xh100:llama-3.1-70b``, of
+        the ``model`` if it names none; or a JSON file with the fields of this class. Raises BadInput."""
+        if text == "none":
+            return cls()
+        if text.endswith(".json"):
+            return cls.from_file(Path(text))
+        chips, _, named = text.partition(":")
+        count, times, gpu = chips.partition("x")
+        return cls.of(gpu, named or model, int(count)) if times and count.isdigit() else cls.of(chips, named or model)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Costs:
+        """Return the costs in a JSON file. Raises BadInput, and OSError."""
+        try:
+            given = json.loads(path.read_text())
+            tiers = {name: TierCosts(**costs) for name, costs in given.pop("tiers", {}).items()}
+            return cls(**given, tiers=tiers)
+        except (ValueError, TypeError, AttributeError) as error:
+            known = ", ".join(one.name for one in fields(cls))
+            raise BadInput(f"{path} must hold a JSON object with numbers of seconds for {known}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data, for JSON."""
+        return asdict(self)
+
+
+class Ticks:
+    """``Costs`` in whole picoseconds, for one cache with the ``plan``."""
+
+    def __init__(self, costs: Costs, plan: Plan) -> None:
+        growing = sum(g.layout.payload_nbytes for g in plan.groups if not g.growth.is_bounded) / plan.block_size
+        bounded = 0.0
+        for group in plan.groups:
+            if group.growth.is_bounded and not group.growth.is_at_rest:
+                rows = 1.0 if group.growth.is_state else (group.growth.span or 0) / group.block_size
+                bounded += rows * group.layout.payload_nbytes
+        self.step, self.prefill = _ticks(costs.step), _ticks(costs.prefill_token)
+        self.decode = _ticks(costs.decode_token + bounded * costs.read_byte)
+        self.context = _ticks(growing * costs.read_byte)
+
+    def of(self, steps: int, computed: int, decoding: int, context: int) -> int:
+        """Return the picoseconds of ``steps`` steps in a row. The first computes ``computed`` prompt tokens. In each
+        ``decoding`` requests get a token; they have ``context`` tokens together before the first step."""
+        grown = decoding * (steps * (steps - 1) // 2)
+        each = self.step + decoding * self.decode
+        return steps * each + computed * self.prefill + (steps * context + grown) * self.context
+
+
+@cache
+def public_figures() -> dict[str, Any]:
+    """Return ``costs.json``: public figures and their sources. The result is shared: do not change it."""
+    return read_json(__name__, "costs.json")
+
+
+def _named(rows: dict[str, Any], name: str, what: str) -> dict[str, Any]:
+    if name not in rows:
+        raise unknown_name(what, name, rows)
+    found: dict[str, Any] = rows[name]
+    return found
+
+
+def _check(costs: TierCosts | Costs) -> None:
+    for one in fields(costs):
+        if one.name != "tiers":
+            object.__setattr__(costs, one.name, real_number(getattr(costs, one.name), one.name))
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * PER_SECOND)

@@ -1,0 +1,206 @@
+"""Simulates workers that serve a trace at its times of arrival: hits, and the time to the first and the last token.
+
+    arrival ──rule──► Worker ──steps──► Outcomes          one clock; a heap of the ends of steps
+
+At one time the arrivals come first, then the ends of steps, then new steps begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.cache.event_log import EventLog
+from kvpagoda.errors import BadInput
+from kvpagoda.policies.protocol import EvictionPolicy
+from kvpagoda.prefix import policy_name
+from kvpagoda.replay.batching import Batching, cache_for
+from kvpagoda.replay.costs import PER_SECOND, Costs, Ticks
+from kvpagoda.replay.outcomes import Outcomes, summary
+from kvpagoda.replay.readers import Source
+from kvpagoda.replay.routing import rule_named
+from kvpagoda.replay.trace import Trace
+from kvpagoda.replay.worker import Worker
+from kvpagoda.schema import Schema
+from kvpagoda.units import whole_number
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """The counts of one worker. ``busy``: the share of the time, from the first arrival to the last end, in which it
+    computed."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    loaded_tokens: int
+    evicted_blocks: int
+    steps: int
+    busy: float
+
+
+@dataclass(frozen=True)
+class SimulateResult:
+    """What a simulation found. Times are in seconds; a time that begins with an arrival includes waiting."""
+
+    trace: str
+    schema: str
+    policy: str
+    routing: str
+    nbytes: int
+    """Memory of each worker's cache."""
+    requests: int
+    finished: int
+    """Requests that ended; all others but ``never_fit`` are unfinished in a simulation that was interrupted."""
+    never_fit: int
+    """Requests that are larger than a whole cache. They were not served."""
+    prompt_tokens: int
+    matched_tokens: int
+    cached_tokens: int
+    loaded_tokens: int
+    seconds: float
+    """From the first arrival to the last end."""
+    waited: dict[str, Any]
+    """From the arrival to the admission: mean, p50, p90, p99, max."""
+    first_token: dict[str, Any]
+    """From the arrival to the first token."""
+    last_token: dict[str, Any]
+    """From the arrival to the last token."""
+    between_tokens: dict[str, Any]
+    """From token to token after the first, a mean for each request with two tokens or more."""
+    workers: tuple[WorkerResult, ...]
+    each: Outcomes = field(repr=False, compare=False)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompt tokens of admitted requests that was not computed, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields but ``each``, and the hit rate, for JSON."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "each"}
+        return {**plain, "hit_rate": self.hit_rate, "workers": [asdict(one) for one in self.workers]}
+
+
+def simulate(
+    trace: Source | Trace,
+    schema: Schema,
+    budget: int | str,
+    *,
+    costs: Costs | str = "h100",
+    workers: int = 1,
+    routing: str = "round-robin",
+    tokens_per_id: int = 512,
+    max_requests: int = 64,
+    step_tokens: int = 2048,
+    policy: str = "lru",
+    seed: int = 0,
+    on_request: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> SimulateResult:
+    """Serve a trace at its times of arrival with ``workers`` caches of ``budget`` each, and count hits and times.
+
+    ``costs``: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names. ``routing``: one of
+    ``kvpagoda.replay.RULES``; ``seed``: of the random one. A step of a worker computes at most ``step_tokens`` tokens, of at
+    most ``max_requests`` requests (see ``kvpagoda.replay.worker``). ``tokens_per_id``, ``policy`` and the other ``settings``
+    (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are those of ``serve``. ``on_request`` is called
+    with the number of requests that ended. Raises BadInput, NeverFits, MissingExtra.
+
+    >>> from kvpagoda.replay import synthetic
+    >>> trace = synthetic(50)
+    >>> from kvpagoda.schema.presets import presets
+    >>> schema = Schema.from_hf_config(presets()["llama-3.1-8b"]["config"])
+    >>> result = simulate(trace, schema, "20GiB", costs="h100:llama-3.1-8b", tokens_per_id=64)
+    >>> result.finished, round(result.hit_rate, 2), result.first_token["p50"] > 0.01
+    (50, 0.71, True)
+    """
+    made = Simulation(
+        trace, schema, budget, costs=costs, workers=workers, routing=routing, tokens_per_id=tokens_per_id,
+        max_requests=max_requests, step_tokens=step_tokens, policy=policy, seed=seed, **settings,
+    )  # fmt: skip
+    made.run(on_request)
+    return made.result()
+
+
+class Simulation:
+    """A simulation that can be interrupted: ``result`` is what is done so far. For the arguments see ``simulate``."""
+
+    def __init__(
+        self, trace: Source | Trace, schema: Schema, budget: int | str, *, costs: Costs | str, workers: int,
+        routing: str, tokens_per_id: int, max_requests: int, step_tokens: int, policy: str | EvictionPolicy, seed: int,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        per_id = whole_number(tokens_per_id, "tokens_per_id", at_least=1)
+        count = whole_number(workers, "workers", at_least=1, below=10_001)
+        if whole_number(step_tokens, "step_tokens", at_least=1) < max_requests:
+            raise BadInput(
+                f"a step gives each of {max_requests} requests a token, so step_tokens must not be less, got {step_tokens}",
+                needed=max_requests, available=step_tokens,
+            )  # fmt: skip
+        columns = Trace.read(trace)
+        self._trace, self._schema, self._policy, self._routing = columns, schema, policy, routing
+        prices = Costs.read(costs, schema.name) if isinstance(costs, str) else costs
+        self.outcomes = Outcomes(columns.arrivals)
+        logs = [EventLog() if routing == "prefix-aware" else None for _ in range(count)]
+        self.workers = list[Worker]()
+        for index, log in enumerate(logs):
+            cache = cache_for(
+                columns, schema, budget, step_tokens, max_requests=max_requests, policy=policy, events=log, **settings
+            )
+            batching = Batching(cache, columns, per_id)
+            self.workers.append(Worker(index, batching, Ticks(prices, cache.plan), step_tokens, self.outcomes))
+        followed = [log for log in logs if log is not None]
+        self._rule = rule_named(routing, columns, self.workers, followed, per_id, seed)
+
+    def run(self, on_request: Callable[[int], None] | None = None) -> None:
+        """Serve all requests."""
+        outcomes, workers, ends = self.outcomes, self.workers, list[tuple[int, int]]()
+        order = np.argsort(outcomes.arrived, kind="stable").tolist()
+        coming = [*zip(outcomes.arrived[order].tolist(), order)][::-1]
+        while coming or ends:
+            now = min(coming[-1][0] if coming else ends[0][0], ends[0][0] if ends else coming[-1][0])
+            touched = set[int]()
+            while coming and coming[-1][0] <= now:
+                number = coming.pop()[1]
+                index, expected = self._rule.choose(number)
+                workers[index].enqueue(number, expected)
+                end = workers[index].cut(now)
+                if end is not None:
+                    heappush(ends, (end, index))
+                touched.add(index)
+            while ends and ends[0][0] <= now:
+                end, index = heappop(ends)
+                if workers[index].until == end:  # else the stretch was cut, and its end is another entry
+                    workers[index].finish()
+                    touched.add(index)
+            for index in sorted(touched):
+                if workers[index].until is None and (end := workers[index].begin(now)) is not None:
+                    heappush(ends, (end, index))
+            if on_request is not None:
+                on_request(sum(worker.num_ended for worker in workers))
+
+    def result(self) -> SimulateResult:
+        """Return what was found so far."""
+        each, trace = self.outcomes, self._trace
+        ended = each.last[each.last >= 0]
+        ticks = int(ended.max() - each.arrived.min()) if len(ended) else 0
+        generated = np.where((each.last >= 0) & (trace.output_lengths > 1), trace.output_lengths - 1, np.nan)
+        return SimulateResult(
+            trace.name, self._schema.name, policy_name(self._policy), self._routing,
+            self.workers[0].batching.cache.plan.nbytes, len(trace), len(ended),
+            sum(worker.batching.never_fit for worker in self.workers), int(each.prompt.sum()), int(each.matched.sum()),
+            int(each.cached.sum()), int(each.loaded.sum()), ticks / PER_SECOND,
+            summary(each.since_arrival(each.admitted)), summary(each.since_arrival(each.first)),
+            summary(each.since_arrival(each.last)), summary((each.last - each.first) / PER_SECOND / generated),
+            tuple(self._counts(worker, ticks) for worker in self.workers), each,
+        )  # fmt: skip
+
+    def _counts(self, worker: Worker, ticks: int) -> WorkerResult:
+        each, mine = self.outcomes, self.outcomes.worker == worker.index
+        prompt, cached, loaded = (int(column[mine].sum()) for column in (each.prompt, each.cached, each.loaded))
+        evicted = sum(worker.batching.cache.core.prefix.num_evicted)
+        busy = worker.busy / max(1, ticks)
+        return WorkerResult(int(mine.sum()), prompt, cached, loaded, evicted, worker.num_steps, busy)

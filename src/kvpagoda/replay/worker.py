@@ -1,0 +1,223 @@
+"""One worker of a simulation: a cache, a queue, and steps that take time.
+
+A step gives each request that decodes one token, then pieces of prompts to the others, in the order of their admission, until
+``step_tokens`` tokens are given; while any are left, it admits waiting requests. What a step computes is in the cache, and
+is seen by others, when the step ends.
+
+    begin ──► the step's end is known ──► finish: commits, first tokens, ends of requests ──► begin ..
+
+While all running requests decode and nobody can be admitted, nothing changes from step to step but the lengths. Such steps
+are one *stretch*, which ends with the first request that ends; ``cut`` ends it earlier, at a request's arrival. The cache
+is called only for those steps of a stretch in which a block is begun or completed."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from kvpagoda.cache.sequence import requests_of
+from kvpagoda.errors import RetryLater
+from kvpagoda.replay.batching import Batching, Running
+from kvpagoda.replay.costs import Ticks
+from kvpagoda.replay.outcomes import Outcomes
+
+_by_order = attrgetter("order")
+
+
+class Worker:
+    """One cache of a simulation, worker ``index``. Times are whole picoseconds. ``until``: when its step or stretch ends;
+    None while it has none. ``backlog``: prompt tokens that are expected to be computed before a request that arrives now.
+    """
+
+    def __init__(self, index: int, batching: Batching, ticks: Ticks, step_tokens: int, outcomes: Outcomes) -> None:
+        self.index, self.batching, self.outcomes = index, batching, outcomes
+        self._cache, self._ticks, self._step_tokens = batching.cache, ticks, step_tokens
+        self.until: int | None = None
+        self.backlog = self.busy = self.num_steps = self.num_ended = 0
+        self._expected: dict[int, int] = {}  # waiting request -> its share of the backlog
+        self._prefilling: list[Running] = []
+        self._decoding: set[Running] = set()
+        self._pieces: list[tuple[Running, int]] = []  # of the step: a request, and where its piece ends
+        self._began = self._stretch = 0  # when the step began; how many steps in one go
+        self._is_blocked = False  # whether the first waiting request found no room, and nothing ended since
+        self._decoded = self._orders = self._context = 0  # decode steps; requests that decoded; tokens of ``_decoding``
+        self._due: dict[int, list[Running]] = {}  # number of a decode step -> requests that must commit at its end
+        self._growing: list[Running] = []  # requests that begin a block in the next decode step
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return len(self._prefilling) + len(self._decoding) + len(self.batching.waiting)
+
+    def enqueue(self, number: int, expected: int) -> None:
+        """Let request ``number`` wait. ``expected``: the tokens of its prompt that will be computed."""
+        self.batching.waiting.append(number)
+        self._expected[number] = expected
+        self.backlog += expected
+
+    # -- the beginning of a step ---------------------------------------------------------------------------------------
+
+    def begin(self, now: int) -> int | None:
+        """Begin a step and return when it ends; None, beginning none, if there is nothing to do."""
+        self._grow()
+        budget = self._step_tokens - len(self._decoding)
+        for request in self._prefilling:
+            budget -= self._plan_piece(request, budget, now)
+        self._admit(budget, now)
+        computed = sum(end - request.sequence.length for request, end in self._pieces)
+        arriving = [request.ready for request in self._prefilling if request.ready > now]
+        if self._pieces:
+            self._stretch = 1
+        elif self._decoding:
+            self._stretch = min(request.ends_at for request in self._decoding) - self._decoded
+        elif arriving:
+            self._stretch = 0
+        else:
+            return None
+        self._began = now
+        if not self._stretch:
+            self.until = min(arriving)
+            return self.until
+        self.until = now + self._seconds(self._stretch, computed)
+        if arriving and not self._pieces:
+            self._end_at(min(arriving))
+        return self.until
+
+    def cut(self, now: int) -> int | None:
+        """Return when the stretch in progress ends if a request that arrives ``now`` is to be admitted as soon as it can;
+        ``until`` is set to it."""
+        if self.until is not None and not self._pieces and not self._is_blocked and self._has_slot():
+            if self._stretch:
+                self._end_at(now)
+            else:
+                self.until = min(self.until, now)
+        return self.until
+
+    def _end_at(self, time: int) -> None:
+        """End the stretch with the first of its steps that does not end before ``time``."""
+        low, high = 1, self._stretch
+        while low < high:
+            middle = (low + high) // 2
+            if self._began + self._seconds(middle) >= time:
+                high = middle
+            else:
+                low = middle + 1
+        self._stretch, self.until = low, self._began + self._seconds(low)
+
+    def _seconds(self, steps: int, computed: int = 0) -> int:
+        """Return the picoseconds of ``steps`` steps from now on, of which the first computes ``computed`` prompt tokens."""
+        return self._ticks.of(steps, computed, len(self._decoding), self._context)
+
+    def _has_slot(self) -> bool:
+        return len(self._prefilling) + len(self._decoding) < self._cache.plan.max_requests
+
+    def _plan_piece(self, request: Running, budget: int, now: int) -> int:
+        """Make room for the next piece of a prompt, of at most ``budget`` tokens, and return its tokens."""
+        length = request.sequence.length
+        if budget <= 0 or request.ready > now:
+            return 0
+        end = request.extend(self.batching.piece(request, budget))
+        self._pieces.append((request, end))
+        return end - length
+
+    def _admit(self, budget: int, now: int) -> None:
+        """Open waiting requests, and give them pieces, while there are slots, memory and tokens of the ``budget``."""
+        waiting = self.batching.waiting
+        while waiting and budget > 0 and not self._is_blocked and self._has_slot():
+            try:
+                number, request = self.batching.open_next()
+            except RetryLater:
+                if not (self._prefilling or self._decoding):
+                    raise
+                self._is_blocked = True
+                return
+            self.backlog -= self._expected.pop(number)
+            if request is None:
+                continue
+            self.outcomes.admit(self.index, request, now)
+            request.ready = now
+            self.backlog += request.num_prompt - request.sequence.length
+            self._prefilling.append(request)
+            budget -= self._plan_piece(request, budget, now)
+
+    # -- the end of a step ---------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """End the step or stretch in progress, at ``until``."""
+        now = self.until
+        assert now is not None
+        self.busy += now - self._began if self._stretch else 0
+        self.num_steps += self._stretch
+        ended = self._decode(self._stretch) if self._decoding else []
+        for request, end in self._pieces:
+            self.backlog -= end - request.sequence.length
+            request.commit(end)
+            if end == request.num_prompt:
+                self.outcomes.first[request.number] = now
+                self._prefilling.remove(request)
+                if len(request.text) - end <= 1:
+                    ended.append(request)
+                else:
+                    self._begin_decoding(request)
+        self._pieces.clear()
+        for request in ended:
+            self._last_token(request)
+        for request in ended:
+            request.sequence.close()
+            self.outcomes.last[request.number] = now
+        self.num_ended += len(ended)
+        self._is_blocked = self._is_blocked and not ended
+        self.until = None
+
+    def _begin_decoding(self, request: Running) -> None:
+        request.order, self._orders = self._orders, self._orders + 1
+        request.since = self._decoded - request.num_prompt  # of a decode step, minus the tokens that it has after it
+        request.ends_at = self._decoded + len(request.text) - request.num_prompt - 1
+        self._decoding.add(request)
+        self._context += request.num_prompt
+        if request.num_prompt % request.block_size == 0:
+            self._growing.append(request)
+        self._plan_commit(request, request.num_prompt)
+
+    def _plan_commit(self, request: Running, length: int) -> None:
+        """Note after which decode step ``request``, of ``length`` tokens now, must commit: at the end of a block, where the
+        cache settles it, at its end."""
+        at = (length // request.block_size + 1) * request.block_size
+        settles = requests_of(request.sequence, self._cache.core)[0].settle_at
+        if length < settles < at:
+            at = settles
+        self._due.setdefault(min(request.ends_at, request.since + at), []).append(request)
+
+    def _decode(self, steps: int) -> list[Running]:
+        """Commit what ``steps`` decode steps complete. Return the requests that end with the last of them."""
+        ended = list[Running]()
+        for step in range(self._decoded + 1, self._decoded + steps + 1):
+            self._grow()
+            for request in sorted(self._due.pop(step, ()), key=_by_order):
+                length = step - request.since
+                request.commit(length)
+                if step == request.ends_at:
+                    ended.append(request)
+                    continue
+                if length % request.block_size == 0:
+                    self._growing.append(request)
+                self._plan_commit(request, length)
+        self._context += steps * len(self._decoding)
+        self._decoded += steps
+        for request in ended:
+            self._decoding.remove(request)
+            self._context -= len(request.text) - 1
+        return ended
+
+    def _grow(self) -> None:
+        """Make room for the next block of each request that begins one."""
+        for request in sorted(self._growing, key=_by_order):
+            request.extend(min(len(request.text), request.sequence.length + request.block_size))
+        self._growing.clear()
+
+    @staticmethod
+    def _last_token(request: Running) -> None:
+        """Commit the last token, which takes no step of its own: it was answered, and nobody computes with it."""
+        end = len(request.text)
+        if request.sequence.length < end:
+            request.extend(end)
+            request.commit(end)
