@@ -52,7 +52,7 @@ class OneByOne:
     ``times``: request -> [admission, first token, end] in picoseconds; ``cached``: request -> tokens."""
 
     def __init__(self, trace: Trace, schema: Schema, budget: str, step_tokens: int, **settings: Any) -> None:
-        self.cache = cache_for(trace, schema, budget, step_tokens, **settings)
+        self.cache = cache_for(trace, schema, budget, step_tokens=step_tokens, **settings)
         self.batching, self.step_tokens = Batching(self.cache, trace, 16), step_tokens
         self.ticks = Ticks(COSTS, self.cache.plan)
         self.times: dict[int, list[int]] = {}

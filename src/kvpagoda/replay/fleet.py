@@ -15,15 +15,13 @@ import numpy as np
 
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.errors import BadInput
-from kvpagoda.policies.protocol import EvictionPolicy
 from kvpagoda.prefix import policy_name
 from kvpagoda.replay.batching import Batching, cache_for
 from kvpagoda.replay.costs import PER_SECOND, Costs, Ticks
-from kvpagoda.replay.outcomes import Outcomes, summary
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.routing import rule_named
 from kvpagoda.replay.trace import Trace
-from kvpagoda.replay.worker import Worker
+from kvpagoda.replay.worker import Outcomes, Worker, summary
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
@@ -130,26 +128,24 @@ class Simulation:
 
     def __init__(
         self, trace: Source | Trace, schema: Schema, budget: int | str, *, costs: Costs | str, workers: int,
-        routing: str, tokens_per_id: int, max_requests: int, step_tokens: int, policy: str | EvictionPolicy, seed: int,
-        **settings: Any,
+        routing: str, tokens_per_id: int, seed: int, **settings: Any,
     ) -> None:  # fmt: skip
         per_id = whole_number(tokens_per_id, "tokens_per_id", at_least=1)
         count = whole_number(workers, "workers", at_least=1, below=10_001)
-        if whole_number(step_tokens, "step_tokens", at_least=1) < max_requests:
+        most, step_tokens = settings["max_requests"], whole_number(settings["step_tokens"], "step_tokens", at_least=1)
+        if step_tokens < most:
             raise BadInput(
-                f"a step gives each of {max_requests} requests a token, so step_tokens must not be less, got {step_tokens}",
-                needed=max_requests, available=step_tokens,
+                f"a step gives each of {most} requests a token, so step_tokens must not be less, got {step_tokens}",
+                needed=most, available=step_tokens,
             )  # fmt: skip
         columns = Trace.read(trace)
-        self._trace, self._schema, self._policy, self._routing = columns, schema, policy, routing
+        self._trace, self._schema, self._policy, self._routing = columns, schema, settings["policy"], routing
         prices = Costs.read(costs, schema.name) if isinstance(costs, str) else costs
         self.outcomes = Outcomes(columns.arrivals)
         logs = [EventLog() if routing == "prefix-aware" else None for _ in range(count)]
         self.workers = list[Worker]()
         for index, log in enumerate(logs):
-            cache = cache_for(
-                columns, schema, budget, step_tokens, max_requests=max_requests, policy=policy, events=log, **settings
-            )
+            cache = cache_for(columns, schema, budget, events=log, **settings)
             batching = Batching(cache, columns, per_id)
             self.workers.append(Worker(index, batching, Ticks(prices, cache.plan), step_tokens, self.outcomes))
         followed = [log for log in logs if log is not None]

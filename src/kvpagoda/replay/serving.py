@@ -96,9 +96,10 @@ def serve(
     whole_number(tokens_per_id, "tokens_per_id", at_least=1)
     columns, clock = Trace.read(trace), Clock()
     cache = cache_for(
-        columns, schema, budget, step_tokens, shared=shared, checkpoints=checkpoints, checkpoint_every=checkpoint_every,
-        checkpoint_format=checkpoint_format, max_requests=max_requests, block_size=block_size, policy=policy, tiers=tiers,
-        events=events, record=None if record is None else Recording(record, clock, _CACHED),
+        columns, schema, budget, step_tokens=step_tokens, shared=shared, checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every, checkpoint_format=checkpoint_format, max_requests=max_requests,
+        block_size=block_size, policy=policy, tiers=tiers, events=events,
+        record=None if record is None else Recording(record, clock, _CACHED),
     )  # fmt: skip
     numbers = range(len(columns)) if part is None else part
     batching = Batching(cache, columns, tokens_per_id, numbers)
