@@ -22,6 +22,7 @@ COMMANDS = {
     "replay": ["replay", "--limit", "40", "--warm-up", "0.5", "--requests", "out.jsonl"],
     "replay_schema": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB"],
     "replay_workers": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB", "--workers", "1"],
+    "simulate": ["simulate", "--limit", "20", "--workers", "1,2", "--tier", "host:10GiB"],
     "doctor": ["doctor", "--tier", "host:64MiB"],
     "generate": ["generate", "--max-new-tokens", "2", "--prompts", "prompts.txt"],
     "top": ["top", "METRICS", "--once"],

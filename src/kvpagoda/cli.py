@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any
@@ -281,6 +283,53 @@ def replay_trace(
 
         layers = None if schema is None else _schema(schema, None, "raw")
         is_partial = run(Options(**{**given, "schema": layers}))
+    if is_partial:
+        raise typer.Exit(130)
+
+
+@app.command("simulate")
+def simulate_trace(
+    trace: Annotated[
+        Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
+    ] = None,
+    schema: Annotated[str, typer.Option(help="the model's layers: " + CONFIG)] = "llama-3.1-8b",
+    budget: Annotated[str, typer.Option(help="memory of each worker's cache, with commas")] = "40GiB",
+    costs: Annotated[
+        str, typer.Option(help="h100, h100:MODEL, 4xh100:MODEL (MODEL: default --schema), a JSON file, or none")
+    ] = "h100",
+    workers: Annotated[str, typer.Option(help="number of caches, with commas")] = "1",
+    routing: Annotated[str, typer.Option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
+    policy: Annotated[str, typer.Option(help="eviction policies, with commas")] = "lru",
+    tier: Annotated[
+        list[str] | None, typer.Option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(help="the most requests that run at once on a worker")] = 64,
+    step_tokens: Annotated[int, typer.Option(help="the most tokens that a step computes")] = 2048,
+    block_size: Annotated[int | None, typer.Option(help="tokens per block (default: what the layers need)")] = None,
+    tokens_per_id: Annotated[int | None, typer.Option(help="tokens per id (default: the trace's, or 512)")] = None,
+    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out lines that cannot be read")] = False,
+    seed: Annotated[int, typer.Option(help="seed of random routing, and of the synthetic workload")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+) -> None:
+    """Serve a trace at its times of arrival with caches that have a clock, and print hits and times to tokens.
+
+    Steps take what --costs says; nothing of a GPU is modelled. Ctrl-C prints what is done so far, and exits with 130.
+    """
+    with one_line_errors():
+        from kvpagoda.replay import fleet_report, report
+        from kvpagoda.replay.costs import Costs
+
+        layers = _schema(schema, None, "raw")
+        source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
+        counts = numbers_of(workers, "--workers", "workers")
+        cases = list(product(words_of(budget), words_of(policy), counts, words_of(routing)))
+        tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
+        settings: dict[str, Any] = {
+            "tiers": tiers, "max_requests": max_requests, "step_tokens": step_tokens, "block_size": block_size,
+            "tokens_per_id": tokens_per_id, "seed": seed,
+        }  # fmt: skip
+        is_partial = fleet_report.run(source, layers, cases, Costs.read(costs, layers.name), settings, as_json)
     if is_partial:
         raise typer.Exit(130)
 

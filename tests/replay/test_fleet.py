@@ -15,7 +15,7 @@ import kvpagoda
 from kvpagoda import Schema
 from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.replay import Trace, synthetic
-from kvpagoda.replay.costs import Costs
+from kvpagoda.replay.costs import Costs, TierCosts
 from kvpagoda.replay.fleet import Simulation, simulate
 from kvpagoda.replay.routing import RULES, PrefixAware
 from kvpagoda.replay.texts import text_of
@@ -108,7 +108,7 @@ def test_what_is_counted_adds_up(routing: str) -> None:
 def test_an_interrupted_simulation_tells_what_is_done() -> None:
     made = Simulation(
         synthetic(100), FULL, "3MiB", costs=COSTS, workers=2, routing="round-robin", tokens_per_id=64, max_requests=64,
-        step_tokens=2048, policy="lru", seed=0,
+        step_tokens=2048, policy="lru", tiers={}, seed=0,
     )  # fmt: skip
 
     def stop(count: int) -> None:
@@ -136,3 +136,21 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     result = run("round-robin", 2, "64KiB", Trace.read(large))
     assert (result.never_fit, result.finished, result.hit_rate) == (2, 0, 0.0)
     assert result.first_token["mean"] is None and result.seconds == 0
+
+
+def test_what_a_tier_has_is_loaded_in_its_time() -> None:
+    """A prompt that the cache evicted comes back from a tier: its bytes and the latency are all the time it takes."""
+    records = [{"timestamp": 1000 * i, "input_length": 640, "output_length": 1, "hash_ids": [i % 3]} for i in range(6)]
+    trace, tiers = Trace.read(records, block_size=640), {"host": TierCosts(0.25, 1e-5)}
+    settings: dict[str, Any] = {"tokens_per_id": 640, "block_size": 64, "max_requests": 2}
+    result = simulate(trace, FULL, "45KiB", costs=Costs(tiers=tiers), tiers={"host": "1MiB"}, **settings)
+    again = simulate(trace, FULL, "45KiB", costs=Costs(tiers=tiers), tiers={"host": "1MiB"}, **settings)
+    loaded = result.each.loaded.tolist()
+    assert result.each.cached.tolist() == [0, 0, 0, 576, 576, 576] and loaded[:3] == [0, 0, 0] and min(loaded[3:]) > 300
+    waits = [0.25 + tokens * 32 * 1e-5 if tokens else 0 for tokens in loaded]
+    assert ((result.each.first - result.each.arrived) / 1e12).tolist() == pytest.approx(waits)
+    assert result.loaded_tokens == sum(loaded) and result.to_dict() == again.to_dict()
+    small = simulate(trace, FULL, "45KiB", costs=Costs(tiers=tiers), tiers={"host": "4KiB"}, **settings)
+    assert small.loaded_tokens < result.loaded_tokens  # two blocks of 2 KiB alone
+    with pytest.raises(BadInput, match="unknown tier of these costs 'disk'; known: host"):
+        simulate(trace, FULL, "45KiB", costs=Costs(tiers=tiers), tiers={"disk": "1MiB"}, **settings)

@@ -15,17 +15,23 @@ latency and its seconds for each byte. That is all: no kernels, no overlap, no c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.loading import read_json
 from kvpagoda.schema.plan import Plan
-from kvpagoda.units import real_number, whole_number
+from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer
+from kvpagoda.tiers.slots import SlotDriver
+from kvpagoda.tiers.spec import TierSpec
+from kvpagoda.units import parse_bytes, real_number, whole_number
 
+T = TypeVar("T")
 PER_SECOND = 10**12
 """A simulation counts whole picoseconds, so that a sum of steps is the same in any order."""
 
@@ -100,9 +106,10 @@ class Costs:
 
 
 class Ticks:
-    """``Costs`` in whole picoseconds, for one cache with the ``plan``."""
+    """``Costs`` in whole picoseconds, for one cache with the ``plan``. ``loads``: of a block of each tier below it, and
+    ``latencies``: of a request that loads from it."""
 
-    def __init__(self, costs: Costs, plan: Plan) -> None:
+    def __init__(self, costs: Costs, plan: Plan, tiers: Iterable[str] = ()) -> None:
         growing = sum(g.layout.payload_nbytes for g in plan.groups if not g.growth.is_bounded) / plan.block_size
         bounded = 0.0
         for group in plan.groups:
@@ -112,6 +119,14 @@ class Ticks:
         self.step, self.prefill = _ticks(costs.step), _ticks(costs.prefill_token)
         self.decode = _ticks(costs.decode_token + bounded * costs.read_byte)
         self.context = _ticks(growing * costs.read_byte)
+        below = [_named(costs.tiers, name, "tier of these costs") for name in tiers]
+        self.latencies = [_ticks(tier.latency) for tier in below]
+        self.loads = [_ticks(growing * plan.block_size * tier.byte) for tier in below]
+
+    def loading(self, blocks: Iterable[int]) -> int:
+        """Return the picoseconds to load ``blocks[i]`` blocks from tier ``i``, one tier after the other."""
+        parts = zip(blocks, self.latencies, self.loads)
+        return sum(latency + count * load for count, latency, load in parts if count)
 
     def of(self, steps: int, computed: int, decoding: int, context: int) -> int:
         """Return the picoseconds of ``steps`` steps in a row. The first computes ``computed`` prompt tokens. In each
@@ -127,11 +142,10 @@ def public_figures() -> dict[str, Any]:
     return read_json(__name__, "costs.json")
 
 
-def _named(rows: dict[str, Any], name: str, what: str) -> dict[str, Any]:
+def _named(rows: Mapping[str, T], name: str, what: str) -> T:
     if name not in rows:
         raise unknown_name(what, name, rows)
-    found: dict[str, Any] = rows[name]
-    return found
+    return rows[name]
 
 
 def _check(costs: TierCosts | Costs) -> None:
@@ -142,3 +156,47 @@ def _check(costs: TierCosts | Costs) -> None:
 
 def _ticks(seconds: float) -> int:
     return round(seconds * PER_SECOND)
+
+
+class Headers:
+    """A ``Medium`` for ``SlotDriver`` that keeps the headers of ``num_slots`` records, and no blocks."""
+
+    def __init__(self, buffer: RecordBuffer, num_slots: int) -> None:
+        self.num_slots, self.slot_nbytes, self._rows = num_slots, buffer.record_nbytes, buffer.rows
+        self._kept: dict[int, bytes] = {}
+
+    def scan(self) -> list[tuple[bytes, int]]:
+        return []
+
+    def write(self, slot: int, row: int) -> bool:
+        self._kept[slot] = self._rows[row][:HEADER_NBYTES].tobytes()
+        return True
+
+    def read(self, slot: int, row: int) -> bool:
+        self._rows[row][:HEADER_NBYTES] = np.frombuffer(self._kept[slot], np.uint8)
+        return True
+
+    def clear(self, slot: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._kept.clear()
+
+
+def tier_specs(tiers: Mapping[str, int | str], plan: Plan) -> list[TierSpec]:
+    """Return tiers of as many blocks as ``tiers``, name -> bytes, hold below a cache with the ``plan``. Each stores what the
+    cache evicts. Raises BadInput, also for models with more than full attention: a checkpoint's bytes are not counted."""
+    if len(plan.groups) != 1 or plan.groups[0].growth.is_bounded:
+        raise BadInput(f"tiers are simulated for full attention alone, and {plan.schema_name} has other layers too")
+    size, specs = plan.groups[0].layout.payload_nbytes, list[TierSpec]()
+    for name, nbytes in tiers.items():
+        slots = parse_bytes(nbytes) // size
+        if not slots:
+            raise BadInput(f"tier {name!r} of {nbytes} holds no block of {size} bytes", needed=size, available=nbytes)
+        make = partial(_driver, num_slots=slots)
+        specs.append(TierSpec(name, make, "evict", staging="4MiB", timeout=60.0, checksum=False, is_private=True))
+    return specs
+
+
+def _driver(buffer: RecordBuffer, num_slots: int) -> SlotDriver:
+    return SlotDriver(Headers(buffer, num_slots))

@@ -6,7 +6,7 @@ At one time the arrivals come first, then the ends of steps, then new steps begi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from heapq import heappop, heappush
 from typing import Any
@@ -17,7 +17,7 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix import policy_name
 from kvpagoda.replay.batching import Batching, cache_for
-from kvpagoda.replay.costs import PER_SECOND, Costs, Ticks
+from kvpagoda.replay.costs import PER_SECOND, Costs, Ticks, tier_specs
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.routing import rule_named
 from kvpagoda.replay.trace import Trace
@@ -95,6 +95,7 @@ def simulate(
     max_requests: int = 64,
     step_tokens: int = 2048,
     policy: str = "lru",
+    tiers: Mapping[str, int | str] | None = None,
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
     **settings: Any,
@@ -103,7 +104,8 @@ def simulate(
 
     ``costs``: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names. ``routing``: one of
     ``kvpagoda.replay.RULES``; ``seed``: of the random one. A step of a worker computes at most ``step_tokens`` tokens, of at
-    most ``max_requests`` requests (see ``kvpagoda.replay.worker``). ``tokens_per_id``, ``policy`` and the other ``settings``
+    most ``max_requests`` requests (see ``kvpagoda.replay.worker``). ``tiers``: below each cache, the fastest first: a name
+    in the costs -> bytes. They store what the cache evicts. ``tokens_per_id``, ``policy`` and the other ``settings``
     (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are those of ``serve``. ``on_request`` is called
     with the number of requests that ended. Raises BadInput, NeverFits, MissingExtra.
 
@@ -117,7 +119,7 @@ def simulate(
     """
     made = Simulation(
         trace, schema, budget, costs=costs, workers=workers, routing=routing, tokens_per_id=tokens_per_id,
-        max_requests=max_requests, step_tokens=step_tokens, policy=policy, seed=seed, **settings,
+        max_requests=max_requests, step_tokens=step_tokens, policy=policy, tiers=tiers or {}, seed=seed, **settings,
     )  # fmt: skip
     made.run(on_request)
     return made.result()
@@ -128,7 +130,7 @@ class Simulation:
 
     def __init__(
         self, trace: Source | Trace, schema: Schema, budget: int | str, *, costs: Costs | str, workers: int,
-        routing: str, tokens_per_id: int, seed: int, **settings: Any,
+        routing: str, tokens_per_id: int, seed: int, tiers: Mapping[str, int | str], **settings: Any,
     ) -> None:  # fmt: skip
         per_id = whole_number(tokens_per_id, "tokens_per_id", at_least=1)
         count = whole_number(workers, "workers", at_least=1, below=10_001)
@@ -146,8 +148,12 @@ class Simulation:
         self.workers = list[Worker]()
         for index, log in enumerate(logs):
             cache = cache_for(columns, schema, budget, events=log, **settings)
-            batching = Batching(cache, columns, per_id)
-            self.workers.append(Worker(index, batching, Ticks(prices, cache.plan), step_tokens, self.outcomes))
+            if tiers:  # their sizes in blocks follow from the plan
+                specs = tier_specs(tiers, cache.plan)
+                cache = cache_for(columns, schema, budget, events=log, tiers=specs, **settings)
+                cache.core.tiers.took(1.0)  # what is found is loaded, whatever this machine measures
+            batching, ticks = Batching(cache, columns, per_id), Ticks(prices, cache.plan, tiers)
+            self.workers.append(Worker(index, batching, ticks, step_tokens, self.outcomes))
         followed = [log for log in logs if log is not None]
         self._rule = rule_named(routing, columns, self.workers, followed, per_id, seed)
 

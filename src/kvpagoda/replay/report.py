@@ -84,7 +84,7 @@ def show(sheets: Sequence[Sheet], as_json: bool) -> bool:
         for line in sheet.lines:
             console.say(line)
         out.print(
-            "\n".join(table(sheet.columns, sheet.cells, ("policy", "budget", "worker"), out.width)), soft_wrap=True
+            "\n".join(table(sheet.columns, sheet.cells, ("policy", "budget", "worker", "routing"), out.width)), soft_wrap=True
         )
     return is_partial
 
@@ -273,7 +273,7 @@ def measured_schema(
     results = [done[number] for number in sorted(done)]
     rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every, _), r in zip(asked, results)]
     figures = {"trace": trace.name, "schema": schema.name, **order, "results": rows, "partial": is_partial}
-    lines = [_title(trace, schema), *notes]
+    lines = [title(trace, schema), *notes]
     if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     lines.append(
@@ -359,11 +359,11 @@ def run_workers(
         )
         for name, part in parts.items()
     ]  # fmt: skip
-    lines = [f"{_title(trace, schema)}, {budget} a worker", *notes]
+    lines = [f"{title(trace, schema)}, {budget} a worker", *notes]
     show([Sheet(figures, lines, ("worker", "requests", "hits", "from store", "evicted"), cells)], as_json)
 
 
-def _title(trace: Trace, schema: Schema) -> str:
+def title(trace: Trace, schema: Schema) -> str:
     return f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}"
 
 

@@ -77,6 +77,8 @@ class Worker:
         self._decoding: set[Running] = set()
         self._pieces: list[tuple[Running, int]] = []  # of the step: a request, and where its piece ends
         self._began = self._stretch = 0  # when the step began; how many steps in one go
+        self._levels = batching.cache.core.tiers.levels
+        self._loaded = [0] * len(self._levels)  # blocks so far, from each level
         self._is_blocked = False  # whether the first waiting request found no room, and nothing ended since
         self._decoded = self._orders = self._context = 0  # decode steps; requests that decoded; tokens of ``_decoding``
         self._due: dict[int, list[Running]] = {}  # number of a decode step -> requests that must commit at its end
@@ -173,10 +175,20 @@ class Worker:
             if request is None:
                 continue
             self.outcomes.admit(self.index, request, now)
-            request.ready = now
+            request.ready = now + self._loading(request)
             self.backlog += request.num_prompt - request.sequence.length
             self._prefilling.append(request)
             budget -= self._plan_piece(request, budget, now)
+
+    def _loading(self, request: Running) -> int:
+        """Return the picoseconds in which ``request``, which was just opened, loads what tiers have of it."""
+        if not self._levels:
+            return 0
+        loaded = [level.loaded_blocks for level in self._levels]
+        blocks = [now - before for now, before in zip(loaded, self._loaded)]
+        self._loaded = loaded
+        self.outcomes.loaded[request.number] = sum(blocks) * request.block_size
+        return self._ticks.loading(blocks)
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
