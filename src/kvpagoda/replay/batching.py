@@ -42,12 +42,12 @@ class Running:
     """An admitted request: its ``sequence``, and its tokens ``text``, int32 ``[n]``, of which the first ``num_prompt`` are
     the prompt. ``number``: its number in the trace."""
 
-    __slots__ = ("block_size", "ends_at", "num_prompt", "number", "order", "ready", "sequence", "since", "text")
+    __slots__ = ("block_size", "ends_at", "num_prompt", "number", "order", "ready", "room", "sequence", "since", "text")
 
     def __init__(self, number: int, sequence: Sequence, text: Tokens, num_prompt: int, block_size: int) -> None:
         self.number, self.sequence, self.text, self.num_prompt = number, sequence, text, num_prompt
         self.block_size = block_size
-        self.ready = self.order = self.since = self.ends_at = 0  # see ``worker``
+        self.ready = self.order = self.since = self.ends_at = self.room = 0  # see ``worker``
 
     def extend(self, end: int) -> int:
         """Make room for the tokens up to ``end``, or, without blocks for that, up to the end of the current block.

@@ -153,7 +153,8 @@ class Simulation:
                 cache = cache_for(columns, schema, budget, events=log, tiers=specs, **settings)
                 cache.core.tiers.took(1.0)  # what is found is loaded, whatever this machine measures
             batching, ticks = Batching(cache, columns, per_id), Ticks(prices, cache.plan, tiers)
-            self.workers.append(Worker(index, batching, ticks, step_tokens, self.outcomes))
+            is_lru = settings["policy"] == "lru"
+            self.workers.append(Worker(index, batching, ticks, step_tokens, self.outcomes, is_lru))
         followed = [log for log in logs if log is not None]
         self._rule = rule_named(routing, columns, self.workers, followed, per_id, seed)
 

@@ -8,7 +8,8 @@ is seen by others, when the step ends.
 
 While all running requests decode and nobody can be admitted, nothing changes from step to step but the lengths. Such steps
 are one *stretch*, which ends with the first request that ends; ``cut`` ends it earlier, at a request's arrival. The cache
-is called only for those steps of a stretch in which a block is begun or completed."""
+is called only for those steps of a stretch in which a block is begun or completed; if it keeps full attention alone, evicts
+by LRU and has no tiers, room is made for the whole stretch at once, since the same blocks are evicted for it."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ class Worker:
     None while it has none. ``backlog``: prompt tokens that are expected to be computed before a request that arrives now.
     """
 
-    def __init__(self, index: int, batching: Batching, ticks: Ticks, step_tokens: int, outcomes: Outcomes) -> None:
+    def __init__(
+        self, index: int, batching: Batching, ticks: Ticks, step_tokens: int, outcomes: Outcomes, is_lru: bool
+    ) -> None:  # fmt: skip
         self.index, self.batching, self.outcomes = index, batching, outcomes
         self._cache, self._ticks, self._step_tokens = batching.cache, ticks, step_tokens
         self.until: int | None = None
@@ -79,6 +82,9 @@ class Worker:
         self._began = self._stretch = 0  # when the step began; how many steps in one go
         self._levels = batching.cache.core.tiers.levels
         self._loaded = [0] * len(self._levels)  # blocks so far, from each level
+        core = self._cache.core
+        is_full = len(core.groups) == 1 and not core.bounded and not self._levels
+        self._is_plain = is_full and is_lru
         self._is_blocked = False  # whether the first waiting request found no room, and nothing ended since
         self._decoded = self._orders = self._context = 0  # decode steps; requests that decoded; tokens of ``_decoding``
         self._due: dict[int, list[Running]] = {}  # number of a decode step -> requests that must commit at its end
@@ -99,7 +105,7 @@ class Worker:
 
     def begin(self, now: int) -> int | None:
         """Begin a step and return when it ends; None, beginning none, if there is nothing to do."""
-        self._grow()
+        self._begin_blocks()
         budget = self._step_tokens - len(self._decoding)
         for request in self._prefilling:
             budget -= self._plan_piece(request, budget, now)
@@ -225,7 +231,8 @@ class Worker:
         request.ends_at = self._decoded + len(request.text) - request.num_prompt - 1
         self._decoding.add(request)
         self._context += request.num_prompt
-        if request.num_prompt % request.block_size == 0:
+        request.room = request.num_prompt + -request.num_prompt % request.block_size
+        if request.room == request.num_prompt:
             self._growing.append(request)
         self._plan_commit(request, request.num_prompt)
 
@@ -233,37 +240,55 @@ class Worker:
         """Note after which decode step ``request``, of ``length`` tokens now, must commit: at the end of a block, where the
         cache settles it, at its end."""
         at = (length // request.block_size + 1) * request.block_size
-        settles = requests_of(request.sequence, self._cache.core)[0].settle_at
-        if length < settles < at:
-            at = settles
+        if not self._is_plain:
+            settles = requests_of(request.sequence, self._cache.core)[0].settle_at
+            at = settles if length < settles < at else at
         self._due.setdefault(min(request.ends_at, request.since + at), []).append(request)
 
     def _decode(self, steps: int) -> list[Running]:
         """Commit what ``steps`` decode steps complete. Return the requests that end with the last of them."""
-        ended = list[Running]()
-        for step in range(self._decoded + 1, self._decoded + steps + 1):
-            self._grow()
-            for request in sorted(self._due.pop(step, ()), key=_by_order):
-                length = step - request.since
-                request.commit(length)
-                if step == request.ends_at:
-                    ended.append(request)
-                    continue
-                if length % request.block_size == 0:
-                    self._growing.append(request)
-                self._plan_commit(request, length)
+        ended, first, self._decoded = list[Running](), self._decoded + 1, self._decoded + steps
+        if self._is_plain and steps > 1:
+            for request in self._decoding:
+                self._grow(request, self._decoded - request.since)
+            self._growing.clear()
+        for step in range(first, first + steps):
+            if self._growing:
+                self._begin_blocks()
+            if step in self._due:
+                self._commit(self._due.pop(step), step, ended)
         self._context += steps * len(self._decoding)
-        self._decoded += steps
         for request in ended:
             self._decoding.remove(request)
             self._context -= len(request.text) - 1
         return ended
 
-    def _grow(self) -> None:
+    def _commit(self, due: list[Running], step: int, ended: list[Running]) -> None:
+        """Commit all that the requests ``due`` have after decode step ``step``. Append those that end to ``ended``."""
+        due.sort(key=_by_order)
+        for request in due:
+            length = step - request.since
+            request.commit(length)
+            if step == request.ends_at:
+                ended.append(request)
+                continue
+            if length == request.room:
+                self._growing.append(request)
+            self._plan_commit(request, length)
+
+    def _begin_blocks(self) -> None:
         """Make room for the next block of each request that begins one."""
-        for request in sorted(self._growing, key=_by_order):
-            request.extend(min(len(request.text), request.sequence.length + request.block_size))
+        self._growing.sort(key=_by_order)
+        for request in self._growing:
+            self._grow(request, request.room + 1)
         self._growing.clear()
+
+    @staticmethod
+    def _grow(request: Running, length: int) -> None:
+        """Make room for all blocks of the first ``length`` tokens."""
+        end = min(len(request.text), length + -length % request.block_size)
+        if end > request.room:
+            request.room = request.extend(end)
 
     @staticmethod
     def _last_token(request: Running) -> None:

@@ -1,0 +1,87 @@
+"""What ``kvpagoda.simulate`` costs a request, and how that grows: with requests, workers, layers, tiers, routing.
+
+The conversation trace is repeated until there are enough requests, each time with other texts, and arrives faster the more
+workers there are. Seconds are those of the processor."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import GENERATED, workload
+from kvpagoda import Schema, simulate
+from kvpagoda.replay import Trace
+from kvpagoda.schema.presets import presets
+
+QUESTION = "What does a simulated request cost, in microseconds of processor time, and does that stay flat?"
+REQUESTS = (10_000, 30_000, 100_000, 300_000)
+
+
+class Case(NamedTuple):
+    """A model, workers, and how many requests; ``settings``: other arguments of ``simulate``."""
+
+    name: str
+    model: str
+    workers: int
+    requests: tuple[int, ...]
+    settings: dict[str, Any]
+
+
+BIG: dict[str, Any] = {"block_size": 512}
+CASES = (
+    Case("full attention, 8 workers", "llama-3.1-8b", 8, REQUESTS, {}),
+    Case("full attention, 100 workers", "llama-3.1-8b", 100, (100_000,), {}),
+    Case("windows, 8 workers", "gpt-oss-20b", 8, (1_000, 10_000), {}),
+    Case("states, 8 workers", "qwen3-next-80b-a3b", 8, (1_000, 10_000), {"costs": "4xh100"}),
+    Case("blocks of 512, 8 workers", "llama-3.1-8b", 8, (1_000, 10_000), BIG),
+    Case("blocks of 512, prefix-aware", "llama-3.1-8b", 8, (1_000, 10_000), {"routing": "prefix-aware", **BIG}),
+    Case("blocks of 512, host tier", "llama-3.1-8b", 8, (1_000, 10_000), {"tiers": {"host": "200GiB"}, **BIG}),
+)
+
+
+def measure(options: Options) -> list[Row]:
+    made = workload(GENERATED if options.quick else "conversation")
+    rows: list[Row] = []
+    for case in CASES:
+        for count in (min(case.requests, default=0),) if options.quick else case.requests:
+            if options.only in case.name:
+                rows.append(
+                    _row(case, repeated(made.trace, 60 if options.quick else count, case.workers / 8), made.per_id)
+                )
+    return rows
+
+
+def repeated(trace: Trace, count: int, faster: float) -> Trace:
+    """Return ``count`` requests: ``trace`` again and again, with other ids each time, arriving ``faster`` times as fast."""
+    rounds = -(-count // len(trace))
+    step, span = int(trace.ids.max()) + 1, float(trace.arrivals.max()) + 3.0
+    ids = (trace.ids[None] + step * np.arange(rounds, dtype=np.int32)[:, None]).ravel()
+    starts = (trace.starts[None, :-1] + len(trace.ids) * np.arange(rounds)[:, None]).ravel()
+    arrivals = (trace.arrivals[None] + span * np.arange(rounds)[:, None]).ravel()[:count] / faster
+    ends = np.append(starts, len(ids))[: count + 1]
+    lengths = (np.tile(column, rounds)[:count] for column in (trace.input_lengths, trace.output_lengths))
+    return replace(Trace(trace.name, ids[: ends[-1]], ends, arrivals, *lengths), block_size=trace.block_size)
+
+
+def _row(case: Case, trace: Trace, per_id: int) -> Row:
+    preset = presets()[case.model]["config"]
+    schema = replace(Schema.from_hf_config(preset), name=case.model)
+    began = time.process_time()
+    result = simulate(
+        trace, schema, "40GiB", workers=case.workers, tokens_per_id=per_id, step_tokens=8192, **case.settings
+    )
+    seconds = time.process_time() - began
+    assert result.finished + result.never_fit == len(trace)
+    return {
+        "case": case.name, "requests": len(trace), "seconds": seconds, "us_each": seconds / len(trace) * 1e6,
+        "hit_rate": result.hit_rate, "first_token_p50": result.first_token["p50"],
+        "first_token_p99": result.first_token["p99"], "last_token_p50": result.last_token["p50"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    tell("simulate", QUESTION, measure)
