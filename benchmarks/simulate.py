@@ -34,6 +34,7 @@ class Case(NamedTuple):
 BIG: dict[str, Any] = {"block_size": 512}
 CASES = (
     Case("full attention, 8 workers", "llama-3.1-8b", 8, REQUESTS, {}),
+    Case("a million requests, 8 workers", "llama-3.1-8b", 8, (1_000_000,), {}),
     Case("full attention, 100 workers", "llama-3.1-8b", 100, (30_000,), {}),
     Case("windows, 8 workers", "gpt-oss-20b", 8, (1_000, 3_000), {}),
     Case("states, 8 workers", "qwen3-next-80b-a3b", 8, (1_000, 3_000), {"costs": "4xh100"}),

@@ -130,7 +130,7 @@ class Simulation:
 
     def __init__(
         self, trace: Source | Trace, schema: Schema, budget: int | str, *, costs: Costs | str, workers: int,
-        routing: str, tokens_per_id: int, seed: int, tiers: Mapping[str, int | str], **settings: Any,
+        routing: str, tokens_per_id: int, seed: int, **settings: Any,
     ) -> None:  # fmt: skip
         per_id = whole_number(tokens_per_id, "tokens_per_id", at_least=1)
         count = whole_number(workers, "workers", at_least=1, below=10_001)
@@ -140,7 +140,7 @@ class Simulation:
                 f"a step gives each of {most} requests a token, so step_tokens must not be less, got {step_tokens}",
                 needed=most, available=step_tokens,
             )  # fmt: skip
-        columns = Trace.read(trace)
+        columns, tiers = Trace.read(trace), settings.pop("tiers")
         self._trace, self._schema, self._policy, self._routing = columns, schema, settings["policy"], routing
         prices = Costs.read(costs, schema.name) if isinstance(costs, str) else costs
         self.outcomes = Outcomes(columns.arrivals)
