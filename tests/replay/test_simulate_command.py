@@ -65,7 +65,10 @@ def test_ctrl_c_prints_what_is_done(here: Command, monkeypatch: pytest.MonkeyPat
     assert told["results"][0]["finished"] == ended[0] < 40 == told["results"][0]["requests"]
     ended.clear()
     done = here("simulate", "--limit", "40")
-    assert done.returncode == 130 and "partial: interrupted after 1 of 1 replays, in the middle of the last one" in done.stdout
+    assert (
+        done.returncode == 130
+        and "partial: interrupted after 1 of 1 replays, in the middle of the last one" in done.stdout
+    )
 
 
 def test_progress_counts_the_requests_that_ended(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,8 @@ def show(sheets: Sequence[Sheet], as_json: bool) -> bool:
         for line in sheet.lines:
             console.say(line)
         out.print(
-            "\n".join(table(sheet.columns, sheet.cells, ("policy", "budget", "worker", "routing"), out.width)), soft_wrap=True
+            "\n".join(table(sheet.columns, sheet.cells, ("policy", "budget", "worker", "routing"), out.width)),
+            soft_wrap=True,
         )
     return is_partial
 
