@@ -188,7 +188,32 @@ def restart() -> Picture:
     return picture
 
 
+def simulate() -> Picture:
+    """Draw what a simulated request costs, as there are more of them, and with other layers, workers, routing and tiers."""
+    picture = Picture("Processor time for each simulated request, from 3,000 requests to 100,000, and in other simulations")
+    case = "full attention, 8 workers"
+    counts = [row["requests"] for row in result("simulate")["rows"] if row["case"] == case]
+    made = [(f"{count:,}", value("simulate", "us_each", case=case, requests=count)) for count in sorted(counts)]
+    bars(picture, "Requests, full attention, 8 workers", [Bar(name, us, f"{us:,.0f} µs", True) for name, us in made])
+    others = {
+        "100 workers": ("full attention, 100 workers", 30_000),
+        "windows": ("windows, 8 workers", 3_000),
+        "states": ("states, 8 workers", 3_000),
+        "blocks of 512": ("blocks of 512, 8 workers", 3_000),
+        "and prefix-aware": ("blocks of 512, prefix-aware", 3_000),
+        "and a host tier": ("blocks of 512, host tier", 3_000),
+    }
+    times = {name: value("simulate", "us_each", case=of, requests=count) for name, (of, count) in others.items()}
+    bars(picture, "Other simulations", [Bar(name, us, f"{us:,.0f} µs") for name, us in times.items()])
+    text = (
+        "Shorter is better; each group of bars has its own scale. The conversation trace again and again: 12,000 tokens "
+        "in a prompt, blocks of 16 tokens where nothing else is said."
+    )
+    note(picture, "simulate", text)
+    return picture
+
+
 DRAWINGS: dict[str, Callable[[], Picture]] = {
     "speed": speed, "hits": hits, "memory": memory, "vllm_engine": vllm_engine, "one_budget": one_budget,
-    "restart": restart,
+    "restart": restart, "simulate": simulate,
 }  # fmt: skip
