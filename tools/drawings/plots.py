@@ -190,7 +190,9 @@ def restart() -> Picture:
 
 def simulate() -> Picture:
     """Draw what a simulated request costs, as there are more of them, and with other layers, workers, routing and tiers."""
-    picture = Picture("Processor time for each simulated request, from 3,000 requests to 100,000, and in other simulations")
+    picture = Picture(
+        "Processor time for each simulated request, from 3,000 requests to 100,000, and in other simulations"
+    )
     case = "full attention, 8 workers"
     counts = [row["requests"] for row in result("simulate")["rows"] if row["case"] == case]
     made = [(f"{count:,}", value("simulate", "us_each", case=case, requests=count)) for count in sorted(counts)]

@@ -102,12 +102,13 @@ def simulate(
 ) -> SimulateResult:
     """Serve a trace at its times of arrival with ``workers`` caches of ``budget`` each, and count hits and times.
 
-    ``costs``: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names. ``routing``: one of
-    ``kvpagoda.replay.RULES``; ``seed``: of the random one. A step of a worker computes at most ``step_tokens`` tokens, of at
-    most ``max_requests`` requests (see ``kvpagoda.replay.worker``). ``tiers``: below each cache, the fastest first: a name
-    in the costs -> bytes. They store what the cache evicts. ``tokens_per_id``, ``policy`` and the other ``settings``
-    (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are those of ``serve``. ``on_request`` is called
-    with the number of requests that ended. Raises BadInput, NeverFits, MissingExtra.
+    ``costs``: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names. ``routing``: one
+    of ``kvpagoda.replay.routing.RULES``; ``seed``: of the random one. A step of a worker computes at most
+    ``step_tokens`` tokens, of at most ``max_requests`` requests (see ``kvpagoda.replay.worker``). ``tiers``: below each
+    cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts. ``tokens_per_id``,
+    ``policy`` and the other ``settings`` (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are
+    those of ``serve``. ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits,
+    MissingExtra.
 
     >>> from kvpagoda.replay import synthetic
     >>> trace = synthetic(50)
@@ -121,8 +122,11 @@ def simulate(
         trace, schema, budget, costs=costs, workers=workers, routing=routing, tokens_per_id=tokens_per_id,
         max_requests=max_requests, step_tokens=step_tokens, policy=policy, tiers=tiers or {}, seed=seed, **settings,
     )  # fmt: skip
-    made.run(on_request)
-    return made.result()
+    try:
+        made.run(on_request)
+        return made.result()
+    finally:
+        made.close()
 
 
 class Simulation:
@@ -184,6 +188,11 @@ class Simulation:
                     heappush(ends, (end, index))
             if on_request is not None:
                 on_request(sum(worker.num_ended for worker in workers))
+
+    def close(self) -> None:
+        """Close the caches, which ends the threads of their tiers."""
+        for worker in self.workers:
+            worker.batching.cache.close()
 
     def result(self) -> SimulateResult:
         """Return what was found so far."""

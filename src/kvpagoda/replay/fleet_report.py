@@ -50,6 +50,7 @@ def run(
             except KeyboardInterrupt:
                 is_partial = True
             results.append(made.result())
+            made.close()
             if is_partial:
                 break
     order, notes = order_of(trace)
