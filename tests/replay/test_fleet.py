@@ -151,7 +151,9 @@ def test_what_a_tier_has_is_loaded_in_its_time() -> None:
     waits = [0.25 + tokens * 32 * 1e-5 if tokens else 0 for tokens in loaded]
     assert ((result.each.first - result.each.arrived) / 1e12).tolist() == pytest.approx(waits)
     assert result.loaded_tokens == sum(loaded) and result.to_dict() == again.to_dict()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvpagoda-tier")]
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("kvpagoda-tier")]:
+        thread.join(10)
+        assert not thread.is_alive()
     small = simulate(trace, FULL, "45KiB", costs=Costs(tiers=tiers), tiers={"host": "4KiB"}, **settings)
     assert small.loaded_tokens < result.loaded_tokens  # two blocks of 2 KiB alone
     with pytest.raises(BadInput, match="unknown tier of these costs 'disk'; known: host"):

@@ -194,7 +194,8 @@ def tier_specs(tiers: Mapping[str, int | str], plan: Plan) -> list[TierSpec]:
         if not slots:
             raise BadInput(f"tier {name!r} of {nbytes} holds no block of {size} bytes", needed=size, available=nbytes)
         make = partial(_driver, num_slots=slots)
-        specs.append(TierSpec(name, make, "evict", staging="4MiB", timeout=60.0, checksum=False, is_private=True))
+        settings: dict[str, Any] = {"staging": "4MiB", "timeout": 60.0, "workers": 1}  # one: in one order
+        specs.append(TierSpec(name, make, "evict", checksum=False, is_private=True, **settings))
     return specs
 
 

@@ -170,6 +170,8 @@ class Worker:
         """Open waiting requests, and give them pieces, while there are slots, memory and tokens of the ``budget``."""
         waiting = self.batching.waiting
         while waiting and budget > 0 and not self._is_blocked and self._has_slot():
+            if self._levels:
+                self._cache.flush(60.0)  # what was evicted is stored, however long this machine takes
             try:
                 number, request = self.batching.open_next()
             except RetryLater:
