@@ -191,11 +191,12 @@ def restart() -> Picture:
 def simulate() -> Picture:
     """Draw what a simulated request costs, as there are more of them, and with other layers, workers, routing and tiers."""
     picture = Picture(
-        "Processor time for each simulated request, from 3,000 requests to 100,000, and in other simulations"
+        "Processor time for each simulated request, from 3,000 requests to a million, and in other simulations"
     )
     case = "full attention, 8 workers"
     counts = [row["requests"] for row in result("simulate")["rows"] if row["case"] == case]
     made = [(f"{count:,}", value("simulate", "us_each", case=case, requests=count)) for count in sorted(counts)]
+    made.append(("1,000,000", value("simulate", "us_each", requests=1_000_000)))
     bars(picture, "Requests, full attention, 8 workers", [Bar(name, us, f"{us:,.0f} µs", True) for name, us in made])
     others = {
         "100 workers": ("full attention, 100 workers", 30_000),
