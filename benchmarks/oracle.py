@@ -1,12 +1,15 @@
 """Do the engines of ``kvpagoda.replay`` find, request by request, what the engines' own managers find?
 
-Each case serves the same requests twice with the same order of admission and the same chunks: with a profile of ours, and
-with the installed engine's manager in a process of its own. A row counts the requests with equal hits and the others.
+Each run serves the same requests twice with the same order of admission and the same chunks: with a profile of ours, and
+with the installed engine's manager in a process of its own. A row counts the requests of some runs, those with equal hits and
+the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,16 +17,15 @@ import numpy as np
 from benchmarks.peers import Absent, Process
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import TRACES
-from kvpagoda.replay import Trace, synthetic
-from kvpagoda.replay.driver import Schedule
-from kvpagoda.replay.engines import replay_engine
+from kvpagoda.replay import Group, Schedule, Trace, replay_engine, synthetic
+from kvpagoda.replay.engines import EngineResult
 
 QUESTION = "Does each request find what it finds in the engine's own manager?"
 FILES = {name: f"mooncake_{name}.jsonl.gz" for name in ("conversation", "synthetic")} | {
     "agentic": "weka_agentic_rle.jsonl.gz"
 }
-LIMIT, MIXES, MIX = 500, 20, 200
-"""Requests of a cell, random mixes, and their requests."""
+LIMIT, MIXES, MIX, FEW = 500, 20, 200, 5
+"""Requests of a run, random mixes, their requests, and the mixes that models with groups are run on."""
 BLOCKS = (16, 64, 512)
 SCHEDULES = {
     "one at a time": Schedule(),
@@ -49,93 +51,152 @@ JUDGES = {
     "dynamo-1.6.1-trtllm": Judge("dynamo_oracle", {"backend": "trtllm"}, ("one at a time",)),
 }
 WHOLE = {"conversation": None, "synthetic": None, "agentic": 2_000}
+MODELS = {
+    "gpt-oss-like": "full+window:128", "gemma-3-like": "full+5*window:1024", "Llama-4-like": "full+3*chunk:8192",
+    "Qwen3-Next-like": "full+3*state",
+}  # fmt: skip
+RETENTIONS = {"retention 0": 0, "retention of 16 blocks": 16, "all retained": None}
+"""vLLM's ``prefix_cache_retention_interval``, in blocks."""
+Run = tuple[dict[str, Any], dict[str, Any]]
+"""(arguments of ``trace_of``, other arguments of the task ``oracle``)."""
 
 
+@lru_cache(4)
 def trace_of(name: str, limit: int | None, seed: int | None = None) -> Trace:
     """Return the first ``limit`` requests of a public trace, or those of a random mix."""
     return synthetic(limit or MIX, seed) if seed is not None else Trace.read(TRACES / FILES[name], limit)
 
 
-def capacities(trace: Trace, block_size: int, at_once: int) -> list[int]:
+def capacities(trace: Trace, block_size: int, at_once: int, groups: int = 1) -> list[int]:
     """Return the capacities of a cell, in blocks: from what the longest request needs, twice if several run at once, to what
     all distinct texts fill, each larger than the one before by the same factor."""
-    tokens = trace.num_distinct * trace.block_size + int(trace.output_lengths.sum())
-    least = -(-int((trace.input_lengths + trace.output_lengths).max()) // block_size) * (1 + (at_once > 1))
+    tokens = groups * (trace.num_distinct * trace.block_size + int(trace.output_lengths.sum()))
+    least = -(-int((trace.input_lengths + trace.output_lengths).max()) // block_size) * (1 + (at_once > 1)) * groups
     return [round(blocks) for blocks in np.geomspace(least, max(2 * least, tokens / block_size), CAPACITIES).tolist()]
 
 
-def cases(options: Options, engine: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield (name, arguments of ``trace_of``, other arguments of the task ``oracle``)."""
-    modes = JUDGES[engine].modes
-    named = {name: {"name": name, "limit": 40 if options.quick else LIMIT} for name in FILES}
-    mixes = {
-        f"mix {seed}": {"name": "mix", "limit": 40 if options.quick else MIX, "seed": seed} for seed in range(MIXES)
-    }
-    for title, source in {**named, **mixes}.items():
-        if "seed" not in source and not (TRACES / FILES[source["name"]]).exists():
-            continue
-        trace = None
-        for size in BLOCKS:
-            for mode in modes:
-                name, schedule = f"{engine}: {title}, blocks of {size}, {mode}", SCHEDULES[mode]
-                if options.only not in name:
+def sources(quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Return title -> arguments of ``trace_of``: the public traces that are there, and the random mixes."""
+    there = [name for name in FILES if (TRACES / FILES[name]).exists()]
+    mixes = [{"name": "mix", "limit": 40 if quick else MIX, "seed": seed} for seed in range(2 if quick else MIXES)]
+    return {name: [{"name": name, "limit": 40 if quick else LIMIT}] for name in there} | {f"{len(mixes)} mixes": mixes}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some traces at one block size with one schedule. ``settings``: other arguments of the judge. ``at``: which of the
+    capacities."""
+
+    title: str
+    given: list[dict[str, Any]]
+    size: int
+    mode: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    at: tuple[int, ...] = tuple(range(CAPACITIES))
+
+    @property
+    def name(self) -> str:
+        return f"{self.title}, blocks of {self.size}, {self.mode}"
+
+    def runs(self) -> Iterator[Run]:
+        schedule, groups = SCHEDULES[self.mode], len(Group.from_text(self.settings.get("groups", "full")))
+        for source in self.given:
+            sizes = capacities(trace_of(**source), self.size, schedule.at_once, groups)
+            for blocks in [sizes[i] for i in self.at]:
+                yield source, asked(self.size, blocks, schedule) | self.settings
+
+
+def cases(engine: str, quick: bool) -> Iterator[Case]:
+    """Yield full attention on all traces, then whole traces; of vLLM also those that it hashes, and models with groups."""
+    named, modes = sources(quick), JUDGES[engine].modes
+    for title, given in named.items():
+        yield from (Case(title, given, size, mode) for size in BLOCKS for mode in modes)
+    if quick:
+        return
+    for name, limit in WHOLE.items():
+        if name in named:
+            given = [{"name": name, "limit": limit}]
+            yield from (Case(f"{name} whole", given, 64, mode, at=(2,)) for mode in modes)
+    if not engine.startswith("vllm"):
+        return
+    for name in ("conversation", "synthetic"):
+        if name in named:
+            title = f"{name} hashed from tokens"
+            yield from (Case(title, named[name], 64, mode, {"hashed": True}, (2,)) for mode in SCHEDULES)
+    for model, groups in MODELS.items():
+        for said, blocks in RETENTIONS.items():
+            if blocks and "chunk" in groups:
+                continue  # vLLM refuses it
+            for title, given in named.items():
+                if title == "agentic":
                     continue
-                trace = trace or trace_of(**source)
-                for blocks in capacities(trace, size, schedule.at_once):
-                    yield f"{name}, {blocks} blocks", source, _asked(size, blocks, schedule)
-    if not options.quick:
-        yield from whole(options, engine)
+                title, given = (title, given) if len(given) == 1 else (f"{FEW} mixes", given[:FEW])
+                for size in (16, 64):
+                    settings = {"groups": groups, "retention": blocks and blocks * size}
+                    head = f"{model}, {said}, {title}"
+                    yield from (Case(head, given, size, mode, settings, (0, 2, 4)) for mode in SCHEDULES)
 
 
-def whole(options: Options, engine: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield a case of each whole trace, and of vLLM one whose blocks it hashes itself, from their tokens."""
-    hashed = [(f"{name} hashed from tokens", name, LIMIT, {"hashed": True}) for name in FILES if name != "agentic"]
-    hashed = hashed if engine.startswith("vllm") else []
-    for title, name, limit, more in [(f"{name} whole", name, limit, {}) for name, limit in WHOLE.items()] + hashed:
-        for mode in JUDGES[engine].modes:
-            case, source = f"{engine}: {title}, blocks of 64, {mode}", {"name": name, "limit": limit}
-            schedule = SCHEDULES[mode]
-            if options.only in case and (TRACES / FILES[name]).exists():
-                blocks = capacities(trace_of(**source), 64, schedule.at_once)[2]
-                yield f"{case}, {blocks} blocks", source, _asked(64, blocks, schedule) | more
-
-
-def _asked(size: int, blocks: int, schedule: Schedule) -> dict[str, Any]:
+def asked(size: int, blocks: int, schedule: Schedule) -> dict[str, Any]:
+    """Return the arguments of the task ``oracle`` for one run."""
     return {
-        "block_size": size,
-        "num_blocks": blocks,
-        "at_once": schedule.at_once,
-        "step_tokens": schedule.step_tokens,
+        "block_size": size, "num_blocks": blocks, "at_once": schedule.at_once, "step_tokens": schedule.step_tokens,
         "shared": schedule.shared,
-    }
+    }  # fmt: skip
 
 
 def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
     for engine, judge in JUDGES.items():
+        chosen = [case for case in cases(engine, options.quick) if options.only in f"{engine}: {case.name}"]
+        if not chosen:
+            continue
         try:
             process = Process(judge.module)
         except Absent as reason:
             rows.append({"who": engine, "absent": str(reason)})
             continue
         with process:
-            rows += [agreement(process, engine, *case) for case in cases(options, engine)]
+            rows += [agreements(process, engine, f"{engine}: {case.name}", case.runs()) for case in chosen]
     return rows
 
 
-def agreement(process: Process, engine: str, case: str, source: dict[str, Any], asked: dict[str, Any]) -> Row:
-    """Serve one case with both managers and return its row."""
-    theirs = process.ask("oracle", trace=source, **asked, **JUDGES[engine].settings)
-    schedule = Schedule(asked["at_once"], asked["step_tokens"], asked.get("shared", False))
-    ours = replay_engine(
-        trace_of(**source), engine, asked["num_blocks"], block_size=asked["block_size"], schedule=schedule
-    )
-    unequal = np.flatnonzero(ours.per_request != np.array(theirs["hits"]))
+def ours(engine: str, source: dict[str, Any], wanted: dict[str, Any]) -> EngineResult:
+    """Serve one run with our profile of ``engine``."""
+    names = ("block_size", "at_once", "step_tokens", "shared", "retention")
+    settings = {name: wanted[name] for name in names if name in wanted}
+    groups = Group.from_text(wanted.get("groups", "full"))
+    return replay_engine(trace_of(**source), engine, wanted["num_blocks"], groups=groups, **settings)
+
+
+def agreement(process: Process, engine: str, case: str, source: dict[str, Any], wanted: dict[str, Any]) -> Row:
+    """Serve one run with both managers and return its row."""
+    return agreements(process, engine, case, [(source, wanted)])
+
+
+def agreements(process: Process, engine: str, case: str, runs: Iterable[Run]) -> Row:
+    """Serve the runs of a case with both managers and return its row."""
+    more = dict(JUDGES[engine].settings)
+    requests = unequal = preempted = never_fit = 0
+    first: str | None = None
+    rates, sizes, seeds = [], [], set()
+    for source, wanted in runs:
+        if engine.startswith("vllm"):
+            more["in_flight"] = wanted["step_tokens"]
+        theirs, mine = process.ask("oracle", trace=source, **wanted, **more), ours(engine, source, wanted)
+        differ = np.flatnonzero(mine.per_request != np.array(theirs["hits"]))
+        if len(differ) and first is None:
+            first = f"request {differ[0]} of {source} in {wanted['num_blocks']} blocks"
+        requests, unequal = requests + mine.requests, unequal + len(differ)
+        preempted, never_fit = preempted + mine.preempted, never_fit + mine.never_fit
+        rates.append(100 * mine.hit_rate)
+        sizes.append(wanted["num_blocks"])
+        seeds |= {source["seed"]} if "seed" in source else set()
     return {
-        "case": case, "who": engine, "version": process.version, "capacity_blocks": asked["num_blocks"],
-        "requests": ours.requests, "equal": ours.requests - len(unequal), "unequal": len(unequal),
-        "first_unequal": int(unequal[0]) if len(unequal) else None, "hit_percent": 100 * ours.hit_rate,
-        "preempted": ours.preempted, "never_fit": ours.never_fit,
+        "case": case, "who": engine, "version": process.version, "runs": len(rates), "requests": requests,
+        "equal": requests - unequal, "unequal": unequal, "first_unequal": first, "least_blocks": min(sizes),
+        "most_blocks": max(sizes), "hit_percent": sum(rates) / len(rates), "preempted": preempted,
+        "never_fit": never_fit, "seeds": sorted(seeds),
     }  # fmt: skip
 
 

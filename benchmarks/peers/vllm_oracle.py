@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.peers import ROOT, stubs
+from kvpagoda.replay import Group
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.texts import text_of
 
@@ -31,7 +33,15 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 VERSION = str(vllm.__version__)
@@ -43,19 +53,28 @@ class Peer:
     """vLLM's manager of ``num_blocks`` blocks, and its null block, over the requests of ``chains``.
 
     ``hashed``: vLLM hashes the tokens of each request itself. Otherwise the keys of ``chains`` are its hashes, which is
-    much faster. ``watermark``: see vLLM's option."""
+    much faster. ``watermark``, ``retention``: see vLLM's options. ``groups``: as
+    ``kvpagoda.replay.Group.from_text`` reads them. ``in_flight``: the most tokens of a request that a step computes."""
 
-    def __init__(self, chains: Chains, num_blocks: int, *, hashed: bool = False, watermark: float = 0.0) -> None:
+    def __init__(
+        self, chains: Chains, num_blocks: int, *, hashed: bool = False, watermark: float = 0.0, retention: int | None = 0,
+        groups: str = "full", in_flight: int | None = None,
+    ) -> None:  # fmt: skip
         self.chains, self.num_blocks, self.size = chains, num_blocks, chains.block_size
         longest = int(chains.totals.max()) + 1
-        spec = FullAttentionSpec(block_size=self.size, num_kv_heads=1, head_size=1, dtype=torch.float16)
+        kinds = Group.from_text(groups)
+        specs = [KVCacheGroupSpec([str(i)], spec_of(group, self.size)) for i, group in enumerate(kinds)]
         config = KVCacheConfig(
-            num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
+            num_blocks=num_blocks + 1,
+            kv_cache_tensors=[],
+            kv_cache_groups=specs,
+            prefix_cache_retention_interval=retention,
         )
         self.manager = KVCacheManager(
             config, max_model_len=longest, scheduler_block_size=self.size, hash_block_size=self.size, enable_caching=True,
-            watermark=watermark,
+            watermark=watermark, max_in_flight_tokens=in_flight,
         )  # fmt: skip
+        self._splits = splits(self.size, in_flight or longest) if Group("state") in kinds else None
         self._own_hashes = None
         if hashed:
             hashed_by = get_hash_fn_by_name("sha256")
@@ -78,7 +97,13 @@ class Peer:
         return int(hit)
 
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
-        return end
+        made = self.requests[request]
+        if self._splits is None:
+            return end
+        self._append(request, known)
+        return begin + int(
+            Scheduler._mamba_block_aligned_split(self._splits, made, end - begin, begin - made.num_computed_tokens)
+        )
 
     def start(self, request: int, end: int, known: int) -> bool:
         asked, hit, blocks = self._found
@@ -146,3 +171,25 @@ class Peer:
             return [keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(first, end)]
 
         return hasher
+
+
+def spec_of(group: Group, block_size: int) -> Any:
+    """Return vLLM's spec of a group. How large its rows are plays no part."""
+    if group.kind == "state":
+        return MambaSpec(block_size=block_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    attention = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float16}
+    if group.kind == "window":
+        return SlidingWindowSpec(**attention, sliding_window=group.size)
+    if group.kind == "chunk":
+        return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=group.size)
+    return FullAttentionSpec(**attention)
+
+
+def splits(block_size: int, step_tokens: int) -> Any:
+    """Return the attributes that ``Scheduler._mamba_block_aligned_split`` reads from a scheduler."""
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=block_size), block_size=block_size, hash_block_size=block_size,
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0), max_num_scheduled_tokens=step_tokens,
+        mamba_partial_cache_hit=False, mamba_has_prefill_checkpoint_blocks=False, mamba_shared_prefix_checkpoint=False,
+        mamba_prefill_checkpoint_alignment=None, use_eagle_block_drop=False, num_hash_lookahead_tokens=0,
+    )  # fmt: skip

@@ -51,11 +51,9 @@ def test_blocks_with_a_key_are_used_last_and_found_until_then() -> None:
     assert pool.find(np.array([8, 7, 6])).tolist() == [2, 1, NO_BLOCK]
     assert pool.num_idle(ids(2, 1)) == 2
     pool.hold(ids(1, NO_BLOCK))
-    assert pool.num_idle(ids(2, 1)) == 1 and pool.num_free == 3
+    assert pool.num_idle(ids(2, 1)) == 1 and pool.queue.num_free == 3
     assert pool.take(3).tolist() == [3, 4, 2]
     assert pool.find(np.array([8, 7])).tolist() == [NO_BLOCK, 1]
-    pool.release(ids(1))
-    assert pool.has_key(ids(1, 2)).tolist() == [True, False]
 
 
 def test_of_blocks_with_one_key_the_first_is_found_as_long_as_it_is_there() -> None:

@@ -17,7 +17,7 @@ from benchmarks import oracle
 from benchmarks.peers import Process
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import PROFILES, Schedule, Trace, replay, replay_engine, synthetic
+from kvpagoda.replay import PROFILES, Group, Schedule, Trace, replay, replay_engine, synthetic
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import serve_with
 from kvpagoda.replay.queued import QueuedManager
@@ -77,11 +77,44 @@ def test_what_is_shared_at_the_end_is_not_found_before() -> None:
     assert serve_with(late, chains, Schedule(1)).hits.tolist() == [12, 12]
 
 
+@pytest.mark.parametrize("kind", ["window:4", "state"])
+def test_windows_and_states_are_kept_where_prompts_end_and_texts_part(kind: str) -> None:
+    """The third text finds "ab" in the group of full attention alone, so it keeps what is needed there for the fourth."""
+    groups = Group.from_text(f"full+{kind}")
+    assert hits(VLLM, 40, "abcd", "abcx", "abx", "aby", groups=groups) == [0, 3, 0, 2]
+    dense = hits(VLLM, 40, "abcd", "abcx", "abx", "aby", groups=groups, retention=None)
+    assert dense == ([0, 3, 2, 2] if kind != "state" else [0, 3, 0, 2])  # a state is written where a chunk ends
+    in_chunks = hits(VLLM, 40, "abcd", "abx", groups=groups, retention=None, step_tokens=4)
+    assert in_chunks == [0, 2]
+
+
+def test_a_state_is_found_from_the_next_step_on() -> None:
+    """The second text waits as long as the newest state that it finds was computed in the same step."""
+    texts, settings = trace("abcd", "abcd"), {"engine": VLLM, "block_size": 4, "at_once": 2, "step_tokens": 4}
+    for groups, retention, found in (("full", 0, 4), ("full+state", 0, 0), ("full+state", None, 12)):
+        result = replay(texts, 20, groups=Group.from_text(groups), retention=retention, **settings)  # type: ignore[call-overload]
+        assert (result.per_request.tolist(), result.steps) == ([0, found], 4)
+
+
+def test_groups_share_the_blocks_and_a_chunk_needs_no_block_before_it() -> None:
+    groups = Group.from_text("full+chunk:8")
+    assert hits(VLLM, 40, "abcd", "abcx", "abx", groups=groups) == [0, 3, 2]
+    assert replay(trace("abcd"), 7, engine=VLLM, block_size=4, groups=groups).never_fit == 1
+    assert replay(trace("abcd"), 8, engine=VLLM, block_size=4, groups=groups).never_fit == 0
+
+
 def test_errors_say_what_there_is() -> None:
     with pytest.raises(BadInput, match=r"unknown engine 'vllm'; known: kvpagoda, .*vllm-0.33"):
         replay_engine(trace("ab"), "vllm", 4)
     with pytest.raises(BadInput, match="at_once"):
         replay(trace("ab"), 4, engine=VLLM, at_once=0)
+    with pytest.raises(BadInput, match="of engines, only vLLM has several kinds"):
+        replay(trace("ab"), 4, engine="kvpagoda", groups=Group.from_text("full+state"))
+    with pytest.raises(BadInput, match="0 groups: at least one"):
+        replay(trace("ab"), 4, engine=VLLM, groups=())
+    for groups, retention in (("full", 16), ("full+state", 17), ("full+chunk:64", 16)):
+        with pytest.raises(BadInput, match="retention must be a multiple"):
+            replay(trace("ab"), 4, engine=VLLM, groups=Group.from_text(groups), retention=retention)
 
 
 def test_the_result_in_json() -> None:
@@ -101,18 +134,35 @@ def test_the_engine_itself(vllm: Process, size: int, mode: str) -> None:
     """Random mixes with little memory, whose blocks vLLM hashes itself, from their tokens."""
     source, schedule = {"name": "mix", "limit": 60, "seed": size}, oracle.SCHEDULES[mode]
     for blocks in oracle.capacities(oracle.trace_of(**source), size, schedule.at_once)[:2]:
-        asked = {
-            "block_size": size, "num_blocks": blocks, "at_once": schedule.at_once, "step_tokens": schedule.step_tokens,
-        }  # fmt: skip
+        asked = oracle.asked(size, blocks, schedule)
         row = oracle.agreement(vllm, VLLM, "a mix", source, {**asked, "hashed": True})
         assert row["unequal"] == 0 and row["requests"] == 60 and row["hit_percent"] > 1
+
+
+@pytest.mark.parametrize("retention", [0, None, 256])
+@pytest.mark.parametrize(
+    "groups", ["full+window:128", "full+2*window:100+state", "full+2*chunk:512", "full+3*state", "window:40"]
+)
+def test_the_engine_itself_with_groups_of_layers(vllm: Process, groups: str, retention: int | None) -> None:
+    if retention and "chunk" in groups:
+        pytest.skip("vLLM refuses this retention without windows and states")
+    source, more = {"name": "mix", "limit": 30, "seed": len(groups)}, {"groups": groups, "retention": retention}
+    found = []
+    for mode, schedule in oracle.SCHEDULES.items():
+        least, most = oracle.capacities(oracle.trace_of(**source), 16, schedule.at_once, len(Group.from_text(groups)))[
+            ::3
+        ]
+        runs = [(source, oracle.asked(16, blocks, schedule) | more) for blocks in (least, most)]
+        found.append(oracle.agreements(vllm, VLLM, mode, runs))
+    assert [row["unequal"] for row in found] == [0, 0], found
+    assert max(row["hit_percent"] for row in found) > 1
 
 
 def test_a_difference_would_be_seen(vllm: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one setting of the profile changed, hits of the same requests are unequal."""
     source = {"name": "mix", "limit": 60, "seed": 16}
     blocks = oracle.capacities(oracle.trace_of(**source), 16, 16)[0]
-    asked = {"block_size": 16, "num_blocks": blocks, "at_once": 16, "step_tokens": 2048}
+    asked = oracle.asked(16, blocks, oracle.SCHEDULES["16 at once"])
     assert oracle.agreement(vllm, VLLM, "", source, asked)["unequal"] == 0
     right = PROFILES[VLLM]
     for wrong in ({"shares": "end"}, {"reserves": "chunk"}, {"watermark": 0.2}):

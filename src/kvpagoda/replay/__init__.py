@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from kvpagoda.loading import load_when_used
 from kvpagoda.replay.driver import Schedule
 from kvpagoda.replay.engines import EngineResult, replay_engine
+from kvpagoda.replay.groups import Group
 from kvpagoda.replay.profiles import PROFILES, Profile
 from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 
 __all__ = [
-    "POLICIES", "PROFILES", "Costs", "EngineResult", "Profile", "ReplayResult", "Request", "Reuse", "Schedule", "ServeResult",
-    "SimulateResult", "TierCosts", "Trace", "hit_rate_curve", "lru_hits", "read_requests", "replay", "replay_engine",
-    "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker", "simulate", "synthetic", "working_set", "workload",
+    "POLICIES", "PROFILES", "Costs", "EngineResult", "Group", "Profile", "ReplayResult", "Request", "Reuse", "Schedule",
+    "ServeResult", "SimulateResult", "TierCosts", "Trace", "hit_rate_curve", "lru_hits", "read_requests", "replay",
+    "replay_engine", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker", "simulate", "synthetic",
+    "working_set", "workload",
 ]  # fmt: skip
 
 _LATER = {

@@ -14,8 +14,7 @@ from kvpagoda.replay.trace import Ints
 
 Blocks = npt.NDArray[np.int32]
 NO_BLOCK = 0
-"""The number of no block: blocks are numbered from 1."""
-_GONE = 0
+"""The number of no block, and a gap in the queue: blocks are numbered from 1."""
 
 
 class BlockQueue:
@@ -49,7 +48,7 @@ class BlockQueue:
 
     def remove(self, blocks: Blocks) -> None:
         """Take ``blocks``, which are free, out of the queue."""
-        self._line[self._at[blocks]] = _GONE
+        self._line[self._at[blocks]] = NO_BLOCK
         self.num_free -= len(blocks)
 
     def take(self, count: int) -> Blocks:
@@ -60,7 +59,7 @@ class BlockQueue:
         width = count
         while len(found) < count:  # wider, because of gaps
             stretch = self._line[self._begin : min(self._begin + width, self._end)]
-            found = stretch[stretch != _GONE]
+            found = stretch[stretch != NO_BLOCK]
             width = 2 * width + 64
         taken: Blocks = found[:count].copy()
         if count:
@@ -71,7 +70,7 @@ class BlockQueue:
     def order(self) -> Blocks:
         """Return all free blocks, the next to be taken first: int32 ``[num_free]``."""
         stretch = self._line[self._begin : self._end]
-        blocks: Blocks = stretch[stretch != _GONE]
+        blocks: Blocks = stretch[stretch != NO_BLOCK]
         return blocks
 
     def _put(self, where: int, blocks: Blocks) -> None:
@@ -100,22 +99,12 @@ class BlockPool:
         self._key_of = np.full(num_blocks + 1, -1, np.int64)
         self._found = np.zeros(num_keys, np.int32)
         self._has_more = np.zeros(num_keys, np.bool_)
-        self._alike: dict[int, list[int]] = {}  # key -> its blocks, the first first, where there are several
-
-    @property
-    def num_free(self) -> int:
-        """How many blocks no request holds."""
-        return self.queue.num_free
+        self._alike: dict[int, list[int]] = {}  # key -> its blocks, the first first, once there were several
 
     def find(self, keys: Ints) -> Blocks:
         """Return the block of each key, ``NO_BLOCK`` where there is none: int32 ``[n]``."""
         found: Blocks = self._found[keys]
         return found
-
-    def has_key(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
-        """Return which ``blocks`` can be found: bool ``[n]``."""
-        has_key: npt.NDArray[np.bool_] = self._key_of[blocks] >= 0
-        return has_key
 
     def num_idle(self, blocks: Blocks) -> int:
         """Return how many of ``blocks`` no request holds."""
@@ -150,8 +139,11 @@ class BlockPool:
         self._found[keys[is_new]] = blocks[is_new]
         self._key_of[blocks] = keys
         self._has_more[keys[~is_new]] = True
-        for key, block in zip(keys[~is_new].tolist(), blocks[~is_new].tolist()):
-            self._alike.setdefault(key, [int(self._found[key])]).append(block)
+        has_more = self._has_more[keys]
+        for key, block in zip(keys[has_more].tolist(), blocks[has_more].tolist()):
+            alike = self._alike.setdefault(key, [int(self._found[key])])
+            if block not in alike:
+                alike.append(block)
 
     def _forget(self, blocks: Blocks) -> None:
         keys = self._key_of[blocks]
@@ -160,12 +152,6 @@ class BlockPool:
         has_more = self._has_more[keys]
         self._found[keys[~has_more]] = NO_BLOCK
         for key, block in zip(keys[has_more].tolist(), blocks[has_more].tolist()):
-            alike = self._alike.get(key)
-            if alike is None:  # its others were forgotten before, in this call
-                self._found[key] = NO_BLOCK
-                continue
+            alike = self._alike[key]
             alike.remove(block)
-            self._found[key] = alike[0]
-            if len(alike) == 1:
-                del self._alike[key]
-                self._has_more[key] = False
+            self._found[key] = alike[0] if alike else NO_BLOCK

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from kvpagoda.errors import BadInput
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import Manager, Schedule, serve_with
 from kvpagoda.replay.edge_lru import EdgeLRU
-from kvpagoda.replay.profiles import Profile, profile
-from kvpagoda.replay.queued import QueuedManager
+from kvpagoda.replay.groups import Group
+from kvpagoda.replay.profiles import profile
+from kvpagoda.replay.queued import FULL, QueuedManager
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Ints, Trace, readable
 from kvpagoda.units import whole_number
-
-ONE_AT_A_TIME = Schedule()
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class EngineResult:
 
 
 def replay_engine(
-    trace: Source | Trace,
-    engine: str,
-    capacity_blocks: int,
-    *,
-    block_size: int = 16,
-    schedule: Schedule = ONE_AT_A_TIME,
+    trace: Source | Trace, engine: str, capacity_blocks: int, *, block_size: int = 16, at_once: int = 1,
+    step_tokens: int | None = None, shared: bool = False, groups: Sequence[Group] = FULL, retention: int | None = 0,
     on_request: Callable[[int], None] | None = None,
-) -> EngineResult:
+) -> EngineResult:  # fmt: skip
     """Serve a trace with the cache of ``engine``, a name of ``PROFILES``, of ``capacity_blocks`` blocks of ``block_size``
     tokens.
 
-    Requests run in their order, those that ``schedule`` lets run at once; their times are not used. The rest of a prompt
-    that has no id, and every output, are tokens that no other request has. ``on_request`` is called after each step with the
+    ``groups``: the groups of layers of the model, which share the blocks (vLLM's only; default: full attention).
+    ``retention``: vLLM's ``prefix_cache_retention_interval``: of windows and states only what is needed to resume where a
+    prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere else; None: all).
+
+    Requests run in their order, ``at_once`` of them at once, of each ``step_tokens`` tokens in a step, or of all of them if
+    ``shared`` (see ``Schedule``); their times are not used. The rest of a prompt that has no id, and every output, are tokens that no other request has. ``on_request`` is called after each step with the
     number of finished requests. Raises BadInput before anything runs.
 
     >>> chains = [1, 2], [1, 2], [1, 3]
@@ -75,23 +75,35 @@ def replay_engine(
     >>> replay_engine(records, "vllm-0.33", capacity_blocks=100).per_request.tolist()  # the last token is computed again
     [0, 1008, 512]
     """
-    known = profile(engine)
+    known, schedule = profile(engine), Schedule(at_once, step_tokens, shared)
     capacity = whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31 - 1)
     columns = readable(trace)
     chains = Chains(columns, block_size)
-    served = serve_with(_manager(known, chains, capacity, schedule), chains, schedule, on_request)
+    _check_groups(engine, groups, retention, chains.block_size)
+    if known.store == "tree":
+        from kvpagoda.replay.own_manager import OwnManager  # imports a whole cache
+
+        manager: Manager = OwnManager(chains, capacity, schedule.at_once)
+    elif known.store == "edges":
+        manager = EdgeLRU(chains, capacity)
+    else:
+        manager = QueuedManager(chains, capacity, known, groups, retention, schedule.step_tokens)
+    served = serve_with(manager, chains, schedule, on_request)
     return EngineResult(
         columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
         int(chains.prompts.sum()), int(served.hits.sum()), served.never_fit, served.preempted, served.steps, served.hits,
     )  # fmt: skip
 
 
-def _manager(known: Profile, chains: Chains, capacity: int, schedule: Schedule) -> Manager:
-    """Return the manager that a profile sets up."""
-    if known.store == "tree":
-        from kvpagoda.replay.own_manager import OwnManager  # imports a whole cache
-
-        return OwnManager(chains, capacity, schedule.at_once)
-    if known.store == "edges":
-        return EdgeLRU(chains, capacity)
-    return QueuedManager(chains, capacity, known)
+def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:
+    """Raise BadInput for groups that the engine does not have here, and for a retention that has no effect on them."""
+    if not groups or (tuple(groups) != FULL and not engine.startswith("vllm")):
+        raise BadInput(
+            f"{engine} with {len(groups)} groups: at least one; and of engines, only vLLM has several kinds here"
+        )
+    kinds = {group.kind for group in groups}
+    if retention and (whole_number(retention, "retention", 1) % block_size or kinds <= {"full", "chunk"}):
+        text = "a multiple of the tokens of a block, for groups with windows or states"
+        raise BadInput(
+            f"retention must be {text}; got {retention} with blocks of {block_size} and {', '.join(sorted(kinds))}"
+        )

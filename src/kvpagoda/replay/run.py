@@ -16,7 +16,6 @@ import numpy as np
 
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix import POLICY_NAMES, EvictionPolicy, policy_name
-from kvpagoda.replay.driver import Schedule
 from kvpagoda.replay.engines import EngineResult, replay_engine
 from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.readers import Source
@@ -108,16 +107,12 @@ def replay(
 
 
 @overload
-def replay(
-    trace: Source | Trace, capacity_blocks: int, *, engine: str, block_size: int = 16, at_once: int = 1,
-    step_tokens: int | None = None, on_request: Callable[[int], None] | None = None,
-) -> EngineResult: ...  # fmt: skip
+def replay(trace: Source | Trace, capacity_blocks: int, *, engine: str, **settings: Any) -> EngineResult: ...
 
 
 def replay(
     trace: Source | Trace, capacity_blocks: int, policy: str | EvictionPolicy = "lru", *, warm_up: float = 0.0,
-    on_request: Callable[[int], None] | None = None, engine: str | None = None, block_size: int = 16,
-    at_once: int = 1, step_tokens: int | None = None,
+    on_request: Callable[[int], None] | None = None, engine: str | None = None, **settings: Any,
 ) -> ReplayResult | EngineResult:  # fmt: skip
     """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
 
@@ -132,9 +127,8 @@ def replay(
     ``trace``: a path or an iterable of public records or Requests, which are ordered by arrival if they are not; or a
     Trace (read once, for many replays), in its order: ``Trace.read(path, keep_order=True)`` has that of the file.
     ``warm_up``: the share of the requests that run first and are not counted, rounded down to whole requests.
-    ``on_request`` is called now and then with the number of finished requests. ``engine``: instead, serve the trace as the
-    cache of an engine would, of which ``block_size``, ``at_once`` and ``step_tokens`` are settings: see
-    ``kvpagoda.replay.engines.replay_engine``. Raises BadInput before anything runs.
+    ``on_request`` is called now and then with the number of finished requests. ``engine``: serve the trace as the cache
+    of an engine would, with ``settings`` of ``replay_engine``. Raises BadInput before anything runs.
 
     >>> chains = [1, 2, 3], [1, 2, 4]
     >>> records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in chains]
@@ -145,10 +139,9 @@ def replay(
     [0.3333333333333333, 0.3333333333333333]
     """
     if engine is not None:
-        schedule = Schedule(at_once, step_tokens)
-        return replay_engine(
-            trace, engine, capacity_blocks, block_size=block_size, schedule=schedule, on_request=on_request
-        )
+        return replay_engine(trace, engine, capacity_blocks, on_request=on_request, **settings)
+    if settings:
+        raise BadInput(f"{', '.join(settings)}: for a replay with engine=, which is missing")
     (name,), (capacity,) = checked([policy], [capacity_blocks], warm_up)
     columns = readable(trace)
     if name == BOUND:
