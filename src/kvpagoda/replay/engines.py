@@ -67,8 +67,9 @@ def replay_engine(
     prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere else; None: all).
 
     Requests run in their order, ``at_once`` of them at once, of each ``step_tokens`` tokens in a step, or of all of them if
-    ``shared`` (see ``Schedule``); their times are not used. The rest of a prompt that has no id, and every output, are tokens that no other request has. ``on_request`` is called after each step with the
-    number of finished requests. Raises BadInput before anything runs.
+    ``shared`` (see ``Schedule``); their times are not used. The rest of a prompt that has no id, and every output, are tokens
+    that no other request has. ``on_request`` is called after each step with the number of finished requests. Raises BadInput
+    before anything runs.
 
     >>> chains = [1, 2], [1, 2], [1, 3]
     >>> records = [{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": ids} for ids in chains]
