@@ -16,7 +16,7 @@ NAMES = (
     "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth", "hybrid",
     "one_budget", "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard",
     "handover", "adapters", "paged_cache", "vllm_connector", "events", "router", "formats", "quantised_heads", "top_k",
-    "packed", "metrics", "hints", "checkpoints_at_rest", "rounded_states", "step_checkpoints", "simulate",
+    "packed", "metrics", "hints", "checkpoints_at_rest", "rounded_states", "step_checkpoints", "simulate", "count_hits",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import evict, head_cases, heads, hybrid, hybrid_peers, swap, top_k  # noqa: E402
+from benchmarks import count_hits, evict, head_cases, heads, hybrid, hybrid_peers, swap, top_k  # noqa: E402
 from benchmarks.__main__ import NAMES  # noqa: E402
 from benchmarks.__main__ import main as benchmarks_main  # noqa: E402
 from benchmarks.peers import tasks  # noqa: E402
@@ -23,6 +23,7 @@ from benchmarks.peers.ours import FULL, Peer  # noqa: E402
 from benchmarks.show import plots, table  # noqa: E402
 from benchmarks.timing import Options, Peers, save  # noqa: E402
 from benchmarks.workload import AT_ONCE, GENERATED, SHARE, TRACES, workload  # noqa: E402
+from kvpagoda.replay import Trace  # noqa: E402
 
 MARGIN = 1.5
 OWN_PROCESS = {"match", "events", "metrics", "router"}
@@ -70,6 +71,7 @@ def test_every_benchmark_runs_in_a_tiny_size(
         "bits_per_byte",
         "spread",
         "receive_ms",
+        "target",
     )
     for row in found["rows"]:
         figures = [row[key] for key in measured if key in row]
@@ -225,6 +227,25 @@ def test_tokenspeed_serves_layers_of_several_kinds(tokenspeed: None) -> None:
         pytest.skip(f"{rows[-1]['absent']}: make consumers")
     assert [row["model"] for row in rows] == [*hybrid_peers.MODELS]
     assert all(0 < row["hit_percent"] < 90 and row["preempted"] == 0 for row in rows), rows
+
+
+def test_rules_by_which_hits_are_counted() -> None:
+    """Two blocks of 512 tokens and a rest; a request with the same text later hits by the rules that its arrival allows."""
+    lines = [
+        {"timestamp": at, "input_length": length, "output_length": 24, "hash_ids": ids}
+        for at, length, ids in ((0, 1000, [1, 2]), (1000, 1500, [1, 2, 3]), (20_000, 1500, [1, 2, 3]))
+    ]
+    trace = Trace.read(lines)
+    *_, hits = count_hits.lru(trace)
+    assert hits.tolist() == [0, 2, 3]
+    found = count_hits.shares(trace, hits)
+    assert found["blocks"] == 5 / 8 and found["the first block never hits"] == 3 / 8
+    assert found["tokens"] == (1024 + 1500) / 4000
+    assert found["tokens, and the last is computed"] == (1024 + 1499) / 4000
+    assert found["whole blocks alone"] == (2 + 2) / (1 + 2 + 2)
+    assert found["mean of the requests"] == pytest.approx((2 / 3 + 1) / 3)
+    assert [count_hits.computed_for(trace, hits, after) for after in (0.5, 5, 19.5, 30)] == [5 / 8, 3 / 8, 2 / 8, 0]
+    assert count_hits.nodes(trace, 2)[-1] == 2 / 8
 
 
 def test_hybrid_layers_serve_the_same_requests() -> None:
