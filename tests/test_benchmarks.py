@@ -23,6 +23,7 @@ from benchmarks.peers.ours import FULL, Peer  # noqa: E402
 from benchmarks.show import plots, table  # noqa: E402
 from benchmarks.timing import Options, Peers, save  # noqa: E402
 from benchmarks.workload import AT_ONCE, GENERATED, SHARE, TRACES, workload  # noqa: E402
+
 from kvpagoda.replay import Trace  # noqa: E402
 
 MARGIN = 1.5
