@@ -16,7 +16,7 @@ from kvpagoda.memory.pages import Bytes
 from kvpagoda.units import ceil_div
 
 _SCRATCH = 8 << 20
-"""Bytes of whole records through which the parts of layers are copied: few enough to stay in a core's caches."""
+"""Bytes of whole records through which the parts of layers are copied."""
 
 
 class Extent:
@@ -109,21 +109,20 @@ class Export:
         if begin >= end:
             return
         table, memory, index = section.table(self._memory), self._core.memory, section.group
-        if not section.layers:
-            memory.to_host(index, self._extent.places(index, begin, end), table, range(begin, end))
-        else:
-            nbytes = memory.record_nbytes(index)
-            step = max(1, _SCRATCH // nbytes)
-            scratch = np.zeros((min(step, end - begin), nbytes), np.uint8)
-            for first in range(begin, end, step):
-                count = min(step, end - first)
-                places, records = self._extent.places(index, first, first + count), scratch[:count]
-                for layer in section.layers:
-                    memory.to_host(index, places, records, range(count), layer)
-                part = section.inside(records)
-                table[first : first + count].reshape(part.shape)[...] = part
-        found = checksums_of([table[begin:end]], algorithm())
-        self._checksums[section.first + begin : section.first + end] = found
+        nbytes = memory.record_nbytes(index)
+        step = max(1, _SCRATCH // nbytes) if section.layers else end - begin
+        scratch = np.zeros((min(step, end - begin) if section.layers else 0, nbytes), np.uint8)
+        for first in range(begin, end, step):
+            count = min(step, end - first)
+            places, part = self._extent.places(index, first, first + count), table[first : first + count]
+            if not section.layers:
+                memory.to_host(index, places, part, range(count))
+            for layer in section.layers:
+                memory.to_host(index, places, scratch[:count], range(count), layer)
+            if section.layers:
+                inside = section.inside(scratch[:count])
+                part.reshape(inside.shape)[...] = inside
+            self._checksums[section.first + first : section.first + first + count] = checksums_of([part], algorithm())
 
 
 def export_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,8 +29,13 @@ from kvpagoda.handover.ticket import RankLease, Ticket
 from kvpagoda.handover.transfer import Transfer
 from kvpagoda.memory.pages import Bytes
 
-Given = dict[int, list[Bytes]]
-"""Source rank -> for each group its records, uint8 ``[n, bytes of a record]``."""
+
+class Given(Protocol):
+    """Verified records of a ticket."""
+
+    def records(self, group: int, givers: Many[int], begin: int, end: int) -> dict[int, Bytes]:
+        """Return source rank -> records ``begin .. end - 1`` of ``group``, uint8 ``[n, bytes of a record]``, for ``givers``;
+        valid until the next call. Raises HandoverMiss."""
 
 
 class _Run(NamedTuple):
@@ -47,35 +52,49 @@ class _Run(NamedTuple):
         return self.section.offset + self.begin * size, self.section.offset + self.end * size
 
 
-def whole_leases(ticket: Ticket, givers: Many[int], transfer: Transfer) -> Given:
-    """Read the leases of the source ranks ``givers``, and return their verified records, as views of the landing memory of
-    ``transfer``. Raises HandoverMiss."""
-    layout, nbytes = lease_layout(ticket.groups, ticket.counts, by_layer=False)
-    count, found = sum(ticket.counts), {}
-    landing = transfer.landing(nbytes * len(givers))
-    for number, giver in enumerate(givers):
-        memory = landing[number * nbytes : (number + 1) * nbytes]
-        _read(ticket.ranks[giver], giver, 0, memory, transfer)
-        _check_header(ticket.ranks[giver], giver, memory)
-        tables = [section.table(memory) for section in layout]
-        checksums, theirs = checksums_of(tables, ticket.checksum), checksums_in(memory, count)
-        wrong = int((checksums != theirs).any(axis=1).sum())
-        _check_seal(ticket, giver, memory, checksums, wrong)
-        by_group = {section.group: table for section, table in zip(layout, tables)}
-        found[giver] = [by_group[group] for group in range(len(ticket.groups))]
-    return found
+class WholeLeases:
+    """The leases of the source ranks ``givers``, which are written; read in parts, when they are asked for. Raises
+    HandoverMiss unless they are sealed."""
+
+    def __init__(self, ticket: Ticket, givers: Many[int], transfer: Transfer) -> None:
+        self._ticket, self._transfer = ticket, transfer
+        layout, _ = lease_layout(ticket.groups, ticket.counts, by_layer=False)
+        self._sections = {section.group: section for section in layout}
+        self._checksums = dict[int, Bytes]()
+        count = sum(ticket.counts)
+        for giver in givers:
+            front = transfer.landing(front_nbytes(count))
+            _read(ticket.ranks[giver], giver, 0, front, transfer)
+            _check_header(ticket.ranks[giver], giver, front)
+            self._checksums[giver] = checksums_in(front, count).copy()
+            _check_seal(ticket, giver, front, self._checksums[giver], 0)
+
+    def records(self, group: int, givers: Many[int], begin: int, end: int) -> dict[int, Bytes]:
+        """See ``Given``."""
+        section, found = self._sections[group], dict[int, Bytes]()
+        size = (end - begin) * section.nbytes
+        landing = self._transfer.landing(size * len(givers))
+        for number, giver in enumerate(givers):
+            memory = landing[number * size : (number + 1) * size]
+            _read(self._ticket.ranks[giver], giver, section.offset + begin * section.nbytes, memory, self._transfer)
+            found[giver] = memory.reshape(end - begin, section.nbytes)
+            checksums = checksums_of([found[giver]], self._ticket.checksum)
+            known = self._checksums[giver][section.first + begin : section.first + end]
+            if wrong := int((checksums != known).any(axis=1).sum()):
+                raise _damaged(giver, wrong, end - begin)
+        return found
 
 
 class Fetched:
     """The verified records of the leases of one ticket that is written layer by layer, from the ranks ``givers``, as far as
-    they were there when ``more`` was called. ``given``: the records."""
+    they were there when ``more`` was called. It is ``Given`` once no more are to come."""
 
     def __init__(self, ticket: Ticket, givers: Many[int]) -> None:
         self.expires, self._ticket, self._givers = ticket.expires, ticket, givers
         self._layout, _ = lease_layout(ticket.groups, ticket.counts, by_layer=True)
         self.num_records = sum(section.num_records for section in self._layout)
         self._known = {giver: np.zeros((self.num_records, 16), np.uint8) for giver in givers}
-        self.given: Given = {
+        self._records = {
             giver: [np.zeros((count, group.nbytes), np.uint8) for group, count in zip(ticket.groups, ticket.counts)]
             for giver in givers
         }
@@ -108,6 +127,10 @@ class Fetched:
                 lacking += 1 + max(wrong, int((~known.any(axis=1)).sum()))
         return lacking
 
+    def records(self, group: int, givers: Many[int], begin: int, end: int) -> dict[int, Bytes]:
+        """See ``Given``."""
+        return {giver: self._records[giver][group][begin:end] for giver in givers}
+
     def _runs(self, is_new: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Iterator[_Run]:
         """Yield the records of each section that are new, in runs, in the order in which they lie in the lease."""
         for section in self._layout:
@@ -126,7 +149,7 @@ class Fetched:
             table = landing[begin - first : end - first].reshape(run.end - run.begin, section.nbytes)
             place = slice(section.first + run.begin, section.first + run.end)
             checksums = checksums_of([table], self._ticket.checksum)
-            records = section.inside(self.given[giver][section.group][run.begin : run.end])
+            records = section.inside(self._records[giver][section.group][run.begin : run.end])
             records[...] = table.reshape(records.shape)
             is_right = (checksums == theirs[place]).all(axis=1)
             self._known[giver][place] = np.where(is_right[:, None], checksums, 0)
@@ -164,10 +187,14 @@ def _check_header(lease: RankLease, giver: int, memory: Bytes) -> None:
 
 def _check_seal(ticket: Ticket, giver: int, memory: Bytes, checksums: Bytes, wrong: int) -> None:
     """Raise HandoverMiss if records are ``wrong``, or ``memory`` has no seal of all ``checksums`` by the key of ``ticket``."""
-    header, count = _header(ticket.ranks[giver]), len(checksums)
+    header = _header(ticket.ranks[giver])
     if wrong or not is_sealed(seal_in(memory).tobytes(), header, checksums, ticket.key):
-        raise HandoverMiss(
-            f"{wrong or count} of {count} records of rank {giver} are not those of the ticket: they were freed or "
-            f"damaged while they were read; open the request instead",
-            needed=count, available=count - wrong,
-        )  # fmt: skip
+        raise _damaged(giver, wrong or len(checksums), len(checksums))
+
+
+def _damaged(giver: int, wrong: int, count: int) -> HandoverMiss:
+    return HandoverMiss(
+        f"{wrong} of {count} records of rank {giver} are not those of the ticket: they were freed or damaged while they were "
+        f"read; open the request instead",
+        needed=count, available=count - wrong,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -13,12 +13,15 @@ from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.sources import Cached
 from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.fetched import Given
-from kvpagoda.handover.recut import givers_of, is_same, recut
+from kvpagoda.handover.recut import Recut, givers_of, is_same
 from kvpagoda.handover.ticket import Ticket
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Holding
 from kvpagoda.units import ceil_div
+
+_PART = 4 << 20
+"""Bytes of records that are read, verified, recut and copied at once: few enough to stay in a core's caches."""
 
 
 def givers_by_group(ticket: Ticket, groups: Many[GroupPlace], rank: tuple[int, int]) -> list[set[int]]:
@@ -66,19 +69,37 @@ class Received(Cached):
             begin = self.shared[index].stop
             end = 1 if group.growth.is_state else ceil_div(ticket.length, group.block_size)
             if begin < end and givers:
-                tables = {giver: given[giver][index] for giver in givers}
-                core.memory.from_host(index, places[: end - begin], *self._table(index, tables, begin, end, ranks))
+                for first, table, rows in self._tables(index, given, sorted(givers), range(begin, end), ranks):
+                    core.memory.from_host(index, places[first - begin : first - begin + len(rows)], table, rows)
         shared = 0 if core.full is None else self.shared[core.full.index].stop * core.block_size
         return PrefixMatch(ticket.length, ticket.length, "nothing", {}, None, ticket.length - shared)
 
-    def _table(
-        self, index: int, tables: dict[int, Bytes], begin: int, end: int, ranks: tuple[int, int]
-    ) -> tuple[Bytes, range]:
-        """Return the records of group ``index`` for columns ``begin .. end - 1`` here, as a table and its rows."""
+    def _tables(
+        self, index: int, given: Given, givers: list[int], columns: range, ranks: tuple[int, int]
+    ) -> Iterator[tuple[int, Bytes, range]]:
+        """Yield the records of group ``index`` for ``columns`` here: the first column, a table, and its rows. Where they must
+        be recut, in parts that caches of a core hold. A table is valid until the next one."""
         theirs, ours, first = self._ticket.groups[index], self._groups[index], self._ticket.firsts[index]
         if is_same(theirs, ours, ranks):
-            return next(iter(tables.values())), range(begin - first, end - first)
-        into = np.zeros((end - begin, ours.nbytes), np.uint8)
-        tokens = range(max(begin * ours.tokens, first * theirs.tokens), self._ticket.length)
-        recut(theirs, ours, ranks, self._rank[0], tables, into, (first * theirs.tokens, begin * ours.tokens), tokens)
-        return into, range(end - begin)
+            (table,) = given.records(index, givers, columns.start - first, columns.stop - first).values()
+            yield columns.start, table, range(len(columns))
+            return
+        recut, length = Recut(theirs, ours, ranks, self._rank[0]), self._ticket.length
+        if not recut.unit:  # a state
+            into = np.zeros((1, ours.nbytes), np.uint8)
+            recut.copy(given.records(index, givers, 0, 1), into, (0, 0), range(length))
+            yield 0, into, range(1)
+            return
+        count = recut.unit // ours.tokens * max(1, _PART // (ours.nbytes * (recut.unit // ours.tokens)))
+        into = np.zeros((min(count, len(columns)), ours.nbytes), np.uint8)
+        begin = columns.start
+        while begin < columns.stop:
+            end = min(columns.stop, (begin // count + 1) * count)
+            tokens = range(max(begin * ours.tokens, first * theirs.tokens), min(length, end * ours.tokens))
+            source = tokens.start // theirs.tokens
+            if len(tokens) < (end - begin) * ours.tokens:
+                into[:] = 0  # what is behind the text, or before a window
+            records = given.records(index, givers, source - first, ceil_div(tokens.stop, theirs.tokens) - first)
+            recut.copy(records, into, (source * theirs.tokens, begin * ours.tokens), tokens)
+            yield begin, into, range(end - begin)
+            begin = end

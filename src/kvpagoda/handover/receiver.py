@@ -20,7 +20,7 @@ from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, HandoverMiss, RetryLater, TicketRefused
 from kvpagoda.handover.content import content_of, places_of
-from kvpagoda.handover.fetched import Fetched, Given, whole_leases
+from kvpagoda.handover.fetched import Fetched, Given, WholeLeases
 from kvpagoda.handover.lease import LEASE_NBYTES, lease_layout, receipt_of, receipt_offset
 from kvpagoda.handover.received import Received, givers_by_group
 from kvpagoda.handover.recut import givers_of
@@ -138,7 +138,7 @@ class Receiver:
         that are there first. Raises RetryLater as long as more are to come, and HandoverMiss."""
         givers = sorted(set().union(*givers_by_group(ticket, self._groups, self._rank)))
         if not ticket.by_layer:
-            return lambda: whole_leases(ticket, givers, transfer)
+            return lambda: WholeLeases(ticket, givers, transfer)
         name = ticket.ranks[0].lease
         fetched = self._fetched.get(name)
         if fetched is None or not fetched.is_of(ticket):
@@ -154,7 +154,7 @@ class Receiver:
             raise RetryLater.with_hint(
                 text, "receive the ticket again later, before it expires", needed=count, available=count - lacking
             )
-        return lambda: fetched.given
+        return lambda: fetched
 
     def _source(self, match: Match, ticket: Ticket, read: Callable[[], Given]) -> Received:
         """Return what ``ticket`` names, beyond what is cached of its text, in ``match``. Raises HandoverMiss if the ticket

@@ -6,6 +6,7 @@ the rest with few strided numpy calls."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import lcm
 
 import numpy as np
 
@@ -28,24 +29,42 @@ def givers_of(source: GroupPlace, target: GroupPlace, ranks: tuple[int, int], ra
     return {piece.giver for _, _, one, other in pairs for piece in pieces_of(one, other, ranks, rank)}
 
 
-def recut(
-    source: GroupPlace, target: GroupPlace, ranks: tuple[int, int], rank: int, given: Mapping[int, Bytes], into: Bytes,
-    firsts: tuple[int, int], tokens: range,
-) -> None:  # fmt: skip
-    """Copy ``tokens`` of the text (of a state: all of it) from ``given``, source rank -> uint8 ``[n, nbytes]`` records, to
-    the records ``into``. ``firsts``: the token with which the first record of each side begins. Other bytes stay."""
-    parts: dict[int, list[Moved]] = {}
-    for rows, slots, one, other in _fields(source, target):
-        ratio = 1 if not source.tokens else source.tokens // (rows * source.pages)
-        count = slots * target.pages
-        wanted = np.arange(count) if not target.tokens else np.arange(-(-tokens.start // ratio), tokens.stop // ratio)
-        if not len(wanted):
-            continue
-        adds = _addresses(source, rows, one.strides[0], wanted - firsts[0] // ratio)
-        puts = _addresses(target, slots, other.strides[0], wanted - firsts[1] // ratio)
-        for piece in pieces_of(one, other, ranks, rank):
-            parts.setdefault(piece.giver, []).append(_moved(one, other, piece, (adds, puts), ratio))
-    copy((joined(some), given[giver].reshape(-1), into.reshape(-1)) for giver, some in parts.items())
+class Recut:
+    """Copies the rows of one group from records of the source ``ranks[0]`` to those of target rank ``rank`` of ``ranks[1]``.
+
+    ``unit``: where both sides begin a record, in tokens. Texts that lie alike in their records are copied alike, so what is
+    worked out for one part of a text serves for others."""
+
+    def __init__(self, source: GroupPlace, target: GroupPlace, ranks: tuple[int, int], rank: int) -> None:
+        self._source, self._target, self._ranks, self._rank = source, target, ranks, rank
+        self.unit = lcm(source.tokens, target.tokens)
+        self._parts: dict[tuple[int, ...], list[tuple[int, list[Moved]]]] = {}
+
+    def copy(self, given: Mapping[int, Bytes], into: Bytes, firsts: tuple[int, int], tokens: range) -> None:
+        """Copy ``tokens`` of the text (of a state: all of it) from ``given``, source rank -> uint8 ``[n, nbytes]`` records, to
+        the records ``into``. ``firsts``: the token with which the first record of each side begins. Other bytes stay."""
+        start = tokens.start
+        place = firsts[0] - start, firsts[1] - start, len(tokens), start % self.unit if self.unit else 0
+        if place not in self._parts:
+            self._parts[place] = self._worked_out(firsts, tokens)
+        copy((parts, given[giver].reshape(-1), into.reshape(-1)) for giver, parts in self._parts[place])
+
+    def _worked_out(self, firsts: tuple[int, int], tokens: range) -> list[tuple[int, list[Moved]]]:
+        """Return what is to be copied from each source rank."""
+        source, target, parts = self._source, self._target, dict[int, list[Moved]]()
+        for rows, slots, one, other in _fields(source, target):
+            ratio = 1 if not source.tokens else source.tokens // (rows * source.pages)
+            count = slots * target.pages
+            wanted = (
+                np.arange(count) if not target.tokens else np.arange(-(-tokens.start // ratio), tokens.stop // ratio)
+            )
+            if not len(wanted):
+                continue
+            adds = _addresses(source, rows, one.strides[0], wanted - firsts[0] // ratio)
+            puts = _addresses(target, slots, other.strides[0], wanted - firsts[1] // ratio)
+            for piece in pieces_of(one, other, self._ranks, self._rank):
+                parts.setdefault(piece.giver, []).append(_moved(one, other, piece, (adds, puts), ratio))
+        return [(giver, joined(some)) for giver, some in parts.items()]
 
 
 def _fields(source: GroupPlace, target: GroupPlace) -> list[tuple[int, int, FieldPlace, FieldPlace]]:
