@@ -85,7 +85,6 @@ def test_a_store_that_is_not_known_is_told_before_a_process_starts(store: str) -
 @pytest.mark.parametrize(
     "options",
     [
-        ["--workers", "2"],
         ["--store", "redis://h"],
         ["--schema", "deepseek-v4-flash", "--store", "redis://h"],
         ["--schema", "deepseek-v4-flash", "--workers", "2", "--policy", "lru,fifo"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
 
 from kvpagoda.units import whole_number
@@ -31,7 +30,8 @@ def run_jobs(
             told = {} if moved is None else {"on_request": partial(moved, number)}
             done(number, job(shared, **told))
         return
-    from concurrent.futures import ProcessPoolExecutor, as_completed  # slow to load
+    from concurrent.futures import ProcessPoolExecutor, as_completed  # slow to load, both
+    from multiprocessing import active_children, get_context
 
     others = set(active_children())
     count = min(processes, len(jobs))
@@ -53,9 +53,8 @@ def run_jobs(
 
 def _begin(shared: Any) -> None:
     global _shared
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the first one ends the others
+    # Ctrl-C reaches all processes of a terminal; the first one ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _shared = shared
 
 
