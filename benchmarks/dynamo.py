@@ -1,0 +1,112 @@
+"""Where Dynamo's mocker differs from a tree of the trace's ids, and from the engines that it models, and by which rule.
+
+``ids``: ``replay`` with ``lru`` counts the ids of a trace that hit; compared with the mocker at the capacity of the row. An id
+that stands for less than a block hits there, and the last one too; the mocker finds whole blocks alone, and computes the last
+token. ``more``: requests that find more in the mocker. ``profile``: requests that differ from our profile ``dynamo-1.6.1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.oracle import trace_of
+from benchmarks.peers import Absent, Process
+from benchmarks.timing import Options, Row, tell
+from kvpagoda.replay import Schedule, Trace, replay, replay_engine
+from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.driver import serve_with
+from kvpagoda.replay.edge_lru import EdgeLRU
+from kvpagoda.replay.profiles import profile
+from kvpagoda.replay.queued import QueuedManager
+from kvpagoda.replay.trace import Ints
+
+QUESTION = "By which rules does Dynamo's mocker differ?"
+SIZE, MIXES, MIX = 64, 20, 200
+SHARED = Schedule(16, 2048, shared=True)
+
+
+def asked(
+    process: Process, source: dict[str, Any], size: int, blocks: int, schedule: Schedule, **settings: Any
+) -> Ints:
+    """Return the tokens that each request finds in the mocker."""
+    found = process.ask(
+        "oracle", trace=source, block_size=size, num_blocks=blocks, at_once=schedule.at_once,
+        step_tokens=schedule.step_tokens, shared=schedule.shared, **settings,
+    )  # fmt: skip
+    return np.array(found["hits"], np.int64)
+
+
+def by_ids(process: Process, options: Options) -> Row:
+    """Compare with a tree of the trace's ids, on 3,000 requests in 4,000 blocks of 512 tokens."""
+    source = {"name": "conversation", "limit": 60 if options.quick else 3_000}
+    trace = trace_of(**source)
+    theirs = asked(process, source, 512, 4_000, Schedule())
+    tree, ours = replay(trace, 4_000).hits, replay_engine(trace, "dynamo-1.6.1", 4_000, block_size=512).per_request
+    whole = np.minimum(tree, (trace.input_lengths - 1) // 512)
+    unequal, more = np.flatnonzero(tree * 512 != theirs), np.flatnonzero(whole * 512 < theirs)
+    return {
+        "case": "ids", "requests": len(trace), "unequal": len(unequal), "last_id": int((tree > whole)[unequal].sum()),
+        "more": len(more), "profile": int((ours != theirs).sum()), "which": unequal.tolist(), "which_more": more.tolist(),
+    }  # fmt: skip
+
+
+def mixes(options: Options) -> Iterator[tuple[dict[str, Any], Trace, int]]:
+    """Yield (arguments of ``trace_of``, the trace, a capacity in blocks): one and a half, and three of its longest request."""
+    for seed in range(2 if options.quick else MIXES):
+        source = {"name": "mix", "limit": MIX, "seed": seed}
+        trace = trace_of(**source)
+        longest = -(-int(Chains(trace, SIZE).totals.max()) // SIZE)
+        yield from ((source, trace, capacity) for capacity in (3 * longest // 2, 3 * longest))
+
+
+def other_engines(process: Process, options: Options) -> Iterator[Row]:
+    """Compare its backends with the profiles that come nearest, and with SGLang's."""
+    vllm, trtllm = profile("dynamo-1.6.1"), profile("dynamo-1.6.1-trtllm")
+    for case, backend, schedule in (
+        ("sglang, one at a time", "sglang", Schedule()), ("trtllm, 16 share a budget", "trtllm", SHARED),
+    ):  # fmt: skip
+        requests = unequal = edges = 0
+        for source, trace, capacity in mixes(options):
+            chains = Chains(trace, SIZE)
+            theirs = asked(process, source, SIZE, capacity, schedule, backend=backend)
+            queue = QueuedManager(chains, capacity, vllm if backend == "sglang" else trtllm)
+            requests += len(chains)
+            unequal += int((serve_with(queue, chains, schedule).hits != theirs).sum())
+            if backend == "sglang":
+                edges += int((serve_with(EdgeLRU(chains, capacity), chains, schedule).hits != theirs).sum())
+        row = {"case": case, "requests": requests, "unequal": unequal}
+        yield {**row, "unequal_to_sglang": edges} if backend == "sglang" else row
+
+
+def states(process: Process, options: Options) -> Row:
+    """What is found with one state of a block's size a request, and without states, where nothing need be evicted."""
+    found = without = requests = 0
+    more = {"kv_cache_bytes_per_token": 100}
+    for source, trace, _ in mixes(options):
+        ample = 4 * int(Chains(trace, SIZE).totals.sum()) // SIZE
+        found += int(
+            asked(process, source, SIZE, ample, Schedule(), state_cache={"bytes_per_request": 6_400}, **more).sum()
+        )
+        without += int(asked(process, source, SIZE, ample, Schedule(), **more).sum())
+        requests += len(trace)
+    return {
+        "case": "state_cache", "requests": requests, "found": found, "found_without": without,
+        "found_percent": 100 * found / without,
+    }  # fmt: skip
+
+
+def measure(options: Options) -> list[Row]:
+    try:
+        process = Process("dynamo_oracle")
+    except Absent as reason:
+        return [{"who": "dynamo-1.6.1", "absent": str(reason)}]
+    with process:
+        rows = [by_ids(process, options), *other_engines(process, options), states(process, options)]
+        return [{**row, "who": "dynamo-1.6.1", "version": process.version} for row in rows]
+
+
+if __name__ == "__main__":
+    tell("dynamo", QUESTION, measure)
