@@ -40,7 +40,7 @@ def test_all_brings_every_extra_that_needs_nothing_of_the_system() -> None:
                 names = requirement.removeprefix("kvpagoda[").partition("]")[0].split(",")
                 left += [name for name in names if name not in brought]
                 brought |= set(names)
-    assert extras.keys() - brought == {"all", "dev", "docs", "mooncake", "nixl"}
+    assert extras.keys() - brought == {"all", "cuda", "dev", "docs", "mooncake", "nixl"}
 
 
 def test_what_a_command_needs_comes_with_its_extra() -> None:
@@ -50,7 +50,10 @@ def test_what_a_command_needs_comes_with_its_extra() -> None:
     extras = project()["project"]["optional-dependencies"]
     for package, (extra, _) in known.items():
         names = {requirement.partition(">")[0].replace("-", "_") for requirement in extras[extra]}
-        name = {"zmq": "pyzmq", "opentelemetry": "opentelemetry_api", "mooncake": "mooncake_transfer_engine_non_cuda"}
+        name = {
+            "zmq": "pyzmq", "opentelemetry": "opentelemetry_api", "mooncake": "mooncake_transfer_engine_non_cuda",
+            "cuda": "cuda_bindings",
+        }  # fmt: skip
         top = package.partition(".")[0]
         assert name.get(top, top) in names, f"{package} is not brought by [{extra}]"
 

@@ -37,7 +37,7 @@ BOUNDS = {
     "policies": 750,
     "batch": 740,
     "events": 1_050,
-    "memory": 720,
+    "memory": 850,
     "metrics": 550,
     "blocks": 550,
     "cli": 400,
