@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.drawings import blocks, handover, hints, hit, places, plots, rooms, sleep
+from tools.drawings import blocks, handover, hints, hit, places, plots, reuse, rooms, sleep
 from tools.drawings.logo import BLUE, logo
 
 DRAWINGS = {
@@ -14,6 +14,7 @@ DRAWINGS = {
     **handover.DRAWINGS,
     **rooms.DRAWINGS,
     **plots.DRAWINGS,
+    **reuse.DRAWINGS,
 }
 
 
