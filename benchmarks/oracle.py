@@ -122,7 +122,7 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
     for name in ("conversation", "synthetic"):
         if name in named:
             title = f"{name} hashed from tokens"
-            yield from (Case(title, named[name], 64, mode, {"hashed": True}, (2,)) for mode in SCHEDULES)
+            yield from (Case(title, named[name], 64, mode, {"hashed": True}, (2,)) for mode in modes)
     for model, groups in MODELS.items():
         for said, blocks in RETENTIONS.items():
             if blocks and "chunk" in groups:
@@ -134,7 +134,7 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
                 for size in (16, 64):
                     settings = {"groups": groups, "retention": blocks and blocks * size}
                     head = f"{model}, {said}, {title}"
-                    yield from (Case(head, given, size, mode, settings, (0, 2, 4)) for mode in SCHEDULES)
+                    yield from (Case(head, given, size, mode, settings, (0, 2, 4)) for mode in modes)
 
 
 def asked(size: int, blocks: int, schedule: Schedule) -> dict[str, Any]:

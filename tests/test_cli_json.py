@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": ["plan", "deepseek-v4-flash"],
     "layout": ["layout", "sglang-mla,tp=2", "kvpagoda-mla"],
     "replay": ["replay", "--limit", "40", "--warm-up", "0.5", "--requests", "out.jsonl"],
+    "replay_engine": ["replay", "--limit", "10", "--engine", "vllm-0.33,step_tokens=512", "--capacity", "900,2000"],
     "replay_schema": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB"],
     "replay_workers": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB", "--workers", "1"],
     "simulate": ["simulate", "--limit", "20", "--workers", "1,2", "--tier", "host:10GiB"],

@@ -234,6 +234,9 @@ def replay_trace(
     policy: Annotated[
         str | None, typer.Option(help="with commas, own: FILE.py:CLASS (default: lru,s3fifo,opt; workers: lru)")
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="another engine's cache: NAME[,block_size=64][,at_once=16][,step_tokens=2048]..")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="write a plot to this file, e.g. rates.png")] = None,
     requests: Annotated[Path | None, typer.Option(help="write the hits of each request to this file")] = None,
     timeline: Annotated[

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import live, report
+from kvpagoda.replay import engine_sheet, live, report
 from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.report import Sheet, show
 from kvpagoda.schema import Schema
@@ -37,10 +37,13 @@ def _given(options: Options, *names: str) -> list[str]:
 
 _WHOLE_TRACES = (
     "trace", "plot", "requests", "timeline", "page", "warm_up", "hints", "jobs", "limit", "file_order", "skip_bad", "seed",
-    "workers", "store",
+    "workers", "store", "engine",
 )  # fmt: skip
 _OF_SCHEMA = ("budget", "max_requests", "checkpoint_every")
 _OF_BLOCKS = ("capacity", "plot", "requests", "warm_up", "hints")
+_NOT_OF_ENGINES = (
+    "schema", "policy", "plot", "requests", "timeline", "page", "warm_up", "hints", "workers", "store", *_OF_SCHEMA,
+)  # fmt: skip
 _OF_ONE_TRACE = ("plot", "requests", "timeline", "page")
 
 
@@ -59,6 +62,12 @@ def run(options: Options) -> bool:
     sources = [partial(report.read, trace, *how) for trace in traces]
     if len(traces) > 1 and (given := _given(options, *_OF_ONE_TRACE)):
         raise BadInput(f"{', '.join(given)} is a file about one trace; got {len(traces)}")
+    if options.engine is not None:
+        if (given := _given(options, *_NOT_OF_ENGINES)) or options.capacity is None:
+            raise BadInput(f"--engine goes with --capacity, in blocks{'; leave out ' * bool(given)}{', '.join(given)}")
+        numbers = numbers_of(options.capacity, "--capacity")
+        work = [partial(engine_sheet.measured, source, numbers, options.engine) for source in sources]
+        return _sheets(work, options.jobs, options.as_json)
     if options.schema is not None:
         return _serve(options, options.schema, sources)
     _need_schema(options, _OF_SCHEMA)
