@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from judges import judge
+from letters import hits, trace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import oracle
 from benchmarks.peers import Process
 
-from kvpagoda.replay import Schedule, Trace, replay
+from kvpagoda.replay import Schedule, replay
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import serve_with
 from kvpagoda.replay.edge_lru import EdgeLRU
@@ -24,29 +24,14 @@ from kvpagoda.replay.text_tree import Edge, TextTree
 SGLANG = "sglang-0.5.23"
 
 
-def trace(*texts: str, output: int = 1, size: int = 4) -> Trace:
-    """A trace in which every letter is a block of ``size`` tokens."""
-    records = [
-        {"timestamp": 0, "input_length": size * len(text), "output_length": output, "hash_ids": [ord(c) for c in text]}
-        for text in texts
-    ]
-    return Trace.read(records, block_size=size)
-
-
-def hits(capacity: int, *texts: str, output: int = 1, **schedule: Any) -> list[int]:
-    """The blocks that each text finds."""
-    found = replay(trace(*texts, output=output), capacity, engine=SGLANG, block_size=4, **schedule)
-    return [int(tokens / 4) for tokens in found.per_request]
-
-
 def test_all_but_the_block_of_the_last_token_is_found() -> None:
-    assert hits(12, "abc", "abc", "abcd", "xbc", "abd") == [0, 2, 3, 0, 2]
+    assert hits(SGLANG, 12, "abc", "abc", "abcd", "xbc", "abd") == [0, 2, 3, 0, 2]
 
 
 def test_a_text_that_nothing_cut_leaves_as_a_whole() -> None:
     """One block is needed, and one more is to be free: "abc" goes with its first two blocks, which vLLM keeps."""
     texts = "abc", "de", "f", "abcx"
-    assert hits(6, *texts) == [0, 0, 0, 0]
+    assert hits(SGLANG, 6, *texts) == [0, 0, 0, 0]
     assert [tokens // 4 for tokens in replay(trace(*texts), 6, engine="vllm-0.33", block_size=4).per_request] == [
         0,
         0,
@@ -57,19 +42,19 @@ def test_a_text_that_nothing_cut_leaves_as_a_whole() -> None:
 
 def test_a_text_that_was_cut_leaves_from_its_end() -> None:
     """A look-up cuts "ab" from "c", which counts as used then, later than "d". So "d" leaves first, then "c"."""
-    assert hits(7, "abc", "d", "abx", "ef", "abcy") == [0, 0, 2, 0, 3]
-    assert hits(7, "abc", "d", "abx", "efg", "abcy") == [0, 0, 2, 0, 2]
+    assert hits(SGLANG, 7, "abc", "d", "abx", "ef", "abcy") == [0, 0, 2, 0, 3]
+    assert hits(SGLANG, 7, "abc", "d", "abx", "efg", "abcy") == [0, 0, 2, 0, 2]
 
 
 def test_what_a_step_computes_is_found_from_the_next_one_on() -> None:
-    assert hits(20, "abcd", "abcd", at_once=2, step_tokens=8) == [0, 0]
-    assert hits(20, "abcd", "ef", "abcd", at_once=2, step_tokens=8) == [0, 0, 2]
+    assert hits(SGLANG, 20, "abcd", "abcd", at_once=2, step_tokens=8) == [0, 0]
+    assert hits(SGLANG, 20, "abcd", "ef", "abcd", at_once=2, step_tokens=8) == [0, 0, 2]
 
 
 def test_a_block_that_two_requests_computed_is_kept_once() -> None:
     """Both compute "ab"; afterwards the six blocks hold "ab", "cd" and "ef", so that all are found."""
     texts = "ab", "ab", "cd", "abx", "cdx"
-    assert hits(7, *texts, at_once=2) == [0, 0, 0, 2, 2]
+    assert hits(SGLANG, 7, *texts, at_once=2) == [0, 0, 0, 2, 2]
 
 
 def test_an_output_can_leave_without_its_prompt() -> None:

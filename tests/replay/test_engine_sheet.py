@@ -36,8 +36,10 @@ def test_a_sheet_has_the_results_of_each_capacity() -> None:
     results = [replay_engine(trace, VLLM, size, at_once=4, step_tokens=512) for size in (2_000, 4_000)]
     assert sheet.figures["results"] == [result.to_dict() for result in results]
     assert [row[:2] for row in sheet.cells] == [
-        [f"{result.capacity_blocks:,}", f"{result.hit_rate:.1%}"] for result in results
+        (f"{result.capacity_blocks:,}", f"{result.hit_rate:.1%}") for result in results
     ]
+    in_processes = measured(lambda _: trace, [2_000, 4_000], f"{VLLM},at_once=4,step_tokens=512", 2, quiet=True)
+    assert in_processes.figures == sheet.figures
     assert "4 at once, 512 tokens a step" in sheet.lines[-1] and results[0].hit_tokens < results[1].hit_tokens
 
 

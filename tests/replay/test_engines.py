@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from judges import judge
+from letters import hits, trace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -17,28 +17,12 @@ from benchmarks import oracle
 from benchmarks.peers import Process
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import PROFILES, Group, Schedule, Trace, replay, replay_engine, synthetic
+from kvpagoda.replay import PROFILES, Group, Schedule, replay, replay_engine, synthetic
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import serve_with
 from kvpagoda.replay.queued import QueuedManager
 
 VLLM = "vllm-0.33"
-
-
-def trace(*texts: str, output: int = 1, size: int = 4) -> Trace:
-    """A trace in which every letter is a block of ``size`` tokens."""
-    records = [
-        {"timestamp": 0, "input_length": size * len(text), "output_length": output, "hash_ids": [ord(c) for c in text]}
-        for text in texts
-    ]
-    return Trace.read(records, block_size=size)
-
-
-def hits(engine: str, capacity: int, *texts: str, output: int = 1, **schedule: Any) -> list[int]:
-    """The blocks that each text finds."""
-    found = replay(trace(*texts, output=output), capacity, engine=engine, block_size=4, **schedule)
-    assert found.hit_tokens == found.per_request.sum() and found.requests == len(texts)
-    return [int(tokens / 4) for tokens in found.per_request]
 
 
 @pytest.mark.parametrize("engine", ["vllm-0.33", "kvpagoda"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput
-from kvpagoda.replay.engines import replay_engine
+from kvpagoda.replay.engines import EngineResult, replay_engine
 from kvpagoda.replay.groups import Group
+from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.profiles import profile
 from kvpagoda.replay.report import Sheet, Source, order_of
 
@@ -36,33 +38,30 @@ def engine_from_text(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def measured(source: Source, sizes: Sequence[int], text: str, jobs: int | None = None, quiet: bool = False) -> Sheet:
-    """Replay the trace with the engine that ``text`` names at each capacity of ``sizes``, in blocks, one after another.
-    ``jobs``: not used. Raises BadInput."""
+    """Replay the trace with the engine that ``text`` names at each capacity of ``sizes``, in blocks, in ``jobs`` processes at
+    once (None: one after another). Raises BadInput."""
     name, settings = engine_from_text(text)
-    trace = source(2_000)
+    trace, done = source(2_000), dict[int, EngineResult]()
     order, notes = order_of(trace)
-    results = []
+    work = [partial(replay_engine, engine=name, capacity_blocks=size, **settings) for size in sizes]
     with console.progress(len(sizes) * len(trace), "requests", quiet) as moved:
-        for number, size in enumerate(sizes):
 
-            def done(finished: int, before: int = number * len(trace)) -> None:
-                if moved is not None:
-                    moved(before + finished, name)
+        def told(number: int, finished: int) -> None:
+            if moved is not None:
+                moved(len(done) * len(trace) + finished, name)
 
-            results.append(replay_engine(trace, name, size, on_request=done, **settings))
+        run_jobs(work, trace, jobs or 1, done.__setitem__, told)
+    results = [done[number] for number in range(len(sizes))]
     one = results[0]
     pace = "each whole" if one.step_tokens is None else f"{one.step_tokens:,} tokens a step"
     lines = [f"{trace.name}: {one.requests:,} requests, {one.prompt_tokens:,} tokens of prompts", *notes]
     lines.append(f"{text}: blocks of {one.block_size} tokens, {one.at_once} at once, {pace}")
     cells = [
-        [
-            f"{each.capacity_blocks:,}",
-            f"{each.hit_rate:.1%}",
-            f"{each.hit_tokens:,}",
-            f"{each.preempted:,}",
+        (
+            f"{each.capacity_blocks:,}", f"{each.hit_rate:.1%}", f"{each.hit_tokens:,}", f"{each.preempted:,}",
             f"{each.never_fit:,}",
-        ]
+        )
         for each in results
-    ]
+    ]  # fmt: skip
     columns = ("capacity", "of tokens", "hit tokens", "preempted", "never fit")
     return Sheet({"trace": trace.name, **order, "results": [each.to_dict() for each in results]}, lines, columns, cells)

@@ -73,9 +73,7 @@ class QueuedManager:
         while hit != before and not (is_once and spans):
             before = hit
             for kind, _ in self._kinds:
-                if (
-                    kind.kind != "full" or kind not in spans
-                ):  # what full attention has begins at the root: it is only cut
+                if kind.kind != "full" or kind not in spans:  # of full attention the beginning is there too: it is cut
                     spans[kind] = kind.find(cached[kind], hit, self.size)
                     longest = max(longest, spans[kind][1] * self.size)
                 hit = min(hit, spans[kind][1] * self.size)
