@@ -63,9 +63,9 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 7_950
-ALL_BOUND = 33_500
-FILES_BOUND = 300
+ENGINE_CORE_BOUND = 7_850
+ALL_BOUND = 32_050
+FILES_BOUND = 293
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
