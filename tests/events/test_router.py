@@ -222,6 +222,16 @@ def test_bad_workers_are_told() -> None:
         assert router.answer("POST", "/score", b'{"tokens": [1], "namespace": "nobody"}').body["cached"] == {"a": 0}
 
 
+def test_a_server_whose_wait_was_interrupted_can_be_closed(fleet: Fleet) -> None:
+    with RouterServer(fleet.router) as server:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            server.wait()
+        assert ask(server, "GET", "/health")[0] == 200
+    with pytest.raises(ConnectionRefusedError):
+        ask(server, "GET", "/health")
+
+
 def test_the_command_serves_until_it_is_interrupted(fleet: Fleet, tmp_path: Path) -> None:
     pytest.importorskip("typer")
     fleet.work(60)

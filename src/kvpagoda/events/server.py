@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from kvpagoda.errors import BadInput
@@ -27,12 +27,13 @@ class RouterServer:
         except (OSError, OverflowError) as error:
             raise BadInput(f"cannot serve on {host}:{port}: {error}") from None
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        self._thread = Thread(target=self._server.serve_forever, args=(0.05,), name="kvpagoda-http", daemon=True)
+        self._ended = Event()
+        self._thread = Thread(target=self._serve, name="kvpagoda-http", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the server is closed, by another thread or an interrupt."""
-        self._thread.join()
+        """Return when the server is closed by another thread. An interrupt is raised, and the server can be closed then."""
+        self._ended.wait()  # a thread whose join is interrupted counts as ended in Python 3.11, and would not be shut down
 
     def close(self) -> None:
         """Serve no more. A second call does nothing."""
@@ -40,6 +41,12 @@ class RouterServer:
             self._server.shutdown()
             self._thread.join()
             self._server.server_close()
+
+    def _serve(self) -> None:
+        try:
+            self._server.serve_forever(0.05)
+        finally:
+            self._ended.set()
 
     def __enter__(self) -> RouterServer:
         return self
