@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +38,8 @@ def run_jobs(
     count = min(processes, len(jobs))
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(shared,))
     try:
-        futures = {pool.submit(_call, job): number for number, job in enumerate(jobs)}
+        with _interrupts_wait():
+            futures = {pool.submit(_call, job): number for number, job in enumerate(jobs)}
         for future in as_completed(futures):
             done(futures[future], future.result())
             if moved is not None:
@@ -51,10 +53,22 @@ def run_jobs(
     pool.shutdown()
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Interrupts reach this process when the block ends, and the processes that it starts meanwhile never: Ctrl-C goes to all
+    processes of a terminal, also to one that still imports, and this one ends the others."""
+    from multiprocessing.resource_tracker import ensure_running
+
+    ensure_running()  # started inside the block, it would let interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(shared: Any) -> None:
     global _shared
-    # Ctrl-C reaches all processes of a terminal; the first one ends the others
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _shared = shared
 
 
