@@ -222,6 +222,15 @@ def test_bad_workers_are_told() -> None:
         assert router.answer("POST", "/score", b'{"tokens": [1], "namespace": "nobody"}').body["cached"] == {"a": 0}
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Interrupts work here, and in processes that are started, also where a shell runs the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_server_whose_wait_was_interrupted_can_be_closed(fleet: Fleet) -> None:
     with RouterServer(fleet.router) as server:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -232,6 +241,7 @@ def test_a_server_whose_wait_was_interrupted_can_be_closed(fleet: Fleet) -> None
         ask(server, "GET", "/health")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_the_command_serves_until_it_is_interrupted(fleet: Fleet, tmp_path: Path) -> None:
     pytest.importorskip("typer")
     fleet.work(60)
