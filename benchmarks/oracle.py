@@ -48,7 +48,7 @@ JUDGES = {
     "vllm-0.33": Judge("vllm_oracle"),
     "sglang-0.5.23": Judge("sglang_oracle"),
     "dynamo-1.6.1": Judge("dynamo_oracle", {"backend": "vllm"}, OWN),
-    "dynamo-1.6.1-trtllm": Judge("dynamo_oracle", {"backend": "trtllm"}, ("one at a time",)),
+    "dynamo-1.6.1-trtllm": Judge("dynamo_oracle", {"backend": "trtllm"}, OWN),
 }
 WHOLE = {"conversation": None, "synthetic": None, "agentic": 2_000}
 MODELS = {

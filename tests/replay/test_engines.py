@@ -22,7 +22,7 @@ from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import serve_with
 from kvpagoda.replay.queued import QueuedManager
 
-VLLM = "vllm-0.33"
+VLLM, TRTLLM = "vllm-0.33", "dynamo-1.6.1-trtllm"
 
 
 @pytest.mark.parametrize("engine", ["vllm-0.33", "kvpagoda"])
@@ -52,6 +52,15 @@ def test_a_prompt_waits_until_all_of_it_fits() -> None:
     chunked = replace(PROFILES[VLLM], reserves="chunk")
     chains = Chains(trace("abcd", "efgh", output=5), 4)
     assert serve_with(QueuedManager(chains, 6, chunked), chains, Schedule(2, 12)).preempted == 1
+
+
+def test_a_request_waits_until_its_output_fits_beside_those_that_run() -> None:
+    """Each holds 4 blocks at its end, of which the last is for the last token of its output."""
+    texts = trace("ab", "cd", output=5)
+    for blocks, engine, steps, preempted in ((8, TRTLLM, 5, 0), (7, TRTLLM, 10, 0), (5, VLLM, 9, 1)):
+        found = replay(texts, blocks, engine=engine, block_size=4, at_once=2, step_tokens=40, shared=True)
+        assert (found.steps, found.preempted, found.never_fit) == (steps, preempted, 0)
+    assert replay(trace("ab", output=5), 3, engine=TRTLLM, block_size=4).never_fit == 1
 
 
 def test_what_is_shared_at_the_end_is_not_found_before() -> None:
@@ -161,7 +170,7 @@ def dynamo() -> Iterator[Process]:
     yield from judge("dynamo_oracle")
 
 
-@pytest.mark.parametrize("engine", ["dynamo-1.6.1", "dynamo-1.6.1-trtllm"])
+@pytest.mark.parametrize("engine", ["dynamo-1.6.1", TRTLLM])
 @pytest.mark.parametrize("size", [16, 64])
 def test_dynamos_mocker(dynamo: Process, size: int, engine: str) -> None:
     """Random mixes, one request at a time and 16 that share a budget: it has its own scheduler."""
@@ -174,8 +183,17 @@ def test_dynamos_mocker(dynamo: Process, size: int, engine: str) -> None:
             assert row["unequal"] == 0 and row["requests"] == 120 and row["hit_percent"] > 1, (mode, blocks)
 
 
+def test_a_difference_to_the_mocker_would_be_seen(dynamo: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only the prompt must fit, as in vLLM, hits of the setting ``trtllm`` are unequal."""
+    source, schedule = {"name": "mix", "limit": 100, "seed": 5}, oracle.SCHEDULES["16 share a budget"]
+    asked = oracle.asked(64, 996, schedule)
+    assert oracle.agreement(dynamo, TRTLLM, "", source, asked)["unequal"] == 0
+    monkeypatch.setitem(PROFILES, TRTLLM, replace(PROFILES[TRTLLM], reserves="prompt"))
+    assert oracle.agreement(dynamo, TRTLLM, "", source, asked)["unequal"] > 0
+
+
 def test_a_text_that_is_cached_as_a_whole_is_found_as_a_whole_by_trtllm() -> None:
-    assert hits("dynamo-1.6.1-trtllm", 9, "abc", "abc", "ab") == [0, 3, 2]
+    assert hits(TRTLLM, 9, "abc", "abc", "ab") == [0, 3, 2]
     assert hits("dynamo-1.6.1", 9, "abc", "abc", "ab") == [0, 2, 1]
 
 

@@ -16,15 +16,15 @@ class Profile:
     in the order in which they became free, a request's last block first; "edges": texts in a tree, of which whole edges
     are evicted; "tree": our prefix tree. The others are settings of the queue. ``recomputes``: how many tokens at the end
     of a known text are computed even if they are cached. ``reserves``: what must fit for a request to be admitted: its
-    "prompt", or its first "chunk". ``shares``: when other requests can find a whole block: from the moment when its
-    "chunk" has room, or when the request is complete ("end"). ``watermark``: the share of the memory that stays free when
-    a request is admitted beside others.
+    "prompt", its first "chunk", or its "total", prompt and output, beside the total of all that run. ``shares``: when other
+    requests can find a whole block: from the moment when its "chunk" has room, or when the request is complete ("end").
+    ``watermark``: the share of the memory that stays free when a request is admitted beside others.
     """
 
     engine: str
     store: Literal["queue", "tree", "edges"] = "queue"
     recomputes: int = 1
-    reserves: Literal["prompt", "chunk"] = "prompt"
+    reserves: Literal["total", "prompt", "chunk"] = "prompt"
     shares: Literal["chunk", "end"] = "chunk"
     watermark: float = 0.0
 
@@ -34,7 +34,7 @@ PROFILES = {
     "vllm-0.33": Profile("vllm 0.33.0"),
     "sglang-0.5.23": Profile("sglang 0.5.23", store="edges"),
     "dynamo-1.6.1": Profile("ai-dynamo-runtime 1.6.1, backend vllm"),
-    "dynamo-1.6.1-trtllm": Profile("ai-dynamo-runtime 1.6.1, backend trtllm", recomputes=0),
+    "dynamo-1.6.1-trtllm": Profile("ai-dynamo-runtime 1.6.1, backend trtllm", recomputes=0, reserves="total"),
 }
 """The engines by the name that ``replay(engine=)`` takes."""
 

@@ -104,6 +104,8 @@ class QueuedManager:
         new = self._asked.pop(request)
         spare = self.pool.queue.num_free - (self._spare if self._running else 0)
         most = self._needed(new, known, is_all=True) if self.profile.reserves == "prompt" else 0
+        if self.profile.reserves == "total":
+            most = self._needed(new, int(self.chains.totals[request]) + 1) + sum(map(self._due, self._running))
         if max(most, self._needed(new, end)) > spare:
             return False
         room = ceil_div(int(self.chains.totals[request]), self.size)
@@ -113,6 +115,11 @@ class QueuedManager:
         self._running[request] = new
         self._extend(request, new, end)
         return True
+
+    def _due(self, request: int) -> int:
+        """Return how many more blocks a running request would hold with all of its output, the last token included."""
+        total, held = int(self.chains.totals[request]) + 1, self._running[request].length
+        return len(self.groups) * (ceil_div(total, self.size) - ceil_div(held, self.size))
 
     def _needed(self, new: _Request, end: int, is_all: bool = False) -> int:
         """Return how many free blocks ``new`` needs for its first ``end`` tokens. ``is_all``: a group counts no more than
