@@ -303,6 +303,7 @@ def simulate_trace(
     workers: Annotated[str, typer.Option(help="number of caches, with commas")] = "1",
     routing: Annotated[str, typer.Option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
     policy: Annotated[str, typer.Option(help="eviction policies, with commas")] = "lru",
+    engine: Annotated[str, typer.Option(help="whose cache: kvpagoda, vllm-0.33, sglang-0.5.23, ..")] = "kvpagoda",
     tier: Annotated[
         list[str] | None, typer.Option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
     ] = None,
@@ -326,7 +327,7 @@ def simulate_trace(
         layers = _schema(schema, None, "raw")
         source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
         counts = numbers_of(workers, "--workers", "workers")
-        cases = list(product(words_of(budget), words_of(policy), counts, words_of(routing)))
+        cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))
         tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
         settings: dict[str, Any] = {
             "tiers": tiers, "max_requests": max_requests, "step_tokens": step_tokens, "block_size": block_size,

@@ -19,14 +19,14 @@ pytest.importorskip("typer")
 
 def test_every_combination_has_a_row(here: Command) -> None:
     done = here(
-        "simulate", "--limit", "30", "--budget", "16GiB,40GiB", "--workers", "1,2", "--policy", "lru,fifo", width=140
+        "simulate", "--limit", "30", "--budget", "16GiB,40GiB", "--workers", "1,2", "--policy", "lru,fifo", width=150
     )  # fmt: skip
     assert done.returncode == 0 and done.stderr == ""  # quiet where standard error is no terminal
     lines = done.stdout.splitlines()
     assert lines[0] == "synthetic workload, seed 0: 30 requests with the layers of llama-3.1-8b"
-    rows = [line.split()[:4] for line in lines[-8:]]
+    rows = [line.split()[:5] for line in lines[-8:]]
     assert rows == [
-        [budget, policy, workers, "round-robin"]
+        [budget, policy, "kvpagoda", workers, "round-robin"]
         for budget in ("16GiB", "40GiB") for policy in ("lru", "fifo") for workers in ("1", "2")
     ]  # fmt: skip
     assert all(line.endswith(" 30") for line in lines[-8:])
@@ -47,6 +47,16 @@ def test_costs_and_tiers_change_times_and_hits(here: Command, tmp_path: Path) ->
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"step": 0.5}))
     assert result("--costs", str(own))["results"][0]["first_token"]["p50"] >= 0.5
+
+
+def test_engines_have_rows_of_their_own(here: Command) -> None:
+    done = here(
+        "simulate", "--limit", "60", "--budget", "2GiB", "--engine", "kvpagoda,vllm-0.33,sglang-0.5.23", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert [row["engine"] for row in rows] == ["kvpagoda", "vllm-0.33", "sglang-0.5.23"]
+    assert len({row["hit_rate"] for row in rows}) > 1 and all(row["finished"] + row["never_fit"] == 60 for row in rows)
 
 
 def test_ctrl_c_prints_what_is_done(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +103,9 @@ def test_progress_counts_the_requests_that_ended(here: Command, monkeypatch: pyt
         (["--tier", "host"], "cannot read '' as a size"),
         (["--tier", "host:10KiB"], "holds no block"),
         (["--schema", "gpt-oss-20b", "--tier", "host:1GiB"], "tiers are simulated for full attention alone"),
+        (["--engine", "vllm"], "unknown engine 'vllm'; known: kvpagoda, "),
+        (["--engine", "vllm-0.33", "--policy", "fifo"], "evicts and keeps by its own rules; leave out policy=fifo"),
+        (["--engine", "sglang-0.5.23", "--schema", "gpt-oss-20b"], "of engines, only vLLM has several kinds"),
         (["--step-tokens", "8"], "step_tokens must not be less"),
     ],
 )

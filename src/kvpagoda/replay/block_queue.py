@@ -99,6 +99,7 @@ class BlockPool:
         self._key_of = np.full(num_blocks + 1, -1, np.int64)
         self._found = np.zeros(num_keys, np.int32)
         self._has_more = np.zeros(num_keys, np.bool_)
+        self.num_evicted = 0  #: blocks that could be found, and were used again for others
         self._alike: dict[int, list[int]] = {}  # key -> its blocks, the first first, once there were several
 
     def find(self, keys: Ints) -> Blocks:
@@ -149,6 +150,7 @@ class BlockPool:
         keys = self._key_of[blocks]
         blocks, keys = blocks[keys >= 0], keys[keys >= 0]
         self._key_of[blocks] = -1
+        self.num_evicted += len(blocks)
         has_more = self._has_more[keys]
         self._found[keys[~has_more]] = NO_BLOCK
         for key, block in zip(keys[has_more].tolist(), blocks[has_more].tolist()):

@@ -8,8 +8,8 @@ those that wait. So the schedulers of engines do; what a manager answers decides
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,13 @@ class Manager(Protocol):
 
     def find(self, request: int, known: int) -> int:
         """Return how many of the ``known`` tokens of ``request``, which has no blocks, are cached. Changes nothing."""
+
+    def peek(self, request: int) -> int:
+        """Return what ``find`` would find of the prompt of ``request`` between two steps, and leave no trace of it."""
+
+    @property
+    def num_evicted(self) -> int:
+        """How many blocks that could be found were taken for others so far."""
 
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
         """Return where a chunk of ``request`` from ``begin`` on ends, at most at ``end``; ``begin``: none in this step, or
@@ -71,22 +78,52 @@ class Served:
     steps: int = 0
 
 
-class _Run:
-    """The waiting and running requests. ``running``: request -> [tokens that are computed, tokens that are known]."""
+@dataclass
+class Step:
+    """What a step did. ``admitted``: requests that were admitted for the first time; ``refused``: those that never fit;
+    ``ended``: those that are complete. ``prefilled``: tokens of texts that were computed; ``decoding``: requests that
+    computed the one token that they generated last, and ``context``: all their tokens before it."""
 
-    def __init__(self, chains: Chains, manager: Manager, schedule: Schedule) -> None:
+    admitted: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    decoding: int = 0
+    context: int = 0
+
+    def count(self, begin: int, end: int, prompt: int) -> None:
+        """Count a chunk from ``begin`` to ``end``."""
+        if end == begin + 1 and begin >= prompt:
+            self.decoding += 1
+            self.context += begin
+        else:
+            self.prefilled += end - begin
+
+
+class Run:
+    """The waiting and running requests of ``chains``. ``waiting``: their numbers, in order. ``hits``: see ``Served``; None:
+    its own. ``running``: request -> [tokens that are computed, tokens that are known]."""
+
+    def __init__(
+        self, chains: Chains, manager: Manager, schedule: Schedule, waiting: Iterable[int] = (), hits: Ints | None = None
+    ) -> None:  # fmt: skip
         self.chains, self.manager, self.at_once = chains, manager, schedule.at_once
         self.most = self.left = schedule.step_tokens or 1 << 62
         self.shared = schedule.shared
-        self.waiting = deque(range(len(chains)))
-        self.known: Ints = chains.prompts.copy()
+        self.waiting = deque(waiting)
+        self.known: dict[int, int] = {}  # of the requests that were preempted: their known tokens
         self.running: dict[int, list[int]] = {}
-        self.seen = np.full(len(chains), -1, np.int64)
-        self.served = Served(np.zeros(len(chains), np.int64))
+        self.served = Served(np.zeros(len(chains), np.int64) if hits is None else hits)
+        self._done = Step()
 
-    def step(self) -> int:
-        """Compute a step. Return how many requests are left."""
-        served, before, moved = self.served, self.served.preempted, False
+    @property
+    def num_left(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + len(self.running)
+
+    def step(self) -> Step:
+        """Compute a step."""
+        served, before, moved, self._done = self.served, self.served.preempted, False, Step()
         self.manager.step_starts()
         self.left = self.most
         for request in [*self.running]:
@@ -103,25 +140,29 @@ class _Run:
             if length == self.chains.totals[request]:
                 self.manager.stop(request, is_complete=True)
                 del self.running[request]
-        return len(self.waiting) + len(self.running)
+                self.known.pop(request, None)
+                self._done.ended.append(request)
+        return self._done
 
     def _admit(self) -> bool:
         """Admit the first waiting request and compute its first chunk; False if it does not fit now."""
         request = self.waiting[0]
-        known = int(self.known[request])
+        known = self.known.get(request) or int(self.chains.prompts[request])
         hit = self.manager.find(request, known)
         end = self.manager.chunk(request, hit, min(known, hit + self.left), known)
         if end <= hit < known or not self.manager.start(request, end, known):
             if self.running:
                 return False
             self.served.never_fit += 1
-            self.waiting.popleft()
+            self._done.refused.append(self.waiting.popleft())
             return True
-        if self.seen[request] < 0:
-            self.seen[request] = self.served.hits[request] = hit
+        if request not in self.known:
+            self.served.hits[request] = hit
+            self._done.admitted.append(request)
         self.running[request] = [end, known]
         self.waiting.popleft()
         self.left -= self.shared * max(1, end - hit)
+        self._done.count(hit, end, int(self.chains.prompts[request]))
         return True
 
     def _next(self, request: int, length: int, known: int) -> int:
@@ -147,6 +188,7 @@ class _Run:
                 return True
         state[0] = end
         self.left -= self.shared * (end - length)
+        self._done.count(length, end, int(self.chains.prompts[request]))
         return True
 
 
@@ -156,10 +198,9 @@ def serve_with(
     """Serve all requests of ``chains``. ``on_request`` is called after every step with the number of finished requests."""
     if not len(chains):
         raise BadInput(f"{chains.trace.name} has no requests")
-    run = _Run(chains, manager, schedule)
-    left = len(chains)
-    while left:
-        left = run.step()
+    run = Run(chains, manager, schedule, range(len(chains)))
+    while run.num_left:
+        run.step()
         if on_request is not None:
-            on_request(len(chains) - left)
+            on_request(len(chains) - run.num_left)
     return run.served

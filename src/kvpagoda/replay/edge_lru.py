@@ -52,6 +52,16 @@ class EdgeLRU:
         self._asked = request, keys, found, edge
         return found * self.size
 
+    def peek(self, request: int) -> int:
+        """See ``driver.Manager``. O(blocks)."""
+        keys = self.chains.keys(request)[: (int(self.chains.prompts[request]) - 1) // self.size]
+        return self.tree.peek(keys) * self.size
+
+    @property
+    def num_evicted(self) -> int:
+        """See ``driver.Manager``."""
+        return self.tree.num_evicted
+
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
         """See ``driver.Manager``: a chunk within a prompt ends with a block."""
         whole = end // self.size * self.size

@@ -76,24 +76,32 @@ def replay_engine(
     >>> replay_engine(records, "vllm-0.33", capacity_blocks=100).per_request.tolist()  # the last token is computed again
     [0, 1008, 512]
     """
-    known, schedule = profile(engine), Schedule(at_once, step_tokens, shared)
+    profile(engine)
+    schedule = Schedule(at_once, step_tokens, shared)
     capacity = whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31 - 1)
     columns = readable(trace)
     chains = Chains(columns, block_size)
-    _check_groups(engine, groups, retention, chains.block_size)
-    if known.store == "tree":
-        from kvpagoda.replay.own_manager import OwnManager  # imports a whole cache
-
-        manager: Manager = OwnManager(chains, capacity, schedule.at_once)
-    elif known.store == "edges":
-        manager = EdgeLRU(chains, capacity)
-    else:
-        manager = QueuedManager(chains, capacity, known, groups, retention, schedule.step_tokens)
+    manager = manager_of(engine, chains, capacity, schedule, groups, retention)
     served = serve_with(manager, chains, schedule, on_request)
     return EngineResult(
         columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
         int(chains.prompts.sum()), int(served.hits.sum()), served.never_fit, served.preempted, served.steps, served.hits,
     )  # fmt: skip
+
+
+def manager_of(
+    engine: str, chains: Chains, capacity: int, schedule: Schedule, groups: Sequence[Group], retention: int | None
+) -> Manager:
+    """Return the manager of ``engine`` for ``chains``, with ``capacity`` blocks. Raises BadInput."""
+    known = profile(engine)
+    _check_groups(engine, groups, retention, chains.block_size)
+    if known.store == "tree":
+        from kvpagoda.replay.own_manager import OwnManager  # imports a whole cache
+
+        return OwnManager(chains, capacity, schedule.at_once)
+    if known.store == "edges":
+        return EdgeLRU(chains, capacity)
+    return QueuedManager(chains, capacity, known, groups, retention, schedule.step_tokens)
 
 
 def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:

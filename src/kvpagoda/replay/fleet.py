@@ -6,7 +6,7 @@ At one time the arrivals come first, then the ends of steps, then new steps begi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from heapq import heappop, heappush
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.cache.event_log import EventLog
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix import policy_name
 from kvpagoda.replay.batching import Batching, cache_for
 from kvpagoda.replay.costs import PER_SECOND, Costs, Ticks, tier_specs
+from kvpagoda.replay.engine_worker import OWN, engine_workers
 from kvpagoda.replay.readers import Source
-from kvpagoda.replay.routing import rule_named
+from kvpagoda.replay.routing import RULES, EngineCaches, FollowedCaches, Views, rule_named
 from kvpagoda.replay.trace import Trace
-from kvpagoda.replay.worker import Outcomes, Worker, summary
+from kvpagoda.replay.worker import AnyWorker, Outcomes, Worker, summary
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
@@ -47,6 +48,7 @@ class SimulateResult:
     trace: str
     schema: str
     policy: str
+    engine: str
     routing: str
     nbytes: int
     """Memory of each worker's cache."""
@@ -95,6 +97,8 @@ def simulate(
     max_requests: int = 64,
     step_tokens: int = 2048,
     policy: str = "lru",
+    engine: str = OWN,
+    retention: int | None = 0,
     tiers: Mapping[str, int | str] | None = None,
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
@@ -105,9 +109,11 @@ def simulate(
     ``costs``: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names. ``routing``: one
     of ``kvpagoda.replay.routing.RULES``; ``seed``: of the random one. A step of a worker computes at most
     ``step_tokens`` tokens, of at most ``max_requests`` requests (see ``kvpagoda.replay.worker``). ``tiers``: below each
-    cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts. ``tokens_per_id``,
-    ``policy`` and the other ``settings`` (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are
-    those of ``serve``. ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits,
+    cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts. ``engine``: whose cache the
+    workers have, a name of ``PROFILES``; another engine's (see ``replay_engine``, also for ``retention``) evicts, shares and
+    preempts by its own rules, and has no policy, tiers or other settings but ``block_size``. ``tokens_per_id``, ``policy``
+    and the other ``settings`` (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are those of ``serve``.
+    ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits,
     MissingExtra.
 
     >>> from kvpagoda.replay import synthetic
@@ -120,7 +126,8 @@ def simulate(
     """
     made = Simulation(
         trace, schema, budget, costs=costs, workers=workers, routing=routing, tokens_per_id=tokens_per_id,
-        max_requests=max_requests, step_tokens=step_tokens, policy=policy, tiers=tiers or {}, seed=seed, **settings,
+        max_requests=max_requests, step_tokens=step_tokens, policy=policy, engine=engine, retention=retention,
+        tiers=tiers or {}, seed=seed, **settings,
     )  # fmt: skip
     try:
         made.run(on_request)
@@ -144,23 +151,41 @@ class Simulation:
                 f"a step gives each of {most} requests a token, so step_tokens must not be less, got {step_tokens}",
                 needed=most, available=step_tokens,
             )  # fmt: skip
-        columns, tiers = Trace.read(trace), settings.pop("tiers")
-        self._trace, self._schema, self._policy, self._routing = columns, schema, settings["policy"], routing
+        if routing not in RULES:
+            raise unknown_name("routing rule", routing, RULES)
+        columns, engine, retention = Trace.read(trace), settings.pop("engine", OWN), settings.pop("retention", 0)
+        self._trace, self._schema, self._policy = columns, schema, settings["policy"]
+        self._engine, self._routing = engine, routing
         prices = Costs.read(costs, schema.name) if isinstance(costs, str) else costs
         self.outcomes = Outcomes(columns.arrivals)
-        logs = [EventLog() if routing == "prefix-aware" else None for _ in range(count)]
-        self.workers = list[Worker]()
-        for index, log in enumerate(logs):
-            cache = cache_for(columns, schema, budget, events=log, **settings)
-            if tiers:  # their sizes in blocks follow from the plan
-                specs = tier_specs(tiers, cache.plan)
-                cache = cache_for(columns, schema, budget, events=log, tiers=specs, **settings)
-                cache.core.tiers.took(1.0)  # what is found is loaded, whatever this machine measures
-            batching, ticks = Batching(cache, columns, per_id), Ticks(prices, cache.plan, tiers)
-            is_lru = settings["policy"] == "lru"
-            self.workers.append(Worker(index, batching, ticks, step_tokens, self.outcomes, is_lru))
-        followed = [log for log in logs if log is not None]
-        self._rule = rule_named(routing, columns, self.workers, followed, per_id, seed)
+        views: Views | None = None
+        self.workers: Sequence[AnyWorker]
+        if engine == OWN:
+            logs = [EventLog() if routing == "prefix-aware" else None for _ in range(count)]
+            self.workers = [self._worker(i, logs[i], budget, prices, per_id, **settings) for i in range(count)]
+            if routing == "prefix-aware":
+                views = FollowedCaches(columns, [log for log in logs if log is not None], per_id)
+        else:
+            others = engine_workers(
+                count, columns, schema, budget, engine, prices, self.outcomes, per_id, retention=retention, **settings
+            )
+            self.workers = others
+            if routing == "prefix-aware":
+                views = EngineCaches(others)
+        self._rule = rule_named(routing, columns, self.workers, views, seed)
+
+    def _worker(
+        self, index: int, log: EventLog | None, budget: int | str, prices: Costs, per_id: int, *,
+        tiers: Mapping[str, int | str], step_tokens: int, **settings: Any,
+    ) -> Worker:  # fmt: skip
+        """Return worker ``index``, whose cache tells ``log`` what changes."""
+        cache = cache_for(self._trace, self._schema, budget, step_tokens, events=log, **settings)
+        if tiers:  # their sizes in blocks follow from the plan
+            specs = tier_specs(tiers, cache.plan)
+            cache = cache_for(self._trace, self._schema, budget, step_tokens, events=log, tiers=specs, **settings)
+            cache.core.tiers.took(1.0)  # what is found is loaded, whatever this machine measures
+        batching, ticks = Batching(cache, self._trace, per_id), Ticks(prices, cache.plan, tiers)
+        return Worker(index, batching, ticks, step_tokens, self.outcomes, settings["policy"] == "lru")
 
     def run(self, on_request: Callable[[int], None] | None = None) -> None:
         """Serve all requests."""
@@ -192,7 +217,7 @@ class Simulation:
     def close(self) -> None:
         """Close the caches, which ends the threads of their tiers."""
         for worker in self.workers:
-            worker.batching.cache.close()
+            worker.close()
 
     def result(self) -> SimulateResult:
         """Return what was found so far."""
@@ -201,18 +226,17 @@ class Simulation:
         ticks = int(ended.max() - each.arrived.min()) if len(ended) else 0
         generated = np.where((each.last >= 0) & (trace.output_lengths > 1), trace.output_lengths - 1, np.nan)
         return SimulateResult(
-            trace.name, self._schema.name, policy_name(self._policy), self._routing,
-            self.workers[0].batching.cache.plan.nbytes, len(trace), len(ended),
-            sum(worker.batching.never_fit for worker in self.workers), int(each.prompt.sum()), int(each.matched.sum()),
+            trace.name, self._schema.name, policy_name(self._policy), self._engine, self._routing,
+            self.workers[0].nbytes, len(trace), len(ended),
+            sum(worker.never_fit for worker in self.workers), int(each.prompt.sum()), int(each.matched.sum()),
             int(each.cached.sum()), int(each.loaded.sum()), ticks / PER_SECOND,
             summary(each.since_arrival(each.admitted)), summary(each.since_arrival(each.first)),
             summary(each.since_arrival(each.last)), summary((each.last - each.first) / PER_SECOND / generated),
             tuple(self._counts(worker, ticks) for worker in self.workers), each,
         )  # fmt: skip
 
-    def _counts(self, worker: Worker, ticks: int) -> WorkerResult:
+    def _counts(self, worker: AnyWorker, ticks: int) -> WorkerResult:
         each, mine = self.outcomes, self.outcomes.worker == worker.index
         prompt, cached, loaded = (int(column[mine].sum()) for column in (each.prompt, each.cached, each.loaded))
-        evicted = sum(worker.batching.cache.core.prefix.num_evicted)
         busy = worker.busy / max(1, ticks)
-        return WorkerResult(int(mine.sum()), prompt, cached, loaded, evicted, worker.num_steps, busy)
+        return WorkerResult(int(mine.sum()), prompt, cached, loaded, worker.num_evicted, worker.num_steps, busy)

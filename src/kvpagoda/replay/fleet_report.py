@@ -14,6 +14,7 @@ from kvpagoda.schema import Schema
 COLUMNS = (
     "budget",
     "policy",
+    "engine",
     "workers",
     "routing",
     "hits",
@@ -24,8 +25,8 @@ COLUMNS = (
     "next token",
     "done",
 )
-Case = tuple[str, str, int, str]
-"""A budget of each worker, a policy, a number of workers, a routing rule."""
+Case = tuple[str, str, str, int, str]
+"""A budget of each worker, a policy, an engine, a number of workers, a routing rule."""
 
 
 def run(
@@ -36,12 +37,20 @@ def run(
     trace, results, is_partial = source(500), list[SimulateResult](), False
     settings = {**settings, "tokens_per_id": settings["tokens_per_id"] or trace.block_size}
     with console.progress(len(trace) * len(cases), "requests") as moved:
-        for budget, policy, workers, routing in cases:
+        for budget, policy, engine, workers, routing in cases:
             made = Simulation(
-                trace, schema, budget, costs=costs, policy=policy, workers=workers, routing=routing, **settings
+                trace,
+                schema,
+                budget,
+                costs=costs,
+                policy=policy,
+                engine=engine,
+                workers=workers,
+                routing=routing,
+                **settings,
             )
 
-            def done(count: int, note: str = f"{budget}, {policy}, {routing}") -> None:
+            def done(count: int, note: str = f"{budget}, {policy}, {engine}, {routing}") -> None:
                 if moved is not None:
                     moved(len(results) * len(trace) + count, note)
 
@@ -67,10 +76,10 @@ def run(
 
 
 def _cells(case: Case, result: SimulateResult) -> tuple[str, ...]:
-    budget, policy, workers, routing = case
+    budget, policy, engine, workers, routing = case
     first, last, between = result.first_token, result.last_token, result.between_tokens
     times = [_shown(one) for one in (first["p50"], first["p99"], last["p50"], last["p99"], between["p50"])]
-    return budget, policy, str(workers), routing, f"{result.hit_rate:.1%}", *times, f"{result.finished:,}"
+    return budget, policy, engine, str(workers), routing, f"{result.hit_rate:.1%}", *times, f"{result.finished:,}"
 
 
 def _shown(seconds: float | None) -> str:

@@ -37,6 +37,15 @@ class OwnManager:
             self.texts[request] = text_of(self.chains.trace, request, self.chains.trace.block_size)[0]
         return int(self.cache.lookup(self.texts[request][:known]).resumable)
 
+    def peek(self, request: int) -> int:
+        """See ``driver.Manager``. O(tokens)."""
+        return self.find(request, int(self.chains.prompts[request]))
+
+    @property
+    def num_evicted(self) -> int:
+        """See ``driver.Manager``."""
+        return sum(self.cache.core.prefix.num_evicted)
+
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
         """See ``driver.Manager``."""
         return end

@@ -86,6 +86,15 @@ class QueuedManager:
         self._asked = {request: _Request(keys, found, hit, junction, slid, hit // self.size)}
         return hit
 
+    def peek(self, request: int) -> int:
+        """See ``driver.Manager``. O(groups · blocks)."""
+        return self.find(request, int(self.chains.prompts[request]))  # it is looked up again before it starts
+
+    @property
+    def num_evicted(self) -> int:
+        """See ``driver.Manager``."""
+        return self.pool.num_evicted
+
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
         """See ``driver.Manager``. With states, chunks of a prompt end at block boundaries, the last one before its last
         token, and at the junction."""

@@ -9,9 +9,10 @@ import numpy as np
 
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.errors import unknown_name
+from kvpagoda.replay.engine_worker import EngineWorker
 from kvpagoda.replay.texts import text_of
 from kvpagoda.replay.trace import Trace
-from kvpagoda.replay.worker import Worker
+from kvpagoda.replay.worker import AnyWorker
 
 RULES = ("round-robin", "random", "prefix-aware")
 """The names of the rules."""
@@ -48,34 +49,27 @@ class Random:
         return int(self._drawn[number]), int(self._lengths[number])
 
 
+class Views(Protocol):
+    """What a router knows of the caches of all workers."""
+
+    def cached(self, number: int) -> Sequence[int]:
+        """Return for each worker how many tokens of the prompt of request ``number`` it need not compute."""
+        ...
+
+
 class PrefixAware:
     """Each request goes to the worker where the fewest prompt tokens are to be computed before its first token: the worker's
     backlog, and what is not cached there of its own prompt. Of equal ones the worker with the fewest requests, then the one
-    that was sent the fewest tokens so far.
+    that was sent the fewest tokens so far."""
 
-    A ``Follower`` for each of the ``logs`` knows what the worker has cached, from the events of its cache alone. O(n) for
-    each worker."""
-
-    def __init__(self, trace: Trace, workers: Sequence[Worker], logs: Sequence[EventLog], tokens_per_id: int) -> None:
-        from kvpagoda.events.follower import Follower  # needs the extra events
-        from kvpagoda.events.stream import EventStream
-
-        self._trace, self._per_id, self._workers = trace, tokens_per_id, workers
-        self._streams = [EventStream(log, keep=1, encoding="array") for log in logs]
-        self._followers = [Follower() for _ in logs]
-        for stream, follower in zip(self._streams, self._followers):
-            for message in stream.replay(0):
-                follower.feed(*message)
+    def __init__(self, trace: Trace, workers: Sequence[AnyWorker], views: Views) -> None:
+        self._lengths, self._workers, self._views = np.maximum(trace.input_lengths, 1), workers, views
         self._sent = [0] * len(workers)
 
     def choose(self, number: int) -> tuple[int, int]:
-        text, num_prompt = text_of(self._trace, number, self._per_id)
-        prompt, ranks = text[:num_prompt], list[tuple[int, int, int, int, int]]()
-        for stream, follower, worker in zip(self._streams, self._followers, self._workers):
-            message = stream.drain()
-            if message is not None:
-                follower.feed(*message)
-            expected = num_prompt - follower.resumable(prompt).resumable
+        num_prompt, ranks = int(self._lengths[number]), list[tuple[int, int, int, int, int]]()
+        for worker, cached in zip(self._workers, self._views.cached(number)):
+            expected = num_prompt - cached
             sent = self._sent[worker.index]
             ranks.append((worker.backlog + expected, worker.num_requests, sent, worker.index, expected))
         *_, chosen, expected = min(ranks)
@@ -83,12 +77,47 @@ class PrefixAware:
         return chosen, expected
 
 
-def rule_named(
-    name: str, trace: Trace, workers: Sequence[Worker], logs: Sequence[EventLog], tokens_per_id: int, seed: int
-) -> Rule:
-    """Return a new rule of ``RULES``. Raises BadInput, and MissingExtra if prefix-aware lacks its packages."""
-    if name == "prefix-aware":
-        return PrefixAware(trace, workers, logs, tokens_per_id)
+class FollowedCaches:
+    """A ``Follower`` for each of the ``logs``, which knows what the worker has cached from the events of its cache alone."""
+
+    def __init__(self, trace: Trace, logs: Sequence[EventLog], tokens_per_id: int) -> None:
+        from kvpagoda.events.follower import Follower  # needs the extra events
+        from kvpagoda.events.stream import EventStream
+
+        self._trace, self._per_id = trace, tokens_per_id
+        self._streams = [EventStream(log, keep=1, encoding="array") for log in logs]
+        self._followers = [Follower() for _ in logs]
+        for stream, follower in zip(self._streams, self._followers):
+            for message in stream.replay(0):
+                follower.feed(*message)
+
+    def cached(self, number: int) -> list[int]:
+        """See ``Views``. O(n) for each worker."""
+        text, num_prompt = text_of(self._trace, number, self._per_id)
+        found = list[int]()
+        for stream, follower in zip(self._streams, self._followers):
+            message = stream.drain()
+            if message is not None:
+                follower.feed(*message)
+            found.append(follower.resumable(text[:num_prompt]).resumable)
+        return found
+
+
+class EngineCaches:
+    """What the caches of other engines would answer themselves."""
+
+    def __init__(self, workers: Sequence[EngineWorker]) -> None:
+        self._workers = workers
+
+    def cached(self, number: int) -> list[int]:
+        """See ``Views``. O(blocks) for each worker."""
+        return [worker.cached(number) for worker in self._workers]
+
+
+def rule_named(name: str, trace: Trace, workers: Sequence[AnyWorker], views: Views | None, seed: int) -> Rule:
+    """Return a new rule of ``RULES``. ``views``: for prefix-aware. Raises BadInput."""
+    if views is not None:
+        return PrefixAware(trace, workers, views)
     if name == "random":
         return Random(trace, len(workers), seed)
     if name == "round-robin":

@@ -36,7 +36,7 @@ class TextTree:
     def __init__(self) -> None:
         self._ticks = count()
         self.root = Edge(None, np.empty(0, np.int64), next(self._ticks), 1)
-        self.num_blocks = self.num_unlocked = 0
+        self.num_blocks = self.num_unlocked = self.num_evicted = 0
         self._leaves: list[tuple[int, int, Edge]] = []  # a heap; those used since, or no longer leaves, are left in it
 
     def match(self, blocks: Ints) -> tuple[int, Edge]:
@@ -48,6 +48,16 @@ class TextTree:
         for on in reversed(path):
             self._use(on)
         return found, edge
+
+    def peek(self, blocks: Ints) -> int:
+        """Return how many of the first ``blocks`` are cached, using and cutting no edge."""
+        edge, at = self.root, 0
+        while at < len(blocks) and (below := edge.children.get(int(blocks[at]))) is not None:
+            same = _common(below.blocks, blocks[at:])
+            edge, at = below, at + same
+            if same < len(below.blocks):
+                break
+        return at
 
     def insert(self, blocks: Ints) -> tuple[int, Edge]:
         """Add ``blocks``; return how many of them were there, and the edge that ends where they end."""
@@ -131,6 +141,7 @@ class TextTree:
             self._offer(parent)
         self.num_blocks -= freed
         self.num_unlocked -= freed
+        self.num_evicted += freed
         return freed
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ by LRU and has no tiers, room is made for the whole stretch at once, since the s
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -63,10 +63,54 @@ def summary(seconds: Floats) -> dict[str, Any]:
     return {"mean": float(known.mean()), **dict(zip(QUANTILES, quantiles)), "max": float(known.max())}
 
 
+class AnyWorker(Protocol):
+    """What a simulation calls of a worker, of ours and of ``engine_worker``. Times are whole picoseconds.
+
+    ``until``: when its step or stretch ends; None while it has none. ``backlog``: prompt tokens that are expected to be
+    computed before a request that arrives now. ``busy``: how long it computed."""
+
+    index: int
+    until: int | None
+    backlog: int
+    busy: int
+    num_steps: int
+    num_ended: int
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+
+    @property
+    def never_fit(self) -> int:
+        """Requests that were larger than the cache."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that were evicted."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its cache."""
+
+    def enqueue(self, number: int, expected: int) -> None:
+        """Let request ``number`` wait. ``expected``: the tokens of its prompt that will be computed."""
+
+    def cut(self, now: int) -> int | None:
+        """Return when the stretch in progress ends if a request that arrives ``now`` is to be admitted as soon as it can;
+        ``until`` is set to it."""
+
+    def begin(self, now: int) -> int | None:
+        """Begin a step and return when it ends; None, beginning none, if there is nothing to do."""
+
+    def finish(self) -> None:
+        """End the step or stretch in progress, at ``until``."""
+
+    def close(self) -> None:
+        """Close the cache, which ends the threads of its tiers."""
+
+
 class Worker:
-    """One cache of a simulation, worker ``index``. Times are whole picoseconds. ``until``: when its step or stretch ends;
-    None while it has none. ``backlog``: prompt tokens that are expected to be computed before a request that arrives now.
-    """
+    """Worker ``index`` of a simulation, with a ``KVCache``."""
 
     def __init__(
         self, index: int, batching: Batching, ticks: Ticks, step_tokens: int, outcomes: Outcomes, is_lru: bool
@@ -92,11 +136,25 @@ class Worker:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait."""
+        """See ``AnyWorker``, as the others here."""
         return len(self._prefilling) + len(self._decoding) + len(self.batching.waiting)
 
+    @property
+    def never_fit(self) -> int:
+        return self.batching.never_fit
+
+    @property
+    def num_evicted(self) -> int:
+        return sum(self._cache.core.prefix.num_evicted)
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.plan.nbytes
+
+    def close(self) -> None:
+        self._cache.close()
+
     def enqueue(self, number: int, expected: int) -> None:
-        """Let request ``number`` wait. ``expected``: the tokens of its prompt that will be computed."""
         self.batching.waiting.append(number)
         self._expected[number] = expected
         self.backlog += expected
@@ -104,7 +162,6 @@ class Worker:
     # -- the beginning of a step ---------------------------------------------------------------------------------------
 
     def begin(self, now: int) -> int | None:
-        """Begin a step and return when it ends; None, beginning none, if there is nothing to do."""
         self._begin_blocks()
         budget = self._step_tokens - len(self._decoding)
         for request in self._prefilling:
@@ -130,8 +187,6 @@ class Worker:
         return self.until
 
     def cut(self, now: int) -> int | None:
-        """Return when the stretch in progress ends if a request that arrives ``now`` is to be admitted as soon as it can;
-        ``until`` is set to it."""
         if self.until is not None and not self._pieces and not self._is_blocked and self._has_slot():
             if self._stretch:
                 self._end_at(now)
@@ -201,7 +256,6 @@ class Worker:
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """End the step or stretch in progress, at ``until``."""
         now = self.until
         assert now is not None
         self.busy += now - self._began if self._stretch else 0

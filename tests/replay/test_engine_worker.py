@@ -1,0 +1,160 @@
+"""Workers of a simulation with the caches of other engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_worker import COSTS, SCHEMAS, requests
+
+from kvpagoda import simulate
+from kvpagoda.errors import BadInput
+from kvpagoda.replay import Trace, replay_engine
+from kvpagoda.replay.batching import cache_for
+from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.costs import Ticks
+from kvpagoda.replay.driver import Run, Schedule
+from kvpagoda.replay.engine_pool import pool_of
+from kvpagoda.replay.engines import manager_of
+from kvpagoda.replay.fleet import Simulation
+from kvpagoda.replay.routing import RULES
+
+ENGINES = ("vllm-0.33", "sglang-0.5.23", "dynamo-1.6.1")
+SMALL = {"full": "14KiB", "window": "40KiB", "states": "48KiB"}
+CASES = [*((engine, "full") for engine in ENGINES), ("vllm-0.33", "window"), ("vllm-0.33", "states")]
+
+
+def run(trace: Trace, engine: str, name: str, budget: str | None = None, **settings: Any) -> Any:
+    given = {"costs": COSTS, "tokens_per_id": 16, "step_tokens": 64, "max_requests": 6, **settings}
+    return simulate(trace, SCHEMAS[name], budget or SMALL[name], engine=engine, **given)
+
+
+def apart(trace: Trace) -> Trace:
+    """The requests of ``trace``, each arriving after all before it have ended."""
+    return replace(trace, arrivals=np.arange(len(trace)) * 10.0)
+
+
+@pytest.mark.parametrize("budget", [None, "60KiB", "1MiB"])
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_one_at_a_time_hits_are_those_of_a_replay(engine: str, name: str, budget: str | None) -> None:
+    trace = requests(4, 150)
+    found = run(apart(trace), engine, name, budget)
+    schema, size = SCHEMAS[name], 16
+    pool = pool_of(engine, schema, cache_for(None, schema, "1MiB", 64).plan, budget or SMALL[name])
+    alone = replay_engine(
+        trace, engine, pool.num_blocks, block_size=size, step_tokens=64, shared=True, groups=pool.groups
+    )
+    assert pool.block_size == size and found.each.cached.tolist() == alone.per_request.tolist()
+    assert (found.never_fit, found.finished) == (alone.never_fit, len(trace) - alone.never_fit)
+    assert found.hit_rate > 0.05 and (budget == "1MiB" or found.workers[0].evicted_blocks > 50)
+    if engine != "sglang-0.5.23":  # its tree is cut where chunks end
+        whole = replay_engine(trace, engine, pool.num_blocks, block_size=size, groups=pool.groups)
+        same = (whole.per_request == alone.per_request).mean()
+        assert same == 1 if name == "full" else same > 0.9
+
+
+@pytest.mark.parametrize("budget", ["14KiB", "60KiB"])
+def test_our_own_profile_is_our_own_cache(budget: str) -> None:
+    trace = apart(replace(requests(5, 150), output_lengths=np.zeros(150, np.int64)))
+    found = run(trace, "kvpagoda", "full", budget, block_size=16)
+    blocks = found.nbytes // 512 - 1
+    alone = replay_engine(trace, "kvpagoda", blocks, block_size=16, step_tokens=64, shared=True)
+    assert found.each.cached.tolist() == alone.per_request.tolist() and found.hit_rate > 0.05
+
+
+class Plain:
+    """A worker with the cache of an engine in the plain way: every step by itself, all of it in picoseconds."""
+
+    def __init__(self, trace: Trace, engine: str, name: str) -> None:
+        schema = SCHEMAS[name]
+        plan = cache_for(None, schema, SMALL[name], 64).plan
+        pool, ticks = pool_of(engine, schema, plan, SMALL[name]), Ticks(COSTS, plan)
+        chains, schedule = Chains(trace, 16), Schedule(6, 64, True)
+        run = Run(chains, manager_of(engine, chains, pool.num_blocks, schedule, pool.groups, 0), schedule)
+        coming, now = [*enumerate(np.round(trace.arrivals * 1e12).astype(np.int64).tolist())][::-1], 0
+        self.admitted, self.first, self.last = (np.full(len(trace), -1, np.int64) for _ in range(3))
+        self.run = run
+        while coming or run.num_left:
+            while coming and coming[-1][1] <= now:
+                run.waiting.append(coming.pop()[0])
+            if not run.num_left:
+                now = coming[-1][1]
+                continue
+            began, step = now, run.step()
+            now += ticks.of(int(step.prefilled + step.decoding > 0), step.prefilled, step.decoding, step.context)
+            self.admitted[step.admitted] = began
+            self.last[step.ended] = now
+            for one in {*run.running, *step.ended}:
+                whole = one in step.ended or (one in run.running and run.running[one][0] >= chains.prompts[one])
+                if whole and self.first[one] < 0:
+                    self.first[one] = now
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_times_are_those_of_single_steps(engine: str, name: str) -> None:
+    trace = requests(2, 100)
+    plain, found = Plain(trace, engine, name), run(trace, engine, name)
+    each = found.each
+    for column, times in ((each.admitted, plain.admitted), (each.first, plain.first), (each.last, plain.last)):
+        assert column.tolist() == times.tolist()
+    assert each.cached.tolist() == plain.run.served.hits.tolist() and found.waited["max"] > 0.1
+    served = each.last >= 0
+    assert served.sum() == found.finished > 50 and found.finished + found.never_fit == len(trace)
+    assert (each.admitted[served] < each.first[served]).all() and (each.first[served] <= each.last[served]).all()
+    assert 0 < found.workers[0].busy <= 1 and found.workers[0].requests == found.finished
+
+
+def test_a_step_takes_what_its_tokens_cost() -> None:
+    """One request of 40 prompt tokens and 3 of output: two pieces, then two decode steps of 40 and 41 tokens of context."""
+    records = [{"timestamp": 0, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, 3]}]
+    found = run(Trace.read(records, block_size=16), "vllm-0.33", "full", "1MiB", step_tokens=32)
+    prefill, read = 2 * COSTS.step + 40 * COSTS.prefill_token, 32 * COSTS.read_byte
+    assert found.first_token["max"] == pytest.approx(prefill)
+    assert found.last_token["max"] == pytest.approx(prefill + 2 * (COSTS.step + COSTS.decode_token) + 81 * read)
+    assert found.workers[0].steps == 4 and found.nbytes == (1 << 20)
+
+
+@pytest.mark.parametrize("routing", RULES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_workers(engine: str, routing: str) -> None:
+    found = run(requests(7, 120), engine, "full", workers=3, routing=routing, seed=1)
+    assert (
+        found.finished + found.never_fit == 120 and sum(one.requests for one in found.workers) == found.finished > 100
+    )
+    assert all(one.evicted_blocks > 20 for one in found.workers) and found.engine == engine
+    if routing == "prefix-aware":
+        assert found.hit_rate > run(requests(7, 120), engine, "full", workers=3).hit_rate
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_a_router_changes_nothing_by_asking(engine: str, name: str) -> None:
+    """With one worker it is asked at every arrival; it expects what is then found, where requests come one at a time."""
+    asked, told = (run(requests(8, 100), engine, name, routing=rule) for rule in ("prefix-aware", "round-robin"))
+    assert asked.each.cached.tolist() == told.each.cached.tolist() and asked.seconds == told.seconds
+    made = Simulation(
+        apart(requests(8, 100)), SCHEMAS[name], SMALL[name], costs=COSTS, workers=1, routing="prefix-aware", seed=0,
+        tokens_per_id=16, max_requests=6, step_tokens=64, policy="lru", tiers={}, engine=engine,
+    )  # fmt: skip
+    expected, choose = np.zeros(100, np.int64), made._rule.choose
+
+    def watched(number: int) -> tuple[int, int]:
+        chosen, expected[number] = choose(number)
+        return chosen, int(expected[number])
+
+    made._rule.choose = watched  # type: ignore[method-assign]
+    made.run()
+    served = made.outcomes.admitted >= 0
+    found = made.outcomes.prompt - made.outcomes.cached
+    assert served.sum() > 60 and (expected[served] >= found[served]).all()
+    assert (expected[served] == found[served]).mean() > 0.9  # the output of the last request is published a step later
+
+
+def test_what_engines_do_not_have_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"leave out checkpoints, tiers, policy=fifo"):
+        run(requests(1), "vllm-0.33", "full", policy="fifo", tiers={"host": "1MiB"}, checkpoints=3)
+    with pytest.raises(BadInput, match="only vLLM has several kinds"):
+        run(requests(1), "sglang-0.5.23", "window")
+    with pytest.raises(BadInput, match="retention must be"):
+        run(requests(1), "vllm-0.33", "window", retention=17)
