@@ -30,9 +30,12 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "handover/test_receive.py::test_every_layer_kind_goes_on_elsewhere": ("33",),
     "handover/test_receive.py::test_every_layer_kind_with_pages_of_another_size": ("gemma", "deepseek_v4", "mixed"),
     "handover/test_receive.py::test_widths_pages_and_layouts_differ": ("ranks2", "ranks5"),
+    "handover/test_optional.py::test_optional_groups_arrive_layer_by_layer": ("blocks1",),
+    "handover/test_optional.py::test_optional_groups_go_along": ("blocks1",),
     "handover/test_processes.py::test_over_mooncakes_engine": ("llama",),
     "replay/test_engines.py::test_the_engine_itself_with_groups_of_layers": ("full+window:128-0", "full+3*state-None"),
     "hf/test_compressed.py::test_rejected_tokens_leave_no_trace_at_any_position": ("raw-wrong0", "fp8-wrong4"),
+    "hf/test_draft_handover.py::test_decoding_goes_on_elsewhere_as_it_would_have_here": ("llama-layers", "mistral-whole"),
     "hf/test_draft_model.py::test_tokens_stay_those_of_plain_decoding_cold_and_warm": (
         "llama-llama", "llama-mistral", "mistral-llama",
     ),

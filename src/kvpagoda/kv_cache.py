@@ -299,7 +299,8 @@ class KVCache:
         """Continue the request of ``ticket``, which ``Sequence.hand_over`` of another cache made: nothing is computed again.
 
         Its committed tokens are read through ``transfer`` into blocks of this cache, and become shareable here; what is
-        cached already is shared, and ``length`` is what it was there. The number of ranks, the block size and the layout
+        cached already is shared, and ``length`` is what it was there; ``match.lacking_from`` says which rows of optional
+        groups neither side has. The number of ranks, the block size and the layout
         may differ; this rank is ``Identity.rank`` of ``num_ranks``. ``namespace``, ``priority``, ``reserve``: see ``open``.
         ``key``: with which the text of a ticket must be signed; b"": any ticket is trusted. ``clock``: seconds since 1970.
 

@@ -40,7 +40,10 @@ class Rows:
         self.num_compared = 0
 
     def compute(self, sequence: Sequence, tokens: Array, upto: int, step: int) -> None:
-        """Write the rows of all tokens below ``upto`` that are not committed, and commit them, ``step`` at a time."""
+        """Write the rows of all tokens below ``upto`` that are not committed, and commit them, ``step`` at a time; before, the
+        rows that optional groups lack."""
+        if (first := self.lacking(sequence)) is not None and sequence.length < upto:
+            self._each(sequence, tokens[: sequence.length], first, sequence.length, writes=True, optional=True)
         while sequence.length < upto:
             count = min(step, upto - sequence.length, self._cache.step_limit(sequence))
             sequence.extend(count)
@@ -48,17 +51,37 @@ class Rows:
             self._each(sequence, tokens[:end], begin, end, writes=True)
             sequence.commit(tokens[begin:end])
 
+    @staticmethod
+    def lacking(sequence: Sequence) -> int | None:
+        """Return the first token of which optional groups lack a row, until something was committed."""
+        return sequence.match.lacking_from if sequence.length <= sequence.match.resumable else None
+
     def compute_layer(self, sequence: Sequence, tokens: Array, begin: int, end: int, layer: int) -> None:
         """Write the rows of tokens ``begin .. end - 1`` of one layer, which a later ``commit`` is for."""
         self._each(sequence, tokens[:end], begin, end, writes=True, layer=layer)
 
     def compare(self, sequence: Sequence) -> None:
-        """Raise AssertionError unless everything that the next token of ``sequence`` reads is what it must be."""
+        """Raise AssertionError unless everything that the next token of ``sequence`` reads is what it must be; of optional
+        groups what is not said to be lacking."""
         self._each(sequence, np.asarray(sequence.tokens), 0, sequence.length, writes=False)
 
-    def _each(self, sequence: Sequence, tokens: Array, begin: int, end: int, *, writes: bool, layer: int = -1) -> None:
+    def _each(
+        self,
+        sequence: Sequence,
+        tokens: Array,
+        begin: int,
+        end: int,
+        *,
+        writes: bool,
+        layer: int = -1,
+        optional: bool = False,
+    ) -> None:
+        """Write, or compare, rows of all groups and layers; of one ``layer``, or of ``optional`` groups alone."""
         prints, core, slot = prints_of(tokens), self._cache.core, sequence.slot
+        lacking = None if writes else self.lacking(sequence)
         for index, (group, places) in enumerate(zip(core.groups, self._groups)):
+            if optional and not group.growth.is_optional:
+                continue
             arena = core.memory.arenas[index]  # type: ignore[attr-defined]
             cells = group.table.cells[slot]
             for rows, field in zip(places.rows, places.fields):
@@ -72,7 +95,8 @@ class Rows:
                     per_block = rows * places.pages
                     ratio = places.tokens // per_block
                     first = begin if writes else group.growth.first_needed(end)
-                    numbers = np.arange(-(-first // ratio) if not writes else first // ratio, end // ratio)
+                    last = end if lacking is None or not group.growth.is_optional else lacking
+                    numbers = np.arange(-(-first // ratio) if not writes else first // ratio, last // ratio)
                     wanted = (numbers + 1) * ratio - 1
                     page = cells[numbers // per_block].astype(np.int64) * places.pages + numbers % per_block // rows
                     at = page, numbers % per_block % rows

@@ -135,7 +135,7 @@ def sides(
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 33, 60])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "drafted"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_kind_goes_on_elsewhere(kind: str, length: int) -> None:
     size, given = KINDS[kind].block_size, {"num_blocks": None, **KINDS[kind].size}
     with sides(schemas(kind), blocks=(size, size), **given) as (one, two):
@@ -147,14 +147,6 @@ def test_every_layer_kind_goes_on_elsewhere(kind: str, length: int) -> None:
         two.rows[0].compute(received, text, 62, 3)  # the rest of the prompt
         two.rows[0].compare(received)
         two.caches[0].check()
-
-
-def test_a_draft_in_groups_of_its_own_is_not_handed_over() -> None:
-    size, given = KINDS["drafted"].block_size, {"num_blocks": None, **KINDS["drafted"].size}
-    with sides(schemas("drafted"), blocks=(size, size), **given) as (one, _):
-        with pytest.raises(BadInput, match="the draft of this cache has groups of its own"):
-            one.hand_over(one.compute(TEXT[:62], 8))
-        one.caches[0].check()
 
 
 @pytest.mark.parametrize("formats", [("int8", "int8"), ("bfloat16", "bfloat16"), ("int8", None), (None, "int8")])
@@ -313,7 +305,7 @@ def test_forged_replayed_and_foreign_tickets_are_refused() -> None:
             miss(two, json.dumps(forged), TicketRefused, "changed or forged")
         for broken in ("", "{", "[]", "{}", "null"):
             miss(two, broken, TicketRefused, "no ticket")
-        miss(two, json.dumps(dict(data, kvpagoda_ticket=3)), TicketRefused, "version")
+        miss(two, json.dumps(dict(data, kvpagoda_ticket=99)), TicketRefused, "version")
         two.receive(ticket)
         miss(two, ticket, TicketRefused, "taken here before")
         with pytest.raises(HandoverMiss, match="has ended"):  # another receiver, after the sender saw the receipts
@@ -442,3 +434,40 @@ def test_a_window_needs_room_for_the_window_alone() -> None:
         text = TEXT[:160]
         assert two.receive(one.hand_over(one.compute(text, 151)))[0].length == 151
         one.check_idle()
+
+
+def test_a_request_whose_namespace_was_invalidated_ends_where_it_is() -> None:
+    """What it has of its text is neither what the namespace meant before nor what it means now."""
+    with sides(schemas("full")) as (one, two):
+        running, layered = (
+            one.caches[0].open(TEXT[:50], "a", capacity=0),
+            one.caches[0].open(TEXT[100:150], "a", capacity=0),
+        )
+        one.rows[0].compute(running, TEXT[:50], 20, 4)
+        ticket = layered.hand_over(30.0, upto=40)
+        one.caches[0].invalidate("b")
+        one.caches[0].invalidate("a")
+        for sequence, text in ((running, TEXT[:50]), (layered, TEXT[100:150])):
+            one.rows[0].compute(sequence, text, 40, 4)
+        with pytest.raises(BadInput, match="its namespace was invalidated"):
+            running.hand_over(30.0)
+        with pytest.raises(BadInput, match="its namespace was invalidated"):
+            one.senders[0].complete(ticket)
+        running.close()
+        again = one.caches[0].open(TEXT[:50], "a", capacity=0)
+        assert again.length == 0
+        one.rows[0].compute(again, TEXT[:50], 40, 4)
+        two.receive(one.hand_over([again]), namespace="a")
+
+
+def test_what_publishes_nothing_here_publishes_nothing_there() -> None:
+    with sides(schemas("mixed")) as (one, two):
+        for publish in (False, True):
+            sequence = one.caches[0].open(TEXT[:50], capacity=0, publish=publish)
+            one.rows[0].compute(sequence, TEXT[:50], 40, 3)
+            received = two.receive(one.hand_over([sequence]))[0]
+            two.rows[0].compute(received, TEXT[:50], 50, 3)
+            two.rows[0].compare(received)
+            received.close()
+            assert bool(two.caches[0].lookup(TEXT[:60]).cached) == publish
+            one.check_idle()

@@ -199,14 +199,15 @@ def fork_one(driver: Driver) -> None:
 
 def hand_over_one(driver: Driver) -> None:
     """Hand a request over and receive it in the same cache, as a second one with equal rows; the first runs on."""
-    if driver.cache.core.prefix.index.optional:
-        raise Refused("what a draft keeps in groups of its own is not handed over")
     parent = driver.pick(lambda one: one.is_running and one.num_written == one.length > 0 and not one.fences)
     if parent.handle.epochs != [(0, driver.cache.epoch)]:
         raise Refused("of earlier weights")
+    is_mixed = any(first > 0 for first, _ in parent.seeds)
     reserve, number = parent.length + driver.between(0, 20), driver.next_number()
     line = f"#{number} = a hand-over of #{parent.number} at {parent.length}, reserve={reserve}"
-    ticket = driver.attempt(line, lambda: parent.handle.hand_over(60.0, goes_on=True), OutOfBlocks)
+    refuses = [BadInput] if is_mixed else []
+    ticket = driver.attempt(line, lambda: parent.handle.hand_over(60.0, goes_on=True), OutOfBlocks, *refuses)
+    driver.require(not is_mixed, f"{parent} was handed over, and has rows of two versions: {parent.seeds}")
     try:
         handle = driver.attempt(
             f"{line}, received",
@@ -223,6 +224,7 @@ def hand_over_one(driver: Driver) -> None:
     child.length = child.num_written = child.started_at = child.highest = parent.length
     child.is_blank = parent.is_blank
     driver.requests[handle] = child
+    compute_lacking(driver, child)
     if handle.capacity > child.length:
         look(driver, child)
 

@@ -116,6 +116,12 @@ class Namespaces:
         """Return whether ``key``, made by this object, is still the key of its namespace."""
         return key == self._key_of(owner_of(key), self.epoch)
 
+    def is_renewed(self, key: bytes, epoch: int) -> bool:
+        """Return whether the namespace of ``key``, which this object made in ``epoch`` or before, got another key by
+        ``renew`` since. O(epochs) if so."""
+        own = owner_of(key)
+        return all(key != self._key_of(own, one) for one in range(epoch, -1, -1))
+
     def _key_of(self, own: bytes, epoch: int) -> bytes:
         last, number = self._renewed.get(own, (-1, b""))
         return self._fingerprint + _field(self._epochs[epoch]) + _field(number if epoch <= last else None) + own

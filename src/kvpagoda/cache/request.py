@@ -103,6 +103,12 @@ class Request:
         return self.own_length if self.rows is None else self.rows.length_of(self)
 
     @property
+    def lacking_from(self) -> int | None:
+        """The first token of which an optional group lacks the row that the request still reads: what it started with, until
+        its first commit says that the row was computed. None: none is lacking."""
+        return self.match.lacking_from if self.own_length <= self.match.resumable else None
+
+    @property
     def most_written(self) -> int:
         """The most tokens that a batch or a commit reached, also in a persistent batch."""
         return self.written if self.rows is None else max(self.written, self.rows.written_of(self))

@@ -228,12 +228,13 @@ class Sequence:
         ``Sender.take_back`` lets it run again here.
 
         ``after``: leave out the whole blocks of the first ``after`` tokens, which the receiver must have cached; windows and
-        states are never left out. ``goes_on``: this request runs on, and the ticket is for what it has committed so far: the
+        states are never left out. Of optional groups what is lacking stays so: ``Sequence.match.lacking_from`` of the receiver
+        says where. ``goes_on``: this request runs on, and the ticket is for what it has committed so far: the
         receiver has that while the rest is computed. ``upto``: the ticket is for the first ``upto`` tokens, of which the last
         are still to be computed here. The sequence runs until ``Sender.complete`` says that they are committed;
         ``Sender.layer_done`` lets receivers read each layer as soon as it is computed. Raises BadInput (no sender, nothing
-        committed, tokens of several weights), OutOfBlocks (no exported memory), RetryLater while fenced, StaleHandle; nothing
-        changed then."""
+        committed, tokens of several weights, a namespace that was invalidated meanwhile), OutOfBlocks (no exported memory),
+        RetryLater while fenced, StaleHandle; nothing changed then."""
         sender, tokens = self._lifecycle.core.hand_overs, whole_number(after, "after, in tokens,")
         end = None if upto is None else whole_number(upto, "upto, in tokens,")
         return sender.hand_over(self._request, ttl, tokens, truth(goes_on, "goes_on"), end)

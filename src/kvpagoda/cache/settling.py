@@ -302,8 +302,9 @@ class Settler:
         guard.is_torn = True
         try:
             duplicates = core.prefix.publish(
-                request.slot, request.lease, keys, request.text, request.priority, has_optional=source is None
-            )  # tiers have no blocks of optional groups
+                request.slot, request.lease, keys, request.text, request.priority,
+                has_optional=request.lacking_from is None,
+            )  # fmt: skip
         except Exception:
             guard.is_torn = False
             raise

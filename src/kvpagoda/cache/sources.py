@@ -154,7 +154,8 @@ class Forked:
 
     def __init__(self, core: Core, parent: Request) -> None:
         self._core, self._parent, slot = core, parent, parent.slot
-        self.found = PrefixMatch(parent.length, parent.length, "nothing")
+        lacking = parent.lacking_from
+        self.found = PrefixMatch(parent.length, parent.length, "nothing", lacking_from=lacking)
         self.shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
 
     def hold(self) -> tuple[Holding, list[BlockNames]]:

@@ -1,7 +1,8 @@
 """What a rank's blocks contain, as plain data: where each field lies in a record, and which heads of it the rank has.
 
 Two caches can hand requests over if their *content* is equal: layers, rows, dtypes, encodings, growth laws. Where the fields
-lie (page size, layout, order, padding), and how many ranks share the heads, may differ.
+lie (page size, layout, order, padding), and how many ranks share the heads, may differ. An optional group, whose rows a
+request can do without, has a content of its own: it goes along where both sides have it.
 
     runs of a field    (axis, ((heads of this rank, elements of each), ..))      None: every rank has all of it
 """
@@ -9,7 +10,7 @@ lie (page size, layout, order, padding), and how many ranks share the heads, may
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpagoda.errors import TicketRefused
@@ -60,9 +61,11 @@ class FieldPlace:
 @dataclass(frozen=True)
 class GroupPlace:
     """The records of one group: ``tokens`` of a block (0: a state), bytes of a record, and its ``pages`` equal kernel
-    pages, each with the ``fields``, of which field i has ``rows[i]`` rows."""
+    pages, each with the ``fields``, of which field i has ``rows[i]`` rows. ``content``: what these rows are, as of a cache in
+    ``content_of``."""
 
     name: str
+    content: str
     tokens: int
     nbytes: int
     pages: int
@@ -72,12 +75,12 @@ class GroupPlace:
     def to_json(self) -> list[Any]:
         """Return it as lists, numbers and text."""
         fields = [[f.layer, f.name, f.offset, f.strides, f.shape, f.itemsize, f.runs] for f in self.fields]
-        return [self.name, self.tokens, self.nbytes, self.pages, self.rows, fields]
+        return [self.name, self.content, self.tokens, self.nbytes, self.pages, self.rows, fields]
 
     @classmethod
     def from_json(cls, data: Any) -> GroupPlace:
         """Return what ``to_json`` wrote. Raises ValueError, TypeError or IndexError for anything else."""
-        name, tokens, nbytes, pages, rows, fields = data
+        name, content, tokens, nbytes, pages, rows, fields = data
         found = tuple(
             FieldPlace(
                 int(layer), str(field), int(offset), _ints(strides), _ints(shape), int(itemsize),
@@ -85,12 +88,12 @@ class GroupPlace:
             )
             for layer, field, offset, strides, shape, itemsize, runs in fields
         )  # fmt: skip
-        return cls(str(name), int(tokens), int(nbytes), int(pages), _ints(rows), found)
+        return cls(str(name), str(content), int(tokens), int(nbytes), int(pages), _ints(rows), found)
 
     def differs_from(self, other: GroupPlace) -> str:
         """Return why records of ``other`` cannot be recut into these, in words; "" if they can. Names the first field."""
-        if self.name != other.name or bool(self.tokens) != bool(other.tokens):
-            return f"it is {other.name!r}"
+        if (self.name, self.content, bool(self.tokens)) != (other.name, other.content, bool(other.tokens)):
+            return f"it has other rows, of {other.name!r}"
         if other.pages < 1 or len(other.rows) != len(other.fields) or other.nbytes % other.pages:
             return f"{other.nbytes} bytes are not {other.pages} pages of {len(other.fields)} fields"
         theirs = {(field.layer, field.name): (rows, field) for rows, field in zip(other.rows, other.fields)}
@@ -112,13 +115,20 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 def content_of(schema: Schema) -> str:
-    """Return 16 bytes of BLAKE2b, in hex, over what the layers of ``schema`` keep, whatever the layout and the number of
-    ranks: equal for caches that can hand requests over."""
+    """Return 16 bytes of BLAKE2b, in hex, over what the layers of ``schema`` keep that are not optional, whatever the layout
+    and the number of ranks, and how far a window or a state can go back (``slack``): equal for caches that can hand requests
+    over."""
+    kept = (layer for layer in schema.layers if not (layer.growth and layer.growth.is_optional))
     rows = [
-        (layer.index, layer.growth, [_whole(one) for one in layer.block_rows()], [_whole(one) for one in layer.state_rows()])
-        for layer in schema.layers
+        (layer.index, layer.growth and replace(layer.growth, slack=0), [_whole(one) for one in layer.block_rows()],
+         [_whole(one) for one in layer.state_rows()])
+        for layer in kept
     ]  # fmt: skip
-    return hashlib.blake2b(repr([rows, schema.state_growth]).encode(), digest_size=16).hexdigest()
+    return _digest([rows, replace(schema.state_growth, slack=0)])
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
 def _whole(rows: Rows) -> tuple[Any, ...]:
@@ -148,16 +158,18 @@ def places_of(schema: Schema, plan: Plan) -> tuple[GroupPlace, ...]:
                for suffix, _, _ in rows.encoding.parts(rows.shape, rows.dtype)}  # fmt: skip
     groups = []
     for group in (group for group in plan.groups if not group.growth.is_at_rest):
-        fields, counts = [], []
+        fields, counts, content = [], [], set()
         for place in group.layout.places:
             field, rows = place.field, of_rows[place.layer, place.field.name]
             itemsize = place.nbytes // max(1, field.count * _product(field.shape))
             runs = _runs(rows, field.shape)
             fields.append(FieldPlace(place.layer, field.name, place.offset, place.strides, field.shape, itemsize, runs))
             counts.append(field.count)
+            content.add((place.layer, field.name, repr(_whole(rows))))
         tokens = 0 if group.growth.is_state else group.block_size
+        nbytes, pages = group.layout.nbytes, group.layout.kernel_pages
         groups.append(
-            GroupPlace(group.name, tokens, group.layout.nbytes, group.layout.kernel_pages, tuple(counts), tuple(fields))
+            GroupPlace(group.name, _digest(sorted(content)), tokens, nbytes, pages, tuple(counts), tuple(fields))
         )
     return tuple(groups)
 

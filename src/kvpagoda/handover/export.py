@@ -21,7 +21,7 @@ _SCRATCH = 8 << 20
 
 class Extent:
     """Which records of ``request`` are handed over at ``length`` tokens: what the next token reads, less the first ``after``
-    blocks of texts; of states the newest.
+    blocks of texts; of states the newest; of an optional group what is there, up to the first that it lacks.
 
     For each group: ``firsts``, the first column (block of the text; 0 of states); ``counts``, how many."""
 
@@ -35,10 +35,12 @@ class Extent:
                 self.firsts.append(0)
                 self.counts.append(1)
                 continue
-            bounded = group.growth.is_bounded
-            first = group.growth.first_needed(length) // group.block_size if bounded else after
+            first = after if group.growth.span is None else group.growth.first_needed(length) // group.block_size
+            end = ceil_div(length, group.block_size)
+            if group.growth.is_optional and length == request.own_length and request.lacking_from is not None:
+                end = min(end, request.lacking_from // group.block_size)
             self.firsts.append(first)
-            self.counts.append(max(0, ceil_div(length, group.block_size) - first))
+            self.counts.append(max(0, end - first))
 
     def places(self, index: int, begin: int, end: int) -> BlockPlaces:
         """Return where records ``begin .. end - 1`` of group ``index`` are in the cache."""
@@ -52,8 +54,14 @@ class Extent:
         group, count, first = self._core.groups[index], self.counts[index], self.firsts[index]
         if group.growth.is_state:
             return (0, count) if begin < end == self.length else (0, 0)
-        last = count if end == self.length else end // group.block_size - first
+        last = count if end == self.length else min(count, end // group.block_size - first)
         return max(0, begin // group.block_size - first), max(0, last)
+
+    def end_of(self, index: int, upto: int) -> int:
+        """Return how many of the first ``upto`` tokens have rows in group ``index``: fewer where it is optional and lacks
+        them."""
+        lacking = self._request.lacking_from
+        return upto if lacking is None or not self._core.groups[index].growth.is_optional else min(upto, lacking)
 
 
 class Export:
@@ -88,6 +96,7 @@ class Export:
             if layer is not None and layer not in section.layers:
                 continue
             end = upto if layer is None else min(self._done.get(one, 0) for one in section.layers)
+            end = self._extent.end_of(section.group, end)
             self._copied[number] = min(self._copied[number], committed)
             if end > self._copied[number]:
                 self._copy(section, *self._extent.records(section.group, self._copied[number], end))

@@ -86,16 +86,21 @@ class WholeLeases:
 
 
 class Fetched:
-    """The verified records of the leases of one ticket that is written layer by layer, from the ranks ``givers``, as far as
-    they were there when ``more`` was called. It is ``Given`` once no more are to come."""
+    """The verified records of the leases of one ticket that is written layer by layer, of its ``groups`` and from the ranks
+    ``givers``, as far as they were there when ``more`` was called. It is ``Given`` once no more are to come."""
 
-    def __init__(self, ticket: Ticket, givers: Many[int]) -> None:
+    def __init__(self, ticket: Ticket, groups: Many[int], givers: Many[int]) -> None:
         self.expires, self._ticket, self._givers = ticket.expires, ticket, givers
-        self._layout, _ = lease_layout(ticket.groups, ticket.counts, by_layer=True)
-        self.num_records = sum(section.num_records for section in self._layout)
-        self._known = {giver: np.zeros((self.num_records, 16), np.uint8) for giver in givers}
+        layout, _ = lease_layout(ticket.groups, ticket.counts, by_layer=True)
+        self._layout = [section for section in layout if section.group in groups]
+        self._num_checksums = sum(section.num_records for section in layout)
+        self._is_wanted = np.zeros(self._num_checksums, np.bool_)
+        for section in self._layout:
+            self._is_wanted[section.first : section.first + section.num_records] = True
+        self.num_records = int(self._is_wanted.sum())
+        self._known = {giver: np.zeros((self._num_checksums, 16), np.uint8) for giver in givers}
         self._records = {
-            giver: [np.zeros((count, group.nbytes), np.uint8) for group, count in zip(ticket.groups, ticket.counts)]
+            giver: {at: np.zeros((ticket.counts[at], ticket.groups[at].nbytes), np.uint8) for at in groups}
             for giver in givers
         }
 
@@ -112,19 +117,19 @@ class Fetched:
         lacking = 0
         for giver in self._givers:
             lease, known = self._ticket.ranks[giver], self._known[giver]
-            front = transfer.landing(front_nbytes(self.num_records))
+            front = transfer.landing(front_nbytes(self._num_checksums))
             _read(lease, giver, 0, front, transfer)
             _check_header(lease, giver, front)
             front = front.copy()  # the landing memory is needed for the records
-            theirs = checksums_in(front, self.num_records)
+            theirs = checksums_in(front, self._num_checksums)
             is_new = (theirs != known).any(axis=1) & theirs.any(axis=1)
             for runs in _together(self._runs(is_new)):
                 self._take(giver, runs, theirs, transfer)
-            wrong = int((theirs != known).any(axis=1).sum())
+            wrong = int(((theirs != known).any(axis=1) & self._is_wanted).sum())
             if seal_in(front).any():
-                _check_seal(self._ticket, giver, front, known, wrong)
+                _check_seal(self._ticket, giver, front, theirs, wrong)
             else:
-                lacking += 1 + max(wrong, int((~known.any(axis=1)).sum()))
+                lacking += 1 + max(wrong, self.num_records - int(known.any(axis=1).sum()))
         return lacking
 
     def records(self, group: int, givers: Many[int], begin: int, end: int) -> dict[int, Bytes]:

@@ -9,20 +9,22 @@ lease, or a checksum that does not match is a HandoverMiss, and the request hold
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from typing import SupportsIndex
 
 import numpy as np
 
+from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.namespace import Namespace
 from kvpagoda.cache.request import Request, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, HandoverMiss, RetryLater, TicketRefused
-from kvpagoda.handover.content import content_of, places_of
+from kvpagoda.handover.content import GroupPlace, content_of, places_of
 from kvpagoda.handover.fetched import Fetched, Given, WholeLeases
 from kvpagoda.handover.lease import LEASE_NBYTES, lease_layout, receipt_of, receipt_offset
-from kvpagoda.handover.received import Received, givers_by_group
+from kvpagoda.handover.received import Received, Taken
 from kvpagoda.handover.recut import givers_of
 from kvpagoda.handover.ticket import Ticket
 from kvpagoda.handover.transfer import Transfer, checked
@@ -69,13 +71,15 @@ class Receiver:
         namespace_key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
         request = Request(
             buffer_of(tokens, most, core.block_size), prompt, namespace_key,
-            whole_number(priority, "priority", -(2**63), below=2**63), media_ids,
+            whole_number(priority, "priority", -(2**63), below=2**63), media_ids, publishes=ticket.publishes,
         )  # fmt: skip
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
-        self.check(ticket, core.namespaces.name_of(request.epochs[0][1]), clock())
+        groups = self.check(ticket, core.namespaces.name_of(request.epochs[0][1]), clock())
         sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
-        read = self._reading(ticket, transfer)
-        self._lifecycle.admission.receive(request, length, most, lambda match: self._source(match, ticket, read))
+        read = self._reading(ticket, groups, transfer)
+        self._lifecycle.admission.receive(
+            request, length, most, lambda match: self._source(match, ticket, groups, read)
+        )
         try:
             self._took(ticket, transfer)
         except BaseException:
@@ -84,9 +88,9 @@ class Receiver:
             raise
         return sequence
 
-    def check(self, ticket: Ticket, weights: bytes, now: float) -> None:
-        """Raise TicketRefused unless ``ticket`` is for this model and these ``weights``, and was not taken before;
-        HandoverMiss if it expired. Changes nothing but that it forgets what expired."""
+    def check(self, ticket: Ticket, weights: bytes, now: float) -> list[Taken]:
+        """Return for each group what of it is in ``ticket``. Raises TicketRefused unless that is for this model and these
+        ``weights``, and was not taken before; HandoverMiss if it expired. Changes nothing but that it forgets what expired."""
         self._taken = {lease: until for lease, until in self._taken.items() if until > now}
         self._fetched = {lease: one for lease, one in self._fetched.items() if one.expires > now}
         if ticket.content != self._content:
@@ -99,7 +103,7 @@ class Receiver:
                 "the ticket is for other weights than the newest here; give both sides the same Identity.weights",
                 needed=ticket.weights, available=weights.hex(),
             )  # fmt: skip
-        self._check_groups(ticket)
+        groups = self._groups_of(ticket)
         if used := [one.lease for one in ticket.ranks if one.lease in self._taken]:
             raise TicketRefused(f"the ticket was taken here before (lease {used[0]})", available=used)
         if now >= ticket.expires:
@@ -107,42 +111,40 @@ class Receiver:
                 f"the ticket expired {now - ticket.expires:.1f} s ago; open the request instead",
                 needed=now, available=ticket.expires,
             )  # fmt: skip
+        return groups
 
-    def _check_groups(self, ticket: Ticket) -> None:
-        """Raise TicketRefused unless ``ticket`` names all that this cache keeps of its tokens."""
-        if len(ticket.groups) != len(self._groups):
-            raise TicketRefused(f"the ticket has {len(ticket.groups)} groups, this cache {len(self._groups)}")
-        for index, (group, theirs, ours) in enumerate(zip(self._core.groups, ticket.groups, self._groups)):
-            if why := ours.differs_from(theirs):
-                raise TicketRefused(f"group {ours.name!r} of the ticket cannot become blocks of this cache: {why}")
-            givers_of(theirs, ours, (len(ticket.ranks), self._rank[1]), self._rank[0])
-            first, end, last = ticket.firsts[index], ticket.firsts[index] + ticket.counts[index], 1
-            needed = 0
-            if not group.growth.is_state:
-                last = ceil_div(ticket.length, theirs.tokens)
-                needed = ticket.length if group is self._core.full else group.growth.first_needed(ticket.length)
-                needed //= theirs.tokens
-            if first > needed or end != max(first, last):
-                raise TicketRefused(
-                    f"group {ours.name!r}: the ticket has blocks {first}..{end} of {ticket.length} tokens, needed are "
-                    f"{needed}..{last}", needed=last, available=end,
-                )  # fmt: skip
-
+    def _groups_of(self, ticket: Ticket) -> list[Taken]:
+        """Return for each group here what of it is in ``ticket``. Raises TicketRefused unless that is all that this cache
+        keeps of its tokens, less what is optional."""
+        numbers = {(group.name, group.content): number for number, group in enumerate(ticket.groups)}
+        found, ranks = list[Taken](), (len(ticket.ranks), self._rank[1])
+        for group, ours in zip(self._core.groups, self._groups):
+            number = numbers.get((ours.name, ours.content))
+            try:
+                theirs = _checked(ticket, group, ours, number)
+                givers = givers_of(theirs, ours, ranks, self._rank[0])
+            except TicketRefused:
+                if not group.growth.is_optional:
+                    raise
+                number, givers = None, set()
+            found.append(Taken(ours, number, sorted(givers) if number is not None and ticket.counts[number] else []))
         _, nbytes = lease_layout(ticket.groups, ticket.counts, by_layer=ticket.by_layer)
         if wrong := [lease.nbytes for lease in ticket.ranks if lease.nbytes != nbytes]:
             text = f"the ticket has a lease of {format_bytes(wrong[0])}, but its blocks take {format_bytes(nbytes)}"
             raise TicketRefused(text, needed=nbytes, available=wrong[0])
+        return found
 
-    def _reading(self, ticket: Ticket, transfer: Transfer) -> Callable[[], Given]:
+    def _reading(self, ticket: Ticket, groups: Many[Taken], transfer: Transfer) -> Callable[[], Given]:
         """Return a function that returns the verified records of ``ticket``. Where they arrive layer by layer, read those
         that are there first. Raises RetryLater as long as more are to come, and HandoverMiss."""
-        givers = sorted(set().union(*givers_by_group(ticket, self._groups, self._rank)))
+        givers = sorted({giver for one in groups for giver in one.givers})
+        numbers = [one.number for one in groups if one.givers and one.number is not None]
         if not ticket.by_layer:
             return lambda: WholeLeases(ticket, givers, transfer)
         name = ticket.ranks[0].lease
         fetched = self._fetched.get(name)
         if fetched is None or not fetched.is_of(ticket):
-            fetched = self._fetched[name] = Fetched(ticket, givers)
+            fetched = self._fetched[name] = Fetched(ticket, numbers, givers)
         try:
             lacking = fetched.more(transfer)
         except HandoverMiss:
@@ -156,18 +158,19 @@ class Receiver:
             )
         return lambda: fetched
 
-    def _source(self, match: Match, ticket: Ticket, read: Callable[[], Given]) -> Received:
+    def _source(self, match: Match, ticket: Ticket, groups: Many[Taken], read: Callable[[], Given]) -> Received:
         """Return what ``ticket`` names, beyond what is cached of its text, in ``match``. Raises HandoverMiss if the ticket
         begins behind what is cached."""
         core = self._core
-        begin = 0 if core.full is None else ticket.firsts[core.full.index] * ticket.groups[core.full.index].tokens
-        if core.full is not None and begin > match.num_blocks * core.block_size:
+        number = None if core.full is None else groups[core.full.index].number
+        begin = 0 if number is None else ticket.firsts[number] * ticket.groups[number].tokens
+        if begin > match.num_blocks * core.block_size:
             cached = match.num_blocks * core.block_size
             raise HandoverMiss(
                 f"the ticket begins after {begin} tokens, of which {cached} are cached here; open the request instead",
                 needed=begin, available=cached,
             )  # fmt: skip
-        return Received(core, match, ticket, self._groups, self._rank, read)
+        return Received(core, match, ticket, groups, self._rank, read)
 
     def _took(self, ticket: Ticket, transfer: Transfer) -> None:
         """Write receipts to all source ranks of ``ticket``, and remember that it was taken; a sender that cannot be reached
@@ -182,3 +185,22 @@ class Receiver:
                 continue
         self._taken.update((one.lease, ticket.expires) for one in ticket.ranks)
         self._fetched.pop(ticket.ranks[0].lease, None)
+
+
+def _checked(ticket: Ticket, group: BlockGroup, ours: GroupPlace, number: int | None) -> GroupPlace:
+    """Return group ``number`` of ``ticket``. Raises TicketRefused unless its records can become ``ours``, those of ``group``,
+    and are the ones that the next token reads; of an optional group these, or the first of them."""
+    why = "it is not there" if number is None else ours.differs_from(ticket.groups[number])
+    if number is None or why:
+        raise TicketRefused(f"group {ours.name!r} of the ticket cannot become blocks of this cache: {why}")
+    first, needed, last, growth = ticket.firsts[number], 0, 1, group.growth
+    end, tokens = first + ticket.counts[number], ticket.groups[number].tokens
+    if not growth.is_state:
+        last = ceil_div(ticket.length, tokens)
+        needed = (ticket.length if growth.span is None else growth.first_needed(ticket.length)) // tokens
+    if first > needed or end > max(first, last) or (end < max(first, last) and not growth.is_optional):
+        raise TicketRefused(
+            f"group {ours.name!r}: the ticket has blocks {first}..{end} of {ticket.length} tokens, needed are "
+            f"{needed}..{last}", needed=last, available=end,
+        )  # fmt: skip
+    return ticket.groups[number]

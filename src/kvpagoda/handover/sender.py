@@ -102,11 +102,6 @@ class Sender(NoHandOvers):
     def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool, upto: int | None) -> Ticket:
         """See ``Sequence.hand_over``."""
         seconds, core = real_number(ttl, "ttl, in seconds,"), self._core
-        if core.prefix.index.optional:
-            text = "the draft of this cache has groups of its own, whose rows are not handed over"
-            raise BadInput.with_hint(
-                text, "hand over from a cache without it, or with a draft in the model's own blocks"
-            )
         if request.rows is not None:
             request.detach()
         length = self._length(request, upto)
@@ -149,10 +144,19 @@ class Sender(NoHandOvers):
             )  # fmt: skip
         else:
             length = upto
-        if not length or len(request.epochs) > 1:
-            text = f"a request of {length} tokens, computed with {len(request.epochs)} versions of the weights"
-            raise BadInput.with_hint(text, "hand over at least one token, all of one version", available=length)
+        if not length:
+            raise BadInput("a request of 0 tokens has nothing to hand over; commit one token at least", available=0)
+        self._check_version(request)
         return length
+
+    def _check_version(self, request: Request) -> None:
+        """Raise BadInput if the tokens of ``request`` are of several versions of the weights, or of what its namespace stands
+        for."""
+        epochs, names = request.epochs, self._core.namespaces
+        if len(epochs) > 1 or names.is_renewed(request.namespace, epochs[0][1]):
+            what = "its namespace was invalidated" if len(epochs) == 1 else f"{len(epochs)} versions of the weights"
+            text = f"a request of {request.own_length} tokens was computed while things changed: {what}"
+            raise BadInput.with_hint(text, "hand over what is all of one version; let this request end here")
 
     def _ticket(self, lease: _Lease, name: bytes, extent: Extent, expires: float, *, by_layer: bool) -> Ticket:
         request, known = lease.request, len(lease.tokens)
@@ -162,7 +166,7 @@ class Sender(NoHandOvers):
         media = {at: self._core.media.digest(number).hex() for at, number in request.media_ids.items() if at < known}
         return Ticket(
             self._content, lease.weights.hex(), lease.tokens, lease.length, request.prompt_length, media, self._groups,
-            tuple(extent.firsts), tuple(extent.counts), expires, algorithm(), by_layer, (place,), self._key,
+            tuple(extent.firsts), tuple(extent.counts), request.publishes, expires, algorithm(), by_layer, (place,), self._key,
         )  # fmt: skip
 
     # -- layer by layer --------------------------------------------------------------------------------------------------
@@ -204,7 +208,8 @@ class Sender(NoHandOvers):
                     f"the ticket is for {lease.length} tokens, {length} are committed, or other ones",
                     "commit these, or give the ticket up", needed=lease.length, available=length,
                 )  # fmt: skip
-            if len(epochs) > 1 or names.name_of(epochs[0][1]) != lease.weights:
+            self._check_version(request)
+            if names.name_of(epochs[0][1]) != lease.weights:
                 raise BadInput.with_hint("its tokens are of other weights than the ticket", "give the ticket up")
         self._complete(lease)
 

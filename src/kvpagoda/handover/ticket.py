@@ -21,7 +21,7 @@ from kvpagoda.errors import TicketRefused, shown
 from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.lease import MOST_RANKS
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Ticket:
     ``content``: see ``content_of``. ``weights``: the digest of the weights, hex. ``tokens``: int32, committed ones and the
     rest of the prompt. ``length``: how many are committed, or will be when the leases are sealed. ``prompt_length``: how many
     were given. ``media``: offset -> digest, hex. ``groups``: where fields lie in records. ``firsts``, ``counts``: for each
-    group the first column (block of the text) in the leases, and the number of columns. ``expires``: seconds since 1970.
+    group the first column (block of the text) in the leases, and the number of columns. ``publishes``: whether others may
+    find the text at the receiver. ``expires``: seconds since 1970.
     ``checksum``: the algorithm. ``by_layer``: whether the leases are written layer by layer, after the ticket was made.
     ``ranks``: the leases, by source rank. ``key``: what ``to_json`` signs with; it is not part of the text.
     """
@@ -58,6 +59,7 @@ class Ticket:
     groups: tuple[GroupPlace, ...]
     firsts: tuple[int, ...]
     counts: tuple[int, ...]
+    publishes: bool
     expires: float
     checksum: str
     by_layer: bool
@@ -95,6 +97,7 @@ class Ticket:
             "groups": [group.to_json() for group in self.groups],
             "firsts": list(self.firsts),
             "counts": list(self.counts),
+            "publishes": self.publishes,
             "expires": self.expires,
             "checksum": self.checksum,
             "by_layer": self.by_layer,
@@ -140,7 +143,7 @@ class Ticket:
         ticket = cls(
             str(data["content"]), str(data["weights"]), tokens, int(data["length"]), int(data["prompt_length"]), media,
             tuple(map(GroupPlace.from_json, data["groups"])), tuple(map(int, data["firsts"])),
-            tuple(map(int, data["counts"])), float(data["expires"]), str(data["checksum"]),
+            tuple(map(int, data["counts"])), bool(data["publishes"]), float(data["expires"]), str(data["checksum"]),
             bool(data["by_layer"]), leases,
         )  # fmt: skip
         sizes = {len(ticket.groups), len(ticket.firsts), len(ticket.counts)}

@@ -346,12 +346,12 @@ class HybridIndex:
 
     def columns(self, match: Match, num_tokens: int) -> list[range]:
         """Return for each group which whole blocks of ``match`` a text shares to go on after its first ``num_tokens``. Of
-        an optional group these are the ones before the first that it lacks: an empty range where it lacks all."""
+        an optional group these are the ones before the first that ``match`` lacks: an empty range where it lacks all."""
         num_blocks = num_tokens // self.block_size
         columns = [part.span(num_blocks) for part in self.parts]
         for window in self.optional:
             first = int(window.growth.first_needed(num_tokens)) // self.block_size
-            span = columns[window.number] = range(min(first, num_blocks), num_blocks)
+            span = columns[window.number] = range(first, max(first, min(num_blocks, match.num_blocks)))
             lacking = np.flatnonzero(~window.are_there(window.cells_of(match.ids)[:, span.start : span.stop]))
             if len(lacking):
                 columns[window.number] = span[: int(lacking[0])]
