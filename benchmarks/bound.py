@@ -1,0 +1,92 @@
+"""How near are the hits of hybrid models to what a cache could find that knew the future?
+
+The first 3,000 requests of the public conversation trace are served without memory, with the layers of four models that have
+windows or states beside full attention. Beside our hits stands a bound; ``offline/prices.py`` proves it, ``offline/demand.py``
+says what is counted.
+
+- "one at a time": of every cache that ends a request before it admits the next.
+- "64 at once": of every cache that admits and ends the requests in the same steps as ours, where after each step a request
+  has as many tokens as in ours, or as many as it found. What the running requests hold is not room for others.
+
+``packed_percent`` is the best choice of reuses that was seen to fit: the bound cannot fall below it. The hits of vLLM (the
+better of its default and "all kept") and of TokenSpeed are those that ``hybrid_peers`` saved. Their steps are others than
+ours: strictly, neither bound is one for them. The whole takes some minutes. Needs the traces, as ``hits`` does; without
+them a synthetic mix is served.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.checkpoints_at_rest import NEMOTRON_H_8B
+from benchmarks.offline.demand import Needs, Texts, demand_of, held_by_running
+from benchmarks.offline.prices import ROUNDS, bound
+from benchmarks.offline.schedule import one_at_a_time, served_here
+from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, QWEN3_NEXT_80B, schema_of
+from benchmarks.timing import RESULTS, Options, Row, tell
+from benchmarks.workload import SOURCES, TRACES
+from kvpagoda.replay import Trace, synthetic
+from kvpagoda.units import parse_bytes
+
+QUESTION = "How near are the hits of hybrid models to what a cache could find that knew the future?"
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt-oss-120b": GPT_OSS_120B, "Qwen3-Next-80B": QWEN3_NEXT_80B, "Gemma-3-27B": GEMMA3_27B,
+    "Nemotron-H-8B": NEMOTRON_H_8B,
+}  # fmt: skip
+BUDGETS = ("20GiB", "100GiB", "400GiB")
+AT_ONCE = 64
+
+
+def measure(options: Options) -> list[Row]:
+    trace, per_id = trace_for(options)
+    texts, rows = Texts(trace, per_id), list[Row]()
+    for name, config in MODELS.items():
+        schema = schema_of(config)
+        needs = Needs.of(schema)
+        for budget in ("6GiB",) if options.quick else BUDGETS:
+            for at_once in (4 if options.quick else AT_ONCE, 1):
+                said = f"{at_once} at once" if at_once > 1 else "one at a time"
+                if options.only not in f"{name}, {budget}, {said}":
+                    continue
+                ours = served_here(trace, schema, budget, tokens_per_id=per_id, at_once=at_once)
+                schedule = one_at_a_time(trace, ours.is_served()) if at_once == 1 else ours
+                room = parse_bytes(budget) - held_by_running(texts, schedule, needs)
+                demand, percent = demand_of(texts, schedule, needs), 100 / texts.prompts[ours.is_served()].sum()
+                found = bound(demand, room, 100 if options.quick else ROUNDS)
+                rows.append(
+                    {
+                        "case": f"{name}, {budget}, {said}", "model": name, "budget": budget,
+                        "hit_percent": percent * float(ours.found.sum()), "bound_percent": percent * found.tokens,
+                        "packed_percent": percent * found.packed,
+                        "open_percent": percent * (found.tokens - found.packed),
+                        "unlimited_percent": percent * bound(demand, room, 0).tokens,
+                        **(peers(name, budget) if at_once > 1 and not options.quick else {}),
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def trace_for(options: Options) -> tuple[Trace, int]:
+    """Return the trace that is served, and how many tokens each of its ids stands for."""
+    source = SOURCES["conversation"]
+    if options.quick or not (TRACES / source.file).exists():
+        return synthetic(40), 64
+    return Trace.read(TRACES / source.file, 3000), source.per_id
+
+
+def peers(model: str, budget: str) -> dict[str, float | None]:
+    """Return the hits of vLLM and TokenSpeed in percent, of the last saved ``hybrid_peers``; None where there are none."""
+    path = RESULTS / "hybrid_peers.json"
+    saved = json.loads(path.read_text())["rows"] if path.exists() else []
+    cases = (f"{model}, {budget}", f"{model}, all kept, {budget}")
+    return {
+        f"{who}_percent": max(
+            (row["hit_percent"] for row in saved if row["who"] == who and row["case"] in cases), default=None
+        )
+        for who in ("vllm", "tokenspeed")
+    }
+
+
+if __name__ == "__main__":
+    tell("bound", QUESTION, measure)

@@ -1,0 +1,174 @@
+"""What each reuse takes from the memory, and for how long.
+
+A request that resumes after its first ``d`` tokens reads, in the memory when it is admitted:
+
+    full attention   the rows of all ``d`` tokens
+    a window of w    the rows of the last ``w - 1`` of them
+    states           one copy, made after exactly ``d`` tokens
+
+All of it was made by earlier requests that have these tokens in common with it. From the moment at which the last of these
+has ended nobody computes it again and no running request holds it; so it lies in the memory from then until the admission.
+Neighbouring tokens with the same last user are a *stretch*; a request has few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.offline.schedule import Ints, Schedule
+from kvpagoda.replay.trace import Trace
+from kvpagoda.schema import Schema
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The bytes that a text needs in order to go on: ``full`` for each token, ``windows``: (tokens that are read, bytes of
+    each), ``state``: bytes of one copy of all states. Rows that are optional, chunked or padding count nothing."""
+
+    full: float = 0.0
+    windows: tuple[tuple[int, float], ...] = ()
+    state: float = 0.0
+
+    @classmethod
+    def of(cls, schema: Schema) -> Needs:
+        """Return the needs of the layers of ``schema``, with copies of states as running requests have them."""
+        unit = schema.block_size()
+        groups = [(group.growth, group.block_layout(unit).payload_nbytes / unit) for group in schema.groups]
+        windows = [
+            (growth.window - 1, nbytes)
+            for growth, nbytes in groups
+            if growth.window is not None and not growth.is_optional
+        ]
+        full = sum(nbytes for growth, nbytes in groups if not growth.is_bounded)
+        return cls(full, tuple(windows), schema.state_layout.payload_nbytes)
+
+    def at(self, length: Ints) -> Floats:
+        """Return the bytes of requests that have computed ``length`` tokens and share none with others."""
+        windows = sum(nbytes * np.minimum(length, tokens) for tokens, nbytes in self.windows)
+        return np.asarray(self.full * length + windows + self.state, np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """The stretches of a trace, in the order of the requests, from the root on, and what it takes to resume at their ends.
+
+    Int64 ``[stretches]``: ``request``; ``first`` and ``last``, the steps from and up to which its tokens have to lie in the
+    memory (``first > last``: other requests that run hold them anyway); ``end``, the tokens up to its end. To resume at the
+    end of stretch ``option[k]`` takes ``nbytes[k]`` of stretch ``part[k]``: arrays ``[n]``."""
+
+    request: Ints
+    first: Ints
+    last: Ints
+    end: Ints
+    option: Ints
+    part: Ints
+    nbytes: Floats
+
+
+class Texts:
+    """The prompts of ``trace`` as paths of a tree: ``paths[i]``, intp ``[n]``, are the nodes of request ``i``. Two requests
+    have a node in common if they have its id and all before it in common. A node stands for ``tokens_per_id`` tokens.
+    Raises ValueError for a trace whose ids have different numbers of tokens."""
+
+    def __init__(self, trace: Trace, tokens_per_id: int) -> None:
+        if trace.block_tokens is not None:
+            raise ValueError("the ids of this trace have different numbers of tokens")
+        self.tokens_per_id = tokens_per_id
+        self.prompts = np.maximum(1, trace.input_lengths)
+        nodes: dict[tuple[int, int], int] = {}
+        self.paths: list[npt.NDArray[np.intp]] = []
+        for i in range(len(trace)):
+            path, at = [], -1
+            for name in trace.chain(i).tolist():
+                at = nodes.setdefault((at, name), len(nodes))
+                path.append(at)
+            self.paths.append(np.array(path, np.intp))
+
+    def __len__(self) -> int:
+        """The number of requests."""
+        return len(self.paths)
+
+
+def demand_of(texts: Texts, schedule: Schedule, needs: Needs) -> Demand:
+    """Return what the reuses of ``texts`` take under ``schedule``. O(refs) Python."""
+    rows = _stretches(texts, schedule)
+    columns = np.array(rows, np.int64).reshape(-1, 5).T
+    request, first, last, begin, end = columns
+    counts = np.arange(len(request)) - np.searchsorted(request, request) + 1  # stretches of an option
+    option = np.repeat(np.arange(len(request)), counts)
+    part = (
+        np.arange(len(option)) - np.repeat(np.cumsum(counts) - counts, counts) + option - np.repeat(counts - 1, counts)
+    )
+    nbytes = needs.full * (end - begin)[part].astype(np.float64)
+    for tokens, of_each in needs.windows:
+        nbytes += of_each * np.maximum(0, end[part] - np.maximum(begin[part], end[option] - tokens))
+    nbytes += needs.state * (part == option)
+    return Demand(request, first, last, end, option, part, nbytes)
+
+
+def _stretches(texts: Texts, schedule: Schedule) -> list[tuple[int, int, int, int, int]]:
+    """Return (request, first step, last step, first token, end) of each stretch of tokens that an earlier request has
+    computed when the request is admitted."""
+    free: dict[int, int] = {}  # node -> when the last of its users so far ends
+    there, size = _first_computed(texts, schedule), texts.tokens_per_id
+    rows: list[tuple[int, int, int, int, int]] = []
+    for j in np.flatnonzero(schedule.is_served()).tolist():
+        path, now = texts.paths[j].tolist(), int(schedule.admitted[j])
+        longest = int(texts.prompts[j]) - 1  # the last token of a prompt is always computed
+        known = next((k for k, node in enumerate(path) if node not in free or there[node] >= now), len(path))
+        cuts = [k for k in range(1, known) if free[path[k]] != free[path[k - 1]]]
+        for begin, end in pairwise([0, *cuts, known]):
+            tokens = min(end * size, longest)
+            if begin * size < tokens:
+                rows.append((j, free[path[begin]] + 1, now, begin * size, tokens))
+        ended = int(schedule.ended[j])
+        for node in path:
+            free[node] = max(free.get(node, -1), ended)
+    return rows
+
+
+def _first_computed(texts: Texts, schedule: Schedule) -> dict[int, int]:
+    """Return the step in which the first token of each node is computed first."""
+    there: dict[int, int] = {}
+    order = np.lexsort((schedule.step, schedule.number))
+    starts = np.searchsorted(schedule.number[order], np.arange(len(texts) + 1))
+    for j in np.flatnonzero(schedule.is_served()).tolist():
+        mine = order[starts[j] : starts[j + 1]]  # before step[k], and so after the step before it, there are length[k]
+        path = texts.paths[j]
+        at = np.searchsorted(schedule.length[mine], np.arange(len(path)) * texts.tokens_per_id, side="right")
+        done = np.append(schedule.step[mine] - 1, schedule.ended[j])[at]
+        for node, step in zip(path.tolist(), done.tolist()):
+            there[node] = min(there.get(node, step), step)
+    return there
+
+
+def held_by_running(texts: Texts, schedule: Schedule, needs: Needs) -> Floats:
+    """Return the least bytes that the requests hold in each step that were admitted before it, float64 ``[steps]``. Rows of
+    full attention that several have in common count once. Of windows count those beyond the tokens that a request has in
+    common with others that run, or are admitted in this step; states count for each."""
+    held, size = np.zeros(schedule.num_steps), texts.tokens_per_id
+    bounds = np.searchsorted(schedule.step, np.arange(schedule.num_steps + 1))
+    fresh: dict[int, list[int]] = {}
+    for number, step in enumerate(schedule.admitted.tolist()):
+        fresh.setdefault(step, []).append(number)
+    for step in np.flatnonzero(np.diff(bounds)).tolist():
+        numbers, lengths = (column[bounds[step] : bounds[step + 1]] for column in (schedule.number, schedule.length))
+        paths = [texts.paths[i] for i in (*numbers.tolist(), *fresh.get(step, ()))]
+        depths = np.concatenate([np.arange(len(path)) for path in paths])
+        who = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
+        nodes, index, count = np.unique(np.concatenate(paths), return_inverse=True, return_counts=True)
+        there = np.append(lengths, np.zeros(len(paths) - len(numbers), np.int64))
+        most = np.zeros(len(nodes), np.int64)
+        np.maximum.at(most, index, np.clip(there[who] - depths * size, 0, size))
+        own = np.maximum(0, lengths - size * np.array([len(path) for path in paths[: len(numbers)]]))
+        shared = size * np.bincount(who[count[index] > 1], minlength=len(paths))[: len(numbers)]
+        held[step] = needs.full * (most.sum() + own.sum()) + needs.state * len(numbers)
+        for tokens, nbytes in needs.windows:
+            held[step] += nbytes * np.clip(lengths - shared, 0, tokens).sum()
+    return held
