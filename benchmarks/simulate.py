@@ -5,6 +5,7 @@ workers there are. Seconds are those of the processor."""
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ CASES = (
     Case("full attention, 100 workers", "llama-3.1-8b", 100, (30_000,), {}),
     Case("windows, 8 workers", "gpt-oss-20b", 8, (1_000, 3_000), {}),
     Case("states, 8 workers", "qwen3-next-80b-a3b", 8, (1_000, 3_000), {"costs": "4xh100"}),
+    Case("states, a million requests", "qwen3-next-80b-a3b", 8, (1_000_000,), {"costs": "4xh100"}),
     Case("blocks of 512, 8 workers", "llama-3.1-8b", 8, (1_000, 3_000), BIG),
     Case("blocks of 512, prefix-aware", "llama-3.1-8b", 8, (1_000, 3_000), {"routing": "prefix-aware", **BIG}),
     Case("blocks of 512, host tier", "llama-3.1-8b", 8, (1_000, 3_000), {"tiers": {"host": "200GiB"}, **BIG}),
@@ -72,9 +74,19 @@ def _row(case: Case, trace: Trace, per_id: int) -> Row:
     preset = presets()[case.model]["config"]
     schema = replace(Schema.from_hf_config(preset), name=case.model)
     began = time.process_time()
+    told = [100_000]
+
+    def say(count: int) -> None:
+        """Say every 100,000 requests what they took so far."""
+        if count >= told[0]:
+            told[0] += 100_000
+            taken = (time.process_time() - began) / count
+            print(f"{case.name}: {count:,} requests, {taken * 1e6:,.0f} us each", file=sys.stderr, flush=True)
+
     result = simulate(
-        trace, schema, "40GiB", workers=case.workers, tokens_per_id=per_id, step_tokens=8192, **case.settings
-    )
+        trace, schema, "40GiB", workers=case.workers, tokens_per_id=per_id, step_tokens=8192, on_request=say,
+        **case.settings,
+    )  # fmt: skip
     seconds = time.process_time() - began
     assert result.finished + result.never_fit == len(trace)
     return {
