@@ -5,8 +5,10 @@ workers there are. Seconds are those of the processor."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,8 +16,9 @@ import numpy as np
 
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, workload
-from kvpagoda import Schema, simulate
+from kvpagoda import Schema
 from kvpagoda.replay import Trace
+from kvpagoda.replay.fleet import Simulation
 from kvpagoda.schema.presets import presets
 
 QUESTION = "What does a simulated request cost, in microseconds of processor time, and does that stay flat?"
@@ -32,11 +35,16 @@ class Case(NamedTuple):
     settings: dict[str, Any]
 
 
+DEFAULTS: dict[str, Any] = {
+    "costs": "h100", "routing": "round-robin", "max_requests": 64, "step_tokens": 8192, "policy": "lru", "tiers": {},
+    "seed": 0,
+}  # fmt: skip
 BIG: dict[str, Any] = {"block_size": 512}
 CASES = (
     Case("full attention, 8 workers", "llama-3.1-8b", 8, REQUESTS, {}),
     Case("a million requests, 8 workers", "llama-3.1-8b", 8, (1_000_000,), {}),
     Case("full attention, 100 workers", "llama-3.1-8b", 100, (30_000,), {}),
+    Case("100 workers, prefix-aware", "llama-3.1-8b", 100, (3_000, 30_000), {"routing": "prefix-aware"}),
     Case("windows, 8 workers", "gpt-oss-20b", 8, (1_000, 3_000), {}),
     Case("states, 8 workers", "qwen3-next-80b-a3b", 8, (1_000, 3_000), {"costs": "4xh100"}),
     Case("states, a million requests", "qwen3-next-80b-a3b", 8, (1_000_000,), {"costs": "4xh100"}),
@@ -83,18 +91,20 @@ def _row(case: Case, trace: Trace, per_id: int) -> Row:
             taken = (time.process_time() - began) / count
             print(f"{case.name}: {count:,} requests, {taken * 1e6:,.0f} us each", file=sys.stderr, flush=True)
 
-    result = simulate(
-        trace, schema, "40GiB", workers=case.workers, tokens_per_id=per_id, step_tokens=8192, on_request=say,
-        **case.settings,
-    )  # fmt: skip
-    seconds = time.process_time() - began
-    assert result.finished + result.never_fit == len(trace)
+    settings = {**DEFAULTS, "workers": case.workers, "tokens_per_id": per_id, **case.settings}
+    made = Simulation(trace, schema, "40GiB", **settings)
+    with suppress(KeyboardInterrupt):  # what is done so far is a row too
+        made.run(say)
+    seconds, result = time.process_time() - began, made.result()
+    made.close()
     return {
-        "case": case.name, "requests": len(trace), "seconds": seconds, "us_each": seconds / len(trace) * 1e6,
+        "case": case.name, "requests": result.finished, "of": len(trace), "seconds": seconds,
+        "us_each": seconds / result.finished * 1e6,
         "hit_rate": result.hit_rate, "first_token_p50": result.first_token["p50"],
         "first_token_p99": result.first_token["p99"], "last_token_p50": result.last_token["p50"],
     }  # fmt: skip
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it in the background
     tell("simulate", QUESTION, measure)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from followed import watch
+from test_worker import SCHEMAS, requests
 
 import kvpagoda
 from kvpagoda import Schema
@@ -50,8 +52,7 @@ def test_random_depends_on_the_seed_alone() -> None:
 
 
 def test_prefix_aware_goes_where_the_least_is_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every arrival the followers know what the caches themselves would answer, and the rule is applied to that."""
-    pytest.importorskip("msgspec")
+    """At every arrival the rule is applied to what the caches themselves would answer."""
     trace, choose, checked = synthetic(150), PrefixAware.choose, list[bool]()
 
     def compared(rule: Any, number: int) -> tuple[int, int]:
@@ -71,8 +72,28 @@ def test_prefix_aware_goes_where_the_least_is_to_be_computed(monkeypatch: pytest
     assert min(one.requests for one in result.workers) > 20 and sum(one.evicted_blocks for one in result.workers) > 1000
 
 
-def test_prefix_aware_finds_more_than_the_others() -> None:
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_router_that_follows_events_chooses_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every arrival a ``Follower`` of each worker knows what the caches have; and making events changes nothing."""
     pytest.importorskip("msgspec")
+    trace, settings = requests(6, 200), {"costs": COSTS, "tokens_per_id": 16, "step_tokens": 64, "max_requests": 6}
+    budget = {"full": "14KiB", "window": "32KiB", "states": "48KiB"}[name]
+
+    def result() -> Any:
+        return simulate(trace, SCHEMAS[name], budget, workers=4, routing="prefix-aware", block_size=16, **settings)
+
+    plain, told = result(), list[bool]()
+
+    def same(own: list[int], followed: list[int]) -> None:
+        assert own == followed
+        told.append(max(own) > min(own))
+
+    watch(monkeypatch, same)
+    assert result().to_dict() == plain.to_dict() and len(told) == 200 and sum(told) > 50
+    assert all(one.evicted_blocks > 20 for one in plain.workers)
+
+
+def test_prefix_aware_finds_more_than_the_others() -> None:
     aware, other, turns = (run(rule, 4, trace=synthetic(200)) for rule in ("prefix-aware", "random", "round-robin"))
     assert aware.hit_rate > 1.2 * max(other.hit_rate, turns.hit_rate) > 0.1
     assert aware.first_token["mean"] < other.first_token["mean"]
@@ -80,7 +101,6 @@ def test_prefix_aware_finds_more_than_the_others() -> None:
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="needs the public traces in ../shared/traces")
 def test_prefix_aware_finds_more_on_the_conversation_trace() -> None:
-    pytest.importorskip("msgspec")
     trace = Trace.read(TRACES / "mooncake_conversation.jsonl.gz", limit=600)
     schema = Schema.from_hf_config(kvpagoda.schema.presets.presets()["llama-3.1-8b"]["config"])
     settings: dict[str, Any] = {"costs": "h100:llama-3.1-8b", "workers": 4, "block_size": 512}
@@ -91,8 +111,6 @@ def test_prefix_aware_finds_more_on_the_conversation_trace() -> None:
 
 @pytest.mark.parametrize("routing", RULES)
 def test_what_is_counted_adds_up(routing: str) -> None:
-    if routing == "prefix-aware":
-        pytest.importorskip("msgspec")
     count = list[int]()
     result = run(routing, 5, trace=synthetic(120), on_request=count.append)
     each = result.each

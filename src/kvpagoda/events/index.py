@@ -100,7 +100,10 @@ class PrefixIndex:
             parent.children = Children()
         parent.children.put(key, block)
         self.blocks[name] = block
-        self._judge(block)
+        if self._is_bounded:
+            self._judge(block)
+        else:
+            block.is_usable = True
         return block
 
     def remove(self, block: Block) -> bool:
@@ -168,10 +171,10 @@ class PrefixIndex:
 
     def look_up(self, tokens: Ids, namespace: bytes, media: Mapping[int, bytes]) -> Resumable:
         """Return how much of a text, int32 ``[n]``, is cached; ``media``: offset -> digest of a medium. O(n)."""
-        keys = with_media(tokens, 0, {at: self._media.get(digest, _UNKNOWN) for at, digest in media.items()})
         block, size = self.roots.get(namespace), self.followed.block_size
-        if block is None or len(keys) < 2:
+        if block is None or len(tokens) < 2:
             return Resumable(0, 0)
+        keys = with_media(tokens, 0, {at: self._media.get(digest, _UNKNOWN) for at, digest in media.items()})
         text, step, offset, usable = keys[:-1].tobytes(), 4 * size, 0, 0
         while (child := block.children.get(text[offset : offset + step])) is not None:
             block, offset = child, offset + step

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.cache.event_log import EventLog
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix import policy_name
 from kvpagoda.replay.batching import Batching, cache_for
 from kvpagoda.replay.costs import PER_SECOND, Costs, Ticks, tier_specs
 from kvpagoda.replay.engine_worker import OWN, engine_workers
 from kvpagoda.replay.readers import Source
-from kvpagoda.replay.routing import RULES, EngineCaches, FollowedCaches, Views, rule_named
+from kvpagoda.replay.routing import RULES, EngineCaches, OwnCaches, Untold, Views, rule_named
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.worker import AnyWorker, Outcomes, Worker, summary
 from kvpagoda.schema import Schema
@@ -113,8 +112,7 @@ def simulate(
     workers have, a name of ``PROFILES``; another engine's (see ``replay_engine``, also for ``retention``) evicts, shares and
     preempts by its own rules, and has no policy, tiers or other settings but ``block_size``. ``tokens_per_id``, ``policy``
     and the other ``settings`` (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are those of ``serve``.
-    ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits,
-    MissingExtra.
+    ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits.
 
     >>> from kvpagoda.replay import synthetic
     >>> trace = synthetic(50)
@@ -161,10 +159,10 @@ class Simulation:
         views: Views | None = None
         self.workers: Sequence[AnyWorker]
         if engine == OWN:
-            logs = [EventLog() if routing == "prefix-aware" else None for _ in range(count)]
-            self.workers = [self._worker(i, logs[i], budget, prices, per_id, **settings) for i in range(count)]
+            own = [self._worker(index, budget, prices, per_id, **settings) for index in range(count)]
+            self.workers = own
             if routing == "prefix-aware":
-                views = FollowedCaches(columns, [log for log in logs if log is not None], per_id)
+                views = OwnCaches(columns, [worker.batching.cache for worker in own], per_id)
         else:
             others = engine_workers(
                 count, columns, schema, budget, engine, prices, self.outcomes, per_id, retention=retention, **settings
@@ -175,13 +173,22 @@ class Simulation:
         self._rule = rule_named(routing, columns, self.workers, views, seed)
 
     def _worker(
-        self, index: int, log: EventLog | None, budget: int | str, prices: Costs, per_id: int, *,
-        tiers: Mapping[str, int | str], step_tokens: int, **settings: Any,
-    ) -> Worker:  # fmt: skip
-        """Return worker ``index``, whose cache tells ``log`` what changes."""
+        self,
+        index: int,
+        budget: int | str,
+        prices: Costs,
+        per_id: int,
+        *,
+        tiers: Mapping[str, int | str],
+        step_tokens: int,
+        **settings: Any,
+    ) -> Worker:
+        """Return worker ``index``."""
+        log = Untold() if self._routing == "prefix-aware" else None
         cache = cache_for(self._trace, self._schema, budget, step_tokens, events=log, **settings)
         if tiers:  # their sizes in blocks follow from the plan
             specs = tier_specs(tiers, cache.plan)
+            log = None if log is None else Untold()
             cache = cache_for(self._trace, self._schema, budget, step_tokens, events=log, tiers=specs, **settings)
             cache.core.tiers.took(1.0)  # what is found is loaded, whatever this machine measures
         batching, ticks = Batching(cache, self._trace, per_id), Ticks(prices, cache.plan, tiers)

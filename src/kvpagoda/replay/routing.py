@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.event_log import EventLog
+from kvpagoda.cache.request import Request
 from kvpagoda.errors import unknown_name
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.prefix.hybrid import Freed
 from kvpagoda.replay.engine_worker import EngineWorker
 from kvpagoda.replay.texts import text_of
 from kvpagoda.replay.trace import Trace
@@ -77,30 +81,32 @@ class PrefixAware:
         return chosen, expected
 
 
-class FollowedCaches:
-    """A ``Follower`` for each of the ``logs``, which knows what the worker has cached from the events of its cache alone."""
+class Untold(EventLog):
+    """Makes a cache publish blocks when it must for a router that follows it, and keeps no record of them."""
 
-    def __init__(self, trace: Trace, logs: Sequence[EventLog], tokens_per_id: int) -> None:
-        from kvpagoda.events.follower import Follower  # needs the extra events
-        from kvpagoda.events.stream import EventStream
+    def published(self, request: Request, begin: int) -> None:
+        """See ``NoEvents``, as the others here."""
 
+    def kept(self, request: Request, num_blocks: int, copy: BlockNames) -> None: ...
+
+    def evicted(self, freed: Freed) -> None: ...
+
+    def renewed(self, namespaces: Collection[bytes]) -> None: ...
+
+
+class OwnCaches:
+    """What the prefix trees of the ``caches``, each with an event log, have now: the numbers of a ``Follower`` that has read
+    all events of each. No event is made for that."""
+
+    def __init__(self, trace: Trace, caches: Sequence[KVCache], tokens_per_id: int) -> None:
         self._trace, self._per_id = trace, tokens_per_id
-        self._streams = [EventStream(log, keep=1, encoding="array") for log in logs]
-        self._followers = [Follower() for _ in logs]
-        for stream, follower in zip(self._streams, self._followers):
-            for message in stream.replay(0):
-                follower.feed(*message)
+        self._finds = [(cache.core.prefix.find, cache.core.namespaces.key(None)) for cache in caches]
 
     def cached(self, number: int) -> list[int]:
-        """See ``Views``. O(n) for each worker."""
+        """See ``Views``. O(nodes on the path) and O(common tokens) for each cache."""
         text, num_prompt = text_of(self._trace, number, self._per_id)
-        found = list[int]()
-        for stream, follower in zip(self._streams, self._followers):
-            message = stream.drain()
-            if message is not None:
-                follower.feed(*message)
-            found.append(follower.resumable(text[:num_prompt]).resumable)
-        return found
+        prompt = text[:num_prompt]
+        return [find(prompt, key)[1].resumable for find, key in self._finds]
 
 
 class EngineCaches:
