@@ -75,6 +75,19 @@ def test_a_new_process_with_the_same_model_finds_what_the_last_one_left(name: st
     assert told[0][1] == 0 and told[1][1] >= 48
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "recurrent_gemma", "lfm2"])
+def test_the_first_text_of_a_cache_may_come_from_a_tier(name: str, tmp_path: Path) -> None:
+    """Whatever models say of convolution tails when they compute a text from its beginning: none was computed so."""
+    prompt, told = list(range(60)), []
+    for _ in range(2):
+        tiers = [disk_tier(tmp_path, "32MiB", staging="4MiB")]
+        generator = Generator(model_of(name), num_blocks=60, tiers=tiers, poison=True)
+        told.append((generator.generate([prompt], NEW), generator.stats().loaded_tokens))
+        generator.cache.flush()
+        generator.cache.close()
+    assert told[0] == (told[1][0], 0) and told[1][1] >= 48
+
+
 def test_the_digest_is_that_of_weights_and_config() -> None:
     from models import tiny_model
 

@@ -33,15 +33,9 @@ def check_model(model: Any) -> None:
 
 
 def runner_of(
-    model: Any,
-    chunk: int,
-    lookup: int,
-    kv_format: KVFormatNames,
-    cache_arguments: dict[str, Any],
-    layout: LayoutNames | None = None,
-    kv_scales: Mapping[int, tuple[float, float]] | None = None,
-    draft: Any = None,
-) -> tuple[Runner, Drafter | None]:
+    model: Any, chunk: int, lookup: int, kv_format: KVFormatNames, cache_arguments: dict[str, Any],
+    layout: LayoutNames | None = None, kv_scales: Mapping[int, tuple[float, float]] | None = None, draft: Any = None,
+) -> tuple[Runner, Drafter | None]:  # fmt: skip
     """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``, and one of the
     model ``draft``, if given, whose layers are draft layers of that cache. A step computes at most ``chunk`` prompt
     tokens of a text, or ``lookup`` proposed tokens and one more; none are proposed for a model with states if it is not

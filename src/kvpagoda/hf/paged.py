@@ -57,23 +57,18 @@ class StepContext:
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        schema: Schema,
-        columns: dict[tuple[int, int], int],
-        is_aligned: bool = False,
-        holders: Mapping[int, Any] | None = None,
-        first_layer: int = 0,
-    ) -> None:
+        self, batch: Batch, schema: Schema, columns: dict[tuple[int, int], int], is_aligned: bool, holders: Mapping[int, Any],
+        first_layer: int,
+    ) -> None:  # fmt: skip
         self.batch, self.schema, self._first_layer = batch, schema, first_layer
         first = int(batch.positions[0])
         self.is_aligned, self.past = is_aligned, first if is_aligned else 0
         """``past``: the number of tokens before this step that the model is told."""
-        self.holders = holders or {}
+        self.holders = holders
         """Layer -> the module that holds the layer's states itself."""
         self.columns = columns
-        """(Layer, state) -> columns of its convolution tail in transformers; known after the first step of a
-        request."""
+        """(Layer, state) -> columns of its convolution tail in transformers; known after the first step of a request that
+        begins with nothing."""
         num_tokens = len(batch.positions) // len(batch.state_indices)
         written = batch.state_writes.long()
         self.num_tokens, self.last = num_tokens, written[:, min(num_tokens, written.shape[1]) - 1]

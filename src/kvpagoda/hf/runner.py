@@ -89,6 +89,7 @@ class ModelRunner:
         ]
         self._configs = list({id(config): config for config in configs}.values())
         self._columns: dict[tuple[int, int], int] = {}
+        self._has_run = not schema.state_layout.nbytes
         self._padding = _padding_token(model)
         self._cache_class = OWN_STATES[family.own_states] if family.own_states else step_cache_class(model)
         self._states, self._places = StateModules(model, schema), schema.state_growth.places
@@ -96,14 +97,14 @@ class ModelRunner:
 
     @torch.no_grad()
     def step(
-        self,
-        work: Many[Work],
-        kept: Many[int] | None = None,
-        lengths: Many[int] | None = None,
+        self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None,
         firsts: Many[int] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See ``Runner``. ``firsts``: see ``KVCache.batch``."""
         starts = [sequence.length for sequence, _ in work] if firsts is None else firsts
+        if any(starts) and not self._has_run:  # it has computed no text from its beginning: from a tier, or handed over
+            self._learn_columns()
+        self._has_run = True
         lengths = [start + len(tokens) for start, (_, tokens) in zip(starts, work)] if lengths is None else lengths
         sides = [self.switch.passed(length) for length in lengths]
         before = [config._attn_implementation for config in self._configs]
@@ -121,6 +122,14 @@ class ModelRunner:
         blocks compute several tokens from a zero state and ignore the past. So a step takes as many as these blocks
         compute one by one: see ``StateModules``."""
         return None if self._resumes or sequence.length == 0 else self._places
+
+    def _learn_columns(self) -> None:
+        """Compute a text of one token in a cache of its own, which shows what convolution tails are in transformers."""
+        cache = KVCache(self.cache.schema, num_blocks=4, device=self.cache.device, block_size=self.cache.block_size)
+        runner = ModelRunner(self.model, cache, self._schema, self._first_layer)
+        runner.step([(cache.open([0]), np.zeros(1, np.int32))])
+        cache.close()
+        self._columns = runner._columns
 
     def _step(self, work: Many[Work], kept: Many[int], sides: Many[int], starts: Many[int], are_given: bool) -> Tensor:
         passes: dict[tuple[int, int, int], list[int]] = {}
