@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.batching import Batching, cache_for
 from kvpagoda.replay.serving import Clock, Steps
 from kvpagoda.replay.trace import Trace
@@ -54,10 +56,11 @@ def one_at_a_time(trace: Trace, served: npt.NDArray[np.bool_]) -> Schedule:
 
 def served_here(
     trace: Trace, schema: Schema, budget: int | str, *, tokens_per_id: int, at_once: int, step_tokens: int = 2048,
-    checkpoints: int | None = None,
+    checkpoints: int | None = None, on_end: Callable[[KVCache], None] | None = None,
 ) -> Schedule:  # fmt: skip
     """Serve ``trace`` as ``kvpagoda.replay.serve`` does with up to ``at_once`` requests at once, and return the schedule.
-    ``checkpoints``: the most that are kept (None: as many as fit). Raises BadInput, NeverFits."""
+    ``checkpoints``: the most that are kept (None: as many as fit). ``on_end`` is called with the cache. Raises
+    BadInput, NeverFits."""
     cache = cache_for(trace, schema, budget, step_tokens, max_requests=at_once, checkpoints=checkpoints)
     steps = Steps(Batching(cache, trace, tokens_per_id, range(len(trace))), step_tokens, Clock())
     admitted, ended = np.full((2, len(trace)), -1, np.int64)
@@ -73,6 +76,8 @@ def served_here(
         after = {request.number: request.sequence.length for request in steps.running}
         ended[[number for number in (*before, *fresh) if number not in after]] = now
         before = after
+    if on_end is not None:
+        on_end(cache)
     cache.close()
     columns = np.array(rows, np.int64).reshape(-1, 3).T
     found = np.array([cached for _, _, cached in steps.each], np.int64)
