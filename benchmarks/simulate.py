@@ -51,6 +51,7 @@ CASES = (
     Case("blocks of 512, 8 workers", "llama-3.1-8b", 8, (1_000, 3_000), BIG),
     Case("blocks of 512, prefix-aware", "llama-3.1-8b", 8, (1_000, 3_000), {"routing": "prefix-aware", **BIG}),
     Case("blocks of 512, host tier", "llama-3.1-8b", 8, (1_000, 3_000), {"tiers": {"host": "200GiB"}, **BIG}),
+    Case("states, host tier", "qwen3-next-80b-a3b", 8, (1_000,), {"costs": "4xh100", "tiers": {"host": "200GiB"}}),
 )
 
 

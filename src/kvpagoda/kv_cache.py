@@ -555,7 +555,7 @@ def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool, backing: Bac
     if isinstance(device, str) and device == NO_DEVICE:
         if backing is not None:
             raise BadInput("device='none' is a cache without memory; give it no memory=")
-        return NoMemory()
+        return NoMemory([group.layout.nbytes for group in plan.groups])
     lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
     with MissingExtra.unless("torch", lacking):
         from kvpagoda.memory.device_memory import DeviceMemory

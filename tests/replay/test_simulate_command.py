@@ -44,6 +44,8 @@ def test_costs_and_tiers_change_times_and_hits(here: Command, tmp_path: Path) ->
     assert tiered["results"][0]["hit_rate"] > 1.1 * fast["hit_rate"]
     assert tiered["results"][0]["loaded_tokens"] > 0 and not tiered["partial"]
     assert tiered["costs"]["tiers"]["host"]["byte"] == 1 / 64e9
+    states = ["--schema", "qwen3-next-80b-a3b", "--costs", "4xh100"]
+    assert result(*states, "--tier", "host:100GiB")["results"][0]["loaded_tokens"] > 0
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"step": 0.5}))
     assert result("--costs", str(own))["results"][0]["first_token"]["p50"] >= 0.5
@@ -102,7 +104,6 @@ def test_progress_counts_the_requests_that_ended(here: Command, monkeypatch: pyt
         (["--tier", "tape:1GiB"], "unknown tier of these costs 'tape'"),
         (["--tier", "host"], "cannot read '' as a size"),
         (["--tier", "host:10KiB"], "holds no block"),
-        (["--schema", "gpt-oss-20b", "--tier", "host:1GiB"], "tiers are simulated for full attention alone"),
         (["--engine", "vllm"], "unknown engine 'vllm'; known: kvpagoda, "),
         (["--engine", "vllm-0.33", "--policy", "fifo"], "evicts and keeps by its own rules; leave out policy=fifo"),
         (["--engine", "sglang-0.5.23", "--schema", "gpt-oss-20b"], "of engines, only vLLM has several kinds"),

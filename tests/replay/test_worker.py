@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda import Schema
+from kvpagoda import KVCache, Schema
 from kvpagoda.errors import RetryLater
 from kvpagoda.replay import Trace, serve
 from kvpagoda.replay.batching import Batching, Running, cache_for
@@ -51,8 +51,8 @@ class OneByOne:
     """What one worker does, in the plain way: every step by itself, a call of the cache for every token of an output.
     ``times``: request -> [admission, first token, end] in picoseconds; ``cached``: request -> tokens."""
 
-    def __init__(self, trace: Trace, schema: Schema, budget: str, step_tokens: int, **settings: Any) -> None:
-        self.cache = cache_for(trace, schema, budget, step_tokens=step_tokens, **settings)
+    def __init__(self, trace: Trace, cache: KVCache, step_tokens: int) -> None:
+        self.cache = cache
         self.batching, self.step_tokens = Batching(self.cache, trace, 16), step_tokens
         self.ticks = Ticks(COSTS, self.cache.plan)
         self.times: dict[int, list[int]] = {}
@@ -80,6 +80,7 @@ class OneByOne:
         while self.batching.waiting and budget > 0 and not self.is_blocked:
             if len(decoding) + len(self.prefilling) == most:
                 break
+            self.cache.flush(60.0)
             try:
                 number, request = self.batching.open_next()
             except RetryLater:
@@ -128,7 +129,7 @@ class OneByOne:
 def test_times_and_hits_are_those_of_single_steps(name: str, policy: str, seed: int) -> None:
     trace, budget = requests(seed), {"full": "14KiB", "window": "32KiB", "states": "48KiB"}[name]
     settings: dict[str, Any] = {"max_requests": 6, "policy": policy, "block_size": 16}
-    plain = OneByOne(trace, SCHEMAS[name], budget, 64, **settings)
+    plain = OneByOne(trace, cache_for(trace, SCHEMAS[name], budget, step_tokens=64, **settings), 64)
     fast = simulate(trace, SCHEMAS[name], budget, costs=COSTS, tokens_per_id=16, step_tokens=64, **settings)
     each = fast.each
     assert fast.finished + fast.never_fit == len(trace) and fast.finished > 50

@@ -200,6 +200,7 @@ def simulate() -> Picture:
     bars(picture, "Requests, full attention, 8 workers", [Bar(name, us, f"{us:,.0f} µs", True) for name, us in made])
     others = {
         "100 workers": ("full attention, 100 workers", 30_000),
+        "100, prefix-aware": ("100 workers, prefix-aware", 30_000),
         "windows": ("windows, 8 workers", 3_000),
         "states": ("states, 8 workers", 3_000),
         "blocks of 512": ("blocks of 512, 8 workers", 3_000),

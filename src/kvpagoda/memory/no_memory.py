@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.schema import Layer
 from kvpagoda.units import format_bytes
 
+_RECORD_NBYTES = 64
 Array = np.ndarray[Any, np.dtype[Any]]
 Part = tuple[Ids, Bytes, Many[int]]
 """Block ids, a table of host memory, and the rows of the table that hold the bytes of these blocks."""
@@ -60,8 +62,11 @@ class NoMemory:
     is_copying = False
     """Whether copies of ``from_host_later`` are pending."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Many[int] = ()) -> None:
+        """``widths``: bytes of a block of each group; below the device their ratios remain."""
         self.arrays = HostArrays()
+        unit = gcd(*widths)
+        self._records = [_RECORD_NBYTES * width // unit for width in widths]
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -98,8 +103,9 @@ class NoMemory:
     # -- host memory -------------------------------------------------------------------------------------------------
 
     def record_nbytes(self, group: int) -> int:
-        """Return the bytes of a block below the device: a small number here, where nothing is stored or moved."""
-        return 64
+        """Return the bytes of a block below the device: here, where nothing is stored or moved, small numbers with the
+        ratios of the real ones, so that a checkpoint takes as many records as it would."""
+        return self._records[group]
 
     def host_memory(self, nbytes: int) -> Bytes:
         """Allocate host memory to copy blocks to and from: page-aligned uint8 ``[nbytes]``.

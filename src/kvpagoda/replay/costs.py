@@ -106,7 +106,7 @@ class Costs:
 
 
 class Ticks:
-    """``Costs`` in whole picoseconds, for one cache with the ``plan``. ``loads``: of a block of each tier below it, and
+    """``Costs`` in whole picoseconds, for one cache with the ``plan``. ``loads``: of a record of each tier below it, and
     ``latencies``: of a request that loads from it."""
 
     def __init__(self, costs: Costs, plan: Plan, tiers: Iterable[str] = ()) -> None:
@@ -121,11 +121,11 @@ class Ticks:
         self.context = _ticks(growing * costs.read_byte)
         below = [_named(costs.tiers, name, "tier of these costs") for name in tiers]
         self.latencies = [_ticks(tier.latency) for tier in below]
-        self.loads = [_ticks(growing * plan.block_size * tier.byte) for tier in below]
+        self.loads = [_ticks(record_nbytes(plan) * tier.byte) for tier in below]
 
-    def loading(self, blocks: Iterable[int]) -> int:
-        """Return the picoseconds to load ``blocks[i]`` blocks from tier ``i``, one tier after the other."""
-        parts = zip(blocks, self.latencies, self.loads)
+    def loading(self, records: Iterable[int]) -> int:
+        """Return the picoseconds to load ``records[i]`` records from tier ``i``, one tier after the other."""
+        parts = zip(records, self.latencies, self.loads)
         return sum(latency + count * load for count, latency, load in parts if count)
 
     def of(self, steps: int, computed: int, decoding: int, context: int) -> int:
@@ -183,18 +183,23 @@ class Headers:
         self._kept.clear()
 
 
+def record_nbytes(plan: Plan) -> int:
+    """Return the bytes of a record in a tier: a block of full attention; without that the largest block that a checkpoint
+    has. A checkpoint takes as many records as its windows and states need."""
+    full = [group.layout.nbytes for group in plan.groups if not group.growth.is_bounded]
+    return max(full or [group.layout.nbytes for group in plan.groups])
+
+
 def tier_specs(tiers: Mapping[str, int | str], plan: Plan) -> list[TierSpec]:
-    """Return tiers of as many blocks as ``tiers``, name -> bytes, hold below a cache with the ``plan``. Each stores what the
-    cache evicts. Raises BadInput, also for models with more than full attention: a checkpoint's bytes are not counted."""
-    if len(plan.groups) != 1 or plan.groups[0].growth.is_bounded:
-        raise BadInput(f"tiers are simulated for full attention alone, and {plan.schema_name} has other layers too")
-    size, specs = plan.groups[0].layout.payload_nbytes, list[TierSpec]()
+    """Return tiers of as many records as ``tiers``, name -> bytes, hold below a cache with the ``plan``. Each stores what the
+    cache evicts, blocks and checkpoints. Raises BadInput."""
+    size, specs = record_nbytes(plan), list[TierSpec]()
     for name, nbytes in tiers.items():
         slots = parse_bytes(nbytes) // size
         if not slots:
             raise BadInput(f"tier {name!r} of {nbytes} holds no block of {size} bytes", needed=size, available=nbytes)
         make = partial(_driver, num_slots=slots)
-        settings: dict[str, Any] = {"staging": "4MiB", "timeout": 60.0, "workers": 1}  # one: in one order
+        settings: dict[str, Any] = {"timeout": 60.0, "workers": 1}  # one: in one order
         specs.append(TierSpec(name, make, "evict", checksum=False, is_private=True, **settings))
     return specs
 

@@ -23,6 +23,7 @@ from kvpagoda.errors import RetryLater
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.costs import PER_SECOND, Ticks
 from kvpagoda.replay.trace import Floats, Ints
+from kvpagoda.tiers.driver import Status
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _by_order = attrgetter("order")
@@ -47,7 +48,7 @@ class Outcomes:
         number, sequence = request.number, request.sequence
         self.worker[number], self.admitted[number] = worker, now
         self.prompt[number], self.matched[number] = request.num_prompt, sequence.match.num_tokens
-        self.cached[number] = sequence.cached_tokens
+        self.cached[number], self.loaded[number] = sequence.cached_tokens, sequence.match.loaded
 
     def since_arrival(self, column: Ints) -> Floats:
         """Return the seconds from the arrival to ``column``, one of the times, float64 ``[requests]``; NaN where it is -1."""
@@ -125,7 +126,6 @@ class Worker:
         self._pieces: list[tuple[Running, int]] = []  # of the step: a request, and where its piece ends
         self._began = self._stretch = 0  # when the step began; how many steps in one go
         self._levels = batching.cache.core.tiers.levels
-        self._loaded = [0] * len(self._levels)  # blocks so far, from each level
         core = self._cache.core
         is_full = len(core.groups) == 1 and not core.bounded and not self._levels
         self._is_plain = is_full and is_lru
@@ -227,6 +227,7 @@ class Worker:
         while waiting and budget > 0 and not self._is_blocked and self._has_slot():
             if self._levels:
                 self._cache.flush(60.0)  # what was evicted is stored, however long this machine takes
+            read = self._records()
             try:
                 number, request = self.batching.open_next()
             except RetryLater:
@@ -238,20 +239,15 @@ class Worker:
             if request is None:
                 continue
             self.outcomes.admit(self.index, request, now)
-            request.ready = now + self._loading(request)
+            loaded = [after - before for before, after in zip(read, self._records())]
+            request.ready = now + self._ticks.loading(loaded)
             self.backlog += request.num_prompt - request.sequence.length
             self._prefilling.append(request)
             budget -= self._plan_piece(request, budget, now)
 
-    def _loading(self, request: Running) -> int:
-        """Return the picoseconds in which ``request``, which was just opened, loads what tiers have of it."""
-        if not self._levels:
-            return 0
-        loaded = [level.loaded_blocks for level in self._levels]
-        blocks = [now - before for now, before in zip(loaded, self._loaded)]
-        self._loaded = loaded
-        self.outcomes.loaded[request.number] = sum(blocks) * request.block_size
-        return self._ticks.loading(blocks)
+    def _records(self) -> list[int]:
+        """Return how many records were read from each level so far, of blocks and of checkpoints."""
+        return [level.tier.stats().loads.get(Status.OK, 0) for level in self._levels]
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
