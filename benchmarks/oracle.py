@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +64,24 @@ Run = tuple[dict[str, Any], dict[str, Any]]
 
 @lru_cache(4)
 def trace_of(name: str, limit: int | None, seed: int | None = None) -> Trace:
-    """Return the first ``limit`` requests of a public trace, or those of a random mix."""
+    """Return the first ``limit`` requests of a public trace, or those of a random mix or of random branches."""
+    if name == "branches":
+        return branches(limit or MIX, seed or 0)
     return synthetic(limit or MIX, seed) if seed is not None else Trace.read(TRACES / FILES[name], limit)
+
+
+def branches(limit: int, seed: int) -> Trace:
+    """Return random short texts of blocks of 16 tokens, most of which part somewhere from one another: what they find depends
+    on what is evicted first."""
+    rng = np.random.default_rng(seed)
+    records: list[dict[str, Any]] = []
+    for _ in range(limit):
+        steps = (rng.geometric(0.6, rng.integers(2, 24)) - 1).clip(0, 3)
+        ids = [hash((*steps[: i + 1].tolist(),)) % 2**40 for i in range(len(steps))]
+        length = 16 * len(ids) - int(rng.integers(0, 16))
+        output = int(rng.choice([1, 5, 40, 200], p=[0.5, 0.2, 0.2, 0.1]))
+        records.append({"timestamp": 0, "input_length": length, "output_length": output, "hash_ids": ids})
+    return Trace.read(records, block_size=16)
 
 
 def capacities(trace: Trace, block_size: int, at_once: int, groups: int = 1) -> list[int]:
@@ -107,7 +124,7 @@ class Case:
 
 
 def cases(engine: str, quick: bool) -> Iterator[Case]:
-    """Yield full attention on all traces, then whole traces; of vLLM also those that it hashes, and models with groups."""
+    """Yield full attention on all traces, then whole traces; of vLLM also those that it hashes; then models with groups."""
     named, modes = sources(quick), JUDGES[engine].modes
     for title, given in named.items():
         yield from (Case(title, given, size, mode) for size in BLOCKS for mode in modes)
@@ -117,24 +134,30 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
         if name in named:
             given = [{"name": name, "limit": limit}]
             yield from (Case(f"{name} whole", given, 64, mode, at=(2,)) for mode in modes)
-    if not engine.startswith("vllm"):
-        return
-    for name in ("conversation", "synthetic"):
-        if name in named:
-            title = f"{name} hashed from tokens"
-            yield from (Case(title, named[name], 64, mode, {"hashed": True}, (2,)) for mode in modes)
-    for model, groups in MODELS.items():
-        for said, blocks in RETENTIONS.items():
-            if blocks and "chunk" in groups:
-                continue  # vLLM refuses it
-            for title, given in named.items():
-                if title == "agentic":
-                    continue
-                title, given = (title, given) if len(given) == 1 else (f"{FEW} mixes", given[:FEW])
-                for size in (16, 64):
-                    settings = {"groups": groups, "retention": blocks and blocks * size}
-                    head = f"{model}, {said}, {title}"
-                    yield from (Case(head, given, size, mode, settings, (0, 2, 4)) for mode in modes)
+    if engine.startswith("vllm"):
+        for name in ("conversation", "synthetic"):
+            if name in named:
+                title = f"{name} hashed from tokens"
+                yield from (Case(title, named[name], 64, mode, {"hashed": True}, (2,)) for mode in modes)
+    yield from models(engine, named)
+
+
+def models(engine: str, named: dict[str, list[dict[str, Any]]]) -> Iterator[Case]:
+    """Yield the models with groups that the engine's profile has: of vLLM all, with its retentions, of SGLang windows."""
+    retentions = RETENTIONS if engine.startswith("vllm") else {"": None}
+    for (model, groups), (said, blocks) in product(MODELS.items(), retentions.items()):
+        if blocks and "chunk" in groups:
+            continue  # vLLM refuses it
+        if engine.startswith("dynamo") or (not said and "window" not in groups):
+            continue
+        for (title, given), size in product(named.items(), (16, 64)):
+            if title == "agentic":
+                continue
+            title, given = (title, given) if len(given) == 1 else (f"{FEW} mixes", given[:FEW])
+            settings = {"groups": groups} | ({"retention": blocks and blocks * size} if said else {})
+            head = ", ".join(filter(None, (model, said, title)))
+            modes = JUDGES[engine].modes
+            yield from (Case(head, given, size, mode, settings, (0, 2, 4)) for mode in modes)
 
 
 def asked(size: int, blocks: int, schedule: Schedule) -> dict[str, Any]:

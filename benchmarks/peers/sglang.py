@@ -67,12 +67,16 @@ class Request:
         self.extra_key = self.cache_salt = self.priority = self.session_id = self.session = self.kv_rotation_base = None
         self.lock: Any = None
         self.last_node: Any = None
-        self.prefix_len = 0
+        self.prefix_len = self.extend_end = 0
+        self.swa_branching_seqlen: int | None = None
         self.finished_reason: Any = None
         self.finished_len = None
 
     def finished(self) -> bool:
         return self.finished_reason is not None
+
+    def get_fill_ids(self) -> array[int]:
+        return self.full_untruncated_fill_ids[: self.extend_end]
 
     def refresh_fill_ids(self) -> None:
         self.full_untruncated_fill_ids = self.origin_input_ids + self.output_ids

@@ -18,7 +18,9 @@ import torch
 import torch.utils.data
 
 from benchmarks.peers import ROOT, stubs
+from kvpagoda.replay import Group
 from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.edge_windows import pools
 
 _UNUSED = (
     "orjson", "psutil", "pybase64", "starlette", "IPython", "sentencepiece", "compressed_tensors", "gguf", "openai",
@@ -44,33 +46,36 @@ _make_importable()
 from benchmarks.peers import sglang as peer  # noqa: E402
 
 allocation = import_module("sglang.srt.mem_cache.allocation")  # after the peer, which stands in for kernels
+windows = import_module("sglang.srt.mem_cache.allocator.swa")
+environ = import_module("sglang.srt.environ")
 VERSION = peer.VERSION
 LEAST_BLOCK = 1
 AT_ONCE = 64
 """Requests that may run at once."""
+FREE = 1 << 62
+"""Pages of a pool that there is not."""
 
 
 class Peer:
     """SGLang's cache of ``num_blocks`` blocks over the requests of ``chains``. See ``driver.Manager``, and ``EdgeLRU``, which
     is to find the same.
 
-    ``core``: "rust" (what it serves with) or "python" of its unified tree; "old": the older ``RadixCache``. The memory of a
-    step is allocated for all its requests together, as ``alloc_for_extend`` does."""
+    ``core``: "rust" (what it serves with) or "python" of its unified tree; "old": the older ``RadixCache``. ``groups``: as
+    ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows. The memory of a step is allocated for all its
+    requests together, as ``alloc_for_extend`` does."""
 
-    def __init__(self, chains: Chains, num_blocks: int, *, core: str = "rust") -> None:
+    def __init__(self, chains: Chains, num_blocks: int, *, core: str = "rust", groups: str = "full") -> None:
         torch.set_num_threads(1)
         self.chains, self.page = chains, chains.block_size
-        self.tokens = num_blocks * self.page
+        blocks, window_blocks, size = pools(num_blocks, Group.from_text(groups))
+        self.window = size - 1 if size else 0  # as its models give it: the tokens before the newest that are read
+        self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page
         self.rows = peer.ReqToTokenPool(AT_ONCE, int(chains.totals.max()) + 1, "cpu", False)
-        options = torch.float16, "cpu", None, False
-        self.allocator = (
-            peer.TokenToKVPoolAllocator(self.tokens, *options)
-            if self.page == 1
-            else peer.PagedTokenToKVPoolAllocator(self.tokens, self.page, *options)
-        )
+        self.allocator = self._allocator()
         params = peer.CacheInitParams(
             disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=self.page,
-            eviction_policy="lru", tree_components=(peer.ComponentType.FULL,), tree_core_backend=core,
+            eviction_policy="lru", tree_core_backend=core, sliding_window_size=self.window or None,
+            tree_components=(peer.ComponentType.FULL, *([peer.ComponentType.SWA] if self.window else [])),
         )  # fmt: skip
         self.tree: Any = peer.RadixCache(params) if core == "old" else peer.UnifiedRadixCache(params)
         assert core == "old" or (core == "rust") == ("Rust" in type(self.tree.tree_core).__name__), "its other core"
@@ -80,11 +85,21 @@ class Peer:
         self._due: dict[int, tuple[int, int]] = {}
         self._computed: dict[int, int] = {}
 
+    def _allocator(self) -> Any:
+        options = torch.float16, "cpu", None, False
+        if self.window:
+            return windows.SWATokenToKVPoolAllocator(
+                self.tokens, self.window_tokens, self.page, torch.float16, "cpu", NoMemory(), False
+            )
+        if self.page == 1:
+            return peer.TokenToKVPoolAllocator(self.tokens, *options)
+        return peer.PagedTokenToKVPoolAllocator(self.tokens, self.page, *options)
+
     def step_starts(self) -> None:
         self._allocate()
         for request, end in self._computed.items():
             if end <= self.running[request].known:  # ``checkpoint_kv_cache``, after a chunk of a prompt
-                self.tree.checkpoint(self.running[request], up_to=end)
+                self._checkpoint(request, end)
         self._computed.clear()
 
     def find(self, request: int, known: int) -> int:
@@ -95,7 +110,7 @@ class Peer:
         key = peer.RadixKey(text, limit=known - 1)
         match = self.tree.match_prefix(peer.MatchPrefixParams(key=key, req=made))
         made.prefix_len = made.kv.cache_protected_len = match.device_prefix_len
-        made.last_node = match.last_device_node
+        made.last_node, made.swa_branching_seqlen = match.last_device_node, match.swa_branching_seqlen
         made.kv.kv_allocated_len = made.prefix_len
         self._asked = request, made
         return int(match.device_prefix_len)
@@ -111,7 +126,8 @@ class Peer:
         asked, made = self._asked
         assert asked == request
         made.lock = self.tree.lock(made.last_node)
-        if self._pages(known) - self._pages(made.prefix_len) > self._left():
+        found = self._pages(made.prefix_len)
+        if self._pages(known) - found > self._left() or self._pages(end) - found > self._left_in_windows():
             self.tree.unlock(made.lock)
             return False
         self.running[request] = made
@@ -119,7 +135,9 @@ class Peer:
         return True
 
     def grow(self, request: int, end: int, known: int) -> bool:
-        if self._pages(end) - self._pages(self.running[request].kv.kv_allocated_len) > self._left():
+        made = self.running[request]
+        self._slide(made)
+        if self._pages(end) - self._pages(made.kv.kv_allocated_len) > min(self._left(), self._left_in_windows()):
             return False
         self._promise(request, end)
         return True
@@ -135,7 +153,7 @@ class Peer:
                 if other == request:
                     made.finished_reason = peer.FINISH_LENGTH(length=0)
                 if other == request or end <= self.running[other].known:
-                    self.tree.checkpoint(self.running[other], up_to=end)
+                    self._checkpoint(other, end)
         elif request in self._due:
             begin, end = self._due.pop(request)
             self.promised -= self._pages(end) - self._pages(begin)
@@ -147,16 +165,43 @@ class Peer:
         del self.running[request]
 
     def check(self) -> None:
-        assert self.tree.protected_size() == 0 and not self.running
-        left = self.allocator.available_size() + self.tree.evictable_size()
-        assert left == self.tokens, f"{left} of {self.tokens} tokens are free or evictable at the end"
+        assert not self.running and not self.promised
+        assert (self._left(), self._left_in_windows()) == (
+            self.tokens // self.page,
+            self.window_tokens // self.page or FREE,
+        )
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
     def _left(self) -> int:
         """Pages that are free or could be evicted, without those that the step has promised."""
-        return int(self.allocator.available_size() + self.tree.evictable_size()) // self.page - self.promised
+        if not self.window:
+            return int(self.allocator.available_size() + self.tree.evictable_size()) // self.page - self.promised
+        tokens = self.allocator.full_available_size() + self.tree.full_evictable_size()
+        return int(tokens) // self.page - self.promised
+
+    def _left_in_windows(self) -> int:
+        """The same of the pool of the layers with windows."""
+        if not self.window:
+            return FREE
+        tokens = self.allocator.swa_available_size() + self.tree.swa_evictable_size()
+        return int(tokens) // self.page - self.promised
+
+    def _slide(self, made: Any) -> None:
+        """Free what left the window of an output, as ``maybe_evict_swa`` does before a step of outputs."""
+        length, interval = made.kv.kv_allocated_len, environ.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
+        decoded = length - made.known
+        if self.window and decoded >= 1:
+            if length - self.window >= made.kv.get_evicted_seqlen(peer.ComponentType.SWA) + interval:
+                self.tree.evict_sliding_windows(made, length)
+            if environ.envs.SGLANG_OPT_RELEASE_PREFILL_SWA.get() and decoded >= self.window:
+                self.tree.release_swa_prefix_lock(made)
+
+    def _checkpoint(self, request: int, end: int) -> None:
+        made = self.running[request]
+        made.extend_end = end
+        self.tree.checkpoint(made, up_to=end)
 
     def _promise(self, request: int, end: int) -> None:
         begin = self.running[request].kv.kv_allocated_len
@@ -189,6 +234,24 @@ class Peer:
             self._computed[request] = end
         self._due.clear()
         self.promised = 0
+
+
+class NoMemory(windows.BaseSWAKVPool):  # type: ignore[misc, name-defined]
+    """What SGLang's allocator for windows asks of the memory behind it."""
+
+    def __init__(self) -> None:
+        self.full_kv_pool = self.swa_kv_pool = None
+
+    def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
+        self.full_to_swa_index_mapping = full_to_swa_index_mapping
+
+    def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor) -> torch.Tensor:
+        return self.full_to_swa_index_mapping[kv_indices]
+
+    def _unused(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    get_state_buf_infos = get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _unused
 
 
 def tokens_of(chains: Chains, request: int) -> array[int]:

@@ -101,7 +101,7 @@ def test_errors_say_what_there_is() -> None:
         replay_engine(trace("ab"), "vllm", 4)
     with pytest.raises(BadInput, match="at_once"):
         replay(trace("ab"), 4, engine=VLLM, at_once=0)
-    with pytest.raises(BadInput, match="of engines, only vLLM has several kinds"):
+    with pytest.raises(BadInput, match="of engines, only vLLM and SGLang have several kinds"):
         replay(trace("ab"), 4, engine="kvpagoda", groups=Group.from_text("full+state"))
     with pytest.raises(BadInput, match="0 groups: at least one"):
         replay(trace("ab"), 4, engine=VLLM, groups=())

@@ -11,7 +11,7 @@ from kvpagoda.units import ceil_div
 
 
 @dataclass
-class _Running:
+class Running:
     """A running request. ``edge``: the deepest one that it holds; ``held``: blocks up to there, which are the tree's;
     ``count``: all its blocks; ``length``: its computed tokens; ``known``: the tokens up to which they are a prompt."""
 
@@ -34,7 +34,7 @@ class EdgeLRU:
     def __init__(self, chains: Chains, num_blocks: int) -> None:
         self.chains, self.size, self.tree = chains, chains.block_size, TextTree()
         self.free = num_blocks  # below 0 while blocks are promised that are still to be evicted
-        self.running: dict[int, _Running] = {}
+        self.running: dict[int, Running] = {}
         self._asked: tuple[int, Ints, int, Edge] = -1, chains.prompts[:0], 0, self.tree.root
         self._due: dict[int, tuple[int, int]] = {}  # request -> tokens and blocks that it gets in this step
         self._computed: dict[int, int] = {}  # request -> the end of its chunk, which is not in the tree yet
@@ -76,7 +76,7 @@ class EdgeLRU:
         if ceil_div(known, self.size) - found > self.free + self.tree.num_unlocked:
             self.tree.unlock(edge)
             return False
-        self.running[request] = _Running(keys, edge, found, found, found * self.size, known)
+        self.running[request] = Running(keys, edge, found, found, found * self.size, known)
         self._promise(request, end)
         return True
 
@@ -117,10 +117,14 @@ class EdgeLRU:
             return
         tokens, blocks = (sum(column) for column in zip(*self._due.values()))
         spare = self.size * len(self._due) if self.size > 1 else 0
-        self.free += self.tree.evict(ceil_div(tokens + spare, self.size) - (self.free + blocks))
-        assert self.free >= 0
+        self._evict(ceil_div(tokens + spare, self.size) - blocks)
         self._computed |= {request: self.running[request].length for request in self._due}
         self._due.clear()
+
+    def _evict(self, spare: int) -> None:
+        """Evict until ``spare`` blocks are free beside those that are promised."""
+        self.free += self.tree.evict(spare - self.free)
+        assert self.free >= 0
 
     def _publish(self, request: int, complete: int = -1) -> None:
         """Put what ``request`` computed in the tree, unless that is an output and it is not ``complete``. Of blocks that

@@ -12,6 +12,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import Manager, Schedule, serve_with
 from kvpagoda.replay.edge_lru import EdgeLRU
+from kvpagoda.replay.edge_windows import WindowLRU, pools
 from kvpagoda.replay.groups import Group
 from kvpagoda.replay.profiles import profile
 from kvpagoda.replay.queued import FULL, QueuedManager
@@ -62,7 +63,8 @@ def replay_engine(
     """Serve a trace with the cache of ``engine``, a name of ``PROFILES``, of ``capacity_blocks`` blocks of ``block_size``
     tokens.
 
-    ``groups``: the groups of layers of the model, which share the blocks (vLLM's only; default: full attention).
+    ``groups``: the groups of layers of the model, which share the blocks (default: full attention). vLLM has all kinds; SGLang
+    windows of one size beside full attention, for which it sets blocks apart (``edge_windows.pools``).
     ``retention``: vLLM's ``prefix_cache_retention_interval``: of windows and states only what is needed to resume where a
     prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere else; None: all).
 
@@ -100,16 +102,19 @@ def manager_of(
 
         return OwnManager(chains, capacity, schedule.at_once)
     if known.store == "edges":
-        return EdgeLRU(chains, capacity)
+        blocks, windows, size = pools(capacity, groups)
+        return WindowLRU(chains, blocks, windows, size) if size else EdgeLRU(chains, blocks)
     return QueuedManager(chains, capacity, known, groups, retention, schedule.step_tokens)
 
 
 def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:
     """Raise BadInput for groups that the engine does not have here, and for a retention that has no effect on them."""
-    if not groups or (tuple(groups) != FULL and not engine.startswith("vllm")):
+    if not groups or (tuple(groups) != FULL and not engine.startswith(("vllm", "sglang"))):
         raise BadInput(
-            f"{engine} with {len(groups)} groups: at least one; and of engines, only vLLM has several kinds here"
+            f"{engine} with {len(groups)} groups: at least one; of engines, only vLLM and SGLang have several kinds here"
         )
+    if retention != 0 and not engine.startswith("vllm"):
+        raise BadInput(f"{engine} with retention={retention}: a retention is vLLM's")
     kinds = {group.kind for group in groups}
     if retention and (whole_number(retention, "retention", 1) % block_size or kinds <= {"full", "chunk"}):
         text = "a multiple of the tokens of a block, for groups with windows or states"

@@ -6,6 +6,7 @@ blocks leave together depends on where earlier look-ups and insertions cut the t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count
 
@@ -16,13 +17,26 @@ from kvpagoda.replay.trace import Ints
 
 class Edge:
     """Blocks that follow those of ``parent``: int64 ``[n]``, n > 0 but for the root. ``used``: the tick of its last use.
-    ``locks``: requests that run on it, or below it."""
+    ``locks``: requests that run on it, or below it. ``end``: blocks from the root to its end. ``has_window``,
+    ``window_used``, ``window_locks``: see ``edge_windows.WindowTree``."""
 
-    __slots__ = ("blocks", "children", "locks", "parent", "used")
+    __slots__ = ("blocks", "children", "end", "has_window", "locks", "parent", "used", "window_locks", "window_used")
 
     def __init__(self, parent: Edge | None, blocks: Ints, used: int, locks: int) -> None:
         self.parent, self.blocks, self.used, self.locks = parent, blocks, used, locks
         self.children: dict[int, Edge] = {}
+        self.end: int = len(blocks) + (parent.end if parent else 0)
+        self.has_window, self.window_used, self.window_locks = False, 0, 0
+
+    @property
+    def path(self) -> list[Edge]:
+        """The edges from the one below the root to this one."""
+        path: list[Edge] = []
+        on = self
+        while on.parent is not None:
+            path.append(on)
+            on = on.parent
+        return path[::-1]
 
 
 class TextTree:
@@ -42,22 +56,23 @@ class TextTree:
     def match(self, blocks: Ints) -> tuple[int, Edge]:
         """Return how many of the first ``blocks`` are cached, and the edge that ends there."""
         found, edge = self._walk(blocks, at_once=False)
-        path = [edge]
-        while (above := path[-1].parent) is not None:
-            path.append(above)
-        for on in reversed(path):
+        for on in edge.path:
             self._use(on)
         return found, edge
 
     def peek(self, blocks: Ints) -> int:
         """Return how many of the first ``blocks`` are cached, using and cutting no edge."""
-        edge, at = self.root, 0
-        while at < len(blocks) and (below := edge.children.get(int(blocks[at]))) is not None:
-            same = _common(below.blocks, blocks[at:])
-            edge, at = below, at + same
-            if same < len(below.blocks):
-                break
-        return at
+        return sum(same for _, same in self._follow(blocks))
+
+    def _follow(self, blocks: Ints) -> Iterator[tuple[Edge, int]]:
+        """Yield the edges on the way of ``blocks``, each with how many of its blocks are the same."""
+        edge, at, same = self.root, 0, 0
+        while (
+            at < len(blocks) and same == len(edge.blocks) and (below := edge.children.get(int(blocks[at]))) is not None
+        ):
+            edge, same = below, _common(below.blocks, blocks[at:])
+            at += same
+            yield edge, same
 
     def insert(self, blocks: Ints) -> tuple[int, Edge]:
         """Add ``blocks``; return how many of them were there, and the edge that ends where they end."""
@@ -129,20 +144,23 @@ class TextTree:
 
     def evict(self, num_blocks: int) -> int:
         """Evict whole leaves until at least ``num_blocks`` blocks are free, or no leaf is left; return how many are."""
-        freed = 0
-        while freed < num_blocks and self._leaves:
+        before = self.num_blocks
+        while before - self.num_blocks < num_blocks and self._leaves:
             used, _, edge = heappop(self._leaves)
-            parent = edge.parent
-            if used != edge.used or edge.children or edge.locks or parent is None:
-                continue
-            freed += len(edge.blocks)
-            del parent.children[int(edge.blocks[0])]
-            edge.parent = None  # what is left of it in the heap is no leaf
-            self._offer(parent)
-        self.num_blocks -= freed
-        self.num_unlocked -= freed
-        self.num_evicted += freed
-        return freed
+            if used == edge.used and not edge.children and not edge.locks and edge.parent is not None:
+                self._remove(edge)
+        return before - self.num_blocks
+
+    def _remove(self, edge: Edge) -> None:
+        """Remove a leaf without locks."""
+        parent = edge.parent
+        assert parent is not None
+        del parent.children[int(edge.blocks[0])]
+        edge.parent = None  # what is left of it in the heap is no leaf
+        self.num_blocks -= len(edge.blocks)
+        self.num_unlocked -= len(edge.blocks)
+        self.num_evicted += len(edge.blocks)
+        self._offer(parent)
 
     def check(self) -> None:
         """Raise AssertionError if the blocks are not counted right, or a leaf without locks is not offered."""
