@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.bound import peers
 from benchmarks.checkpoints_at_rest import NEMOTRON_H_8B
 from benchmarks.offline.demand import Needs, Texts, demand_of, held_by_running
 from benchmarks.offline.prices import bound
 from benchmarks.offline.schedule import Schedule, one_at_a_time, served_here
 from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, QWEN3_NEXT_80B, schema_of
+from benchmarks.timing import RESULTS
 
 from kvpagoda.replay import Trace, synthetic
 
@@ -202,3 +205,12 @@ def test_our_cache_finds_no_more_than_the_bound(config: dict[str, Any], gib: flo
             assert room.min() > 0
             tokens.append(bound(demand_of(texts, schedule, needs), room, rounds=200).tokens)
         assert 0 < ours.found.sum() <= min(tokens)
+
+
+def test_the_saved_rows_have_the_saved_hits_of_the_peers() -> None:
+    saved = {row["case"]: row for row in json.loads((RESULTS / "bound.json").read_text())["rows"]}
+    assert len(saved) == 24
+    for row in saved.values():
+        assert 0 < row["hit_percent"] <= row["bound_percent"] <= row["unlimited_percent"]
+        if "64 at once" in row["case"]:
+            assert peers(row["model"], row["budget"]).items() <= row.items()
