@@ -188,6 +188,18 @@ def test_running_requests_hold_what_they_share_once() -> None:
     ]
 
 
+def test_what_a_reuse_takes() -> None:
+    """Request 0 runs longest. Request 2 has 2 tokens in common with 0 and 1 and one more with 0: all of them have to lie there
+    from the step after the end of request 0 on. Request 3 has nothing in common with others."""
+    trace = trace_of([[1, 2, 3], [1, 2], [1, 2, 3], [9]], [1, 1, 1, 1])
+    texts, needs = Texts(trace, 1), Needs(100.0, ((2, 10.0),), 1.0)
+    columns = np.array([(1, 0, 3), (1, 1, 2), (2, 0, 3), (3, 0, 4)], np.int64).T
+    admitted, ended = np.array([0, 0, 5, 5]), np.array([3, 1, 5, 5])
+    demand = demand_of(texts, Schedule(6, admitted, ended, *columns, np.zeros(4, np.int64)), needs)
+    assert [demand.request.tolist(), demand.first.tolist(), demand.last.tolist()] == [[2], [4], [5]]
+    assert demand.end.tolist() == [3] and demand.nbytes.tolist() == [3 * 100 + 2 * 10 + 1]
+
+
 @pytest.mark.parametrize("at_once", [1, 16])
 @pytest.mark.parametrize(
     ("config", "gib"), [(GEMMA3_27B, 3), (GPT_OSS_120B, 0.5), (QWEN3_NEXT_80B, 2), (NEMOTRON_H_8B, 2)]
