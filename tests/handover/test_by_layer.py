@@ -327,3 +327,53 @@ def test_a_ticket_of_another_receiver_is_none_of_ours() -> None:
         one.check_idle()
         with pytest.raises(HandoverMiss, match="has ended"):
             cache.receive(prefill.json, SharedMemory(), key=b"shared", clock=one.clock)
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2], [None]])
+def test_layers_of_a_failed_step_are_taken_back(layers: list[int | None]) -> None:
+    """Its rows were reported, and copied; then computed again in a longer chunk, which is reported after it is committed."""
+    with sides(schemas("gemma")) as (one, two):
+        text = TEXT[:40]
+        prefill = Prefill(one, text, 40)
+        sequence, rows, sender, ticket = prefill.sequences[0], one.rows[0], one.senders[0], prefill.tickets[0]
+        sequence.extend(8)
+        for layer in range(3):
+            rows.compute_layer(sequence, TEXT[100:106], 0, 6, layer)
+            sender.layer_done(ticket, layer, 6)
+        parts_there(two, prefill.json)
+        for layer in layers:
+            sender.layer_done(ticket, layer)
+        rows.compute(sequence, text, 8, 8)
+        sender.layer_done(ticket)
+        prefill.at = 8
+        for _ in prefill.chunks(8):
+            parts_there(two, prefill.json)
+        prefill.complete()
+        two.receive(prefill.json)
+
+
+def test_other_tokens_than_those_of_the_ticket_are_not_copied() -> None:
+    """Taken back and committed again with other tokens, or without their image: BadInput until they are right again."""
+    with sides(schemas("full")) as (one, two):
+        text, media = TEXT[:50], {5: b"a" * 16}
+        sequence, sender = one.caches[0].open(text, capacity=0, media=media), one.senders[0]
+        ticket = sequence.hand_over(30.0, upto=40)
+        one.rows[0].compute(sequence, text, 12, 4)
+        sender.layer_done(ticket)
+        sequence.rewind(4)
+        one.rows[0].compute(sequence, np.concatenate((text[:8], TEXT[100:140])), 16, 4)
+        with pytest.raises(BadInput, match="or other ones"):
+            sender.layer_done(ticket)
+        sequence.rewind(8)
+        sender.layer_done(ticket)
+        one.rows[0].compute(sequence, text, 40, 4)
+        sender.complete(ticket)
+        two.receive(ticket.to_json())
+        sequence = one.caches[0].open(TEXT[50:100], capacity=0, media=media)
+        ticket = sequence.hand_over(30.0, upto=40)
+        one.rows[0].compute(sequence, TEXT[50:100], 8, 4)
+        sequence.rewind(4)
+        one.rows[0].compute(sequence, TEXT[50:100], 40, 4)  # without the image
+        for call in (sender.layer_done, sender.complete):
+            with pytest.raises(BadInput, match="or other ones"):
+                call(ticket)

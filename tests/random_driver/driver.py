@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpagoda.handover import SharedMemory
 
-from . import keeping, life, steps, wrong
+from . import handing, keeping, life, steps, wrong
 from .caches import Failing, Settings, failing_memory, is_suspended, make_cache, num_moves, state_places
 from .faults import Fault, Refused
 from .oracle import DIALECTS, Oracle, StepTexts
@@ -23,7 +23,7 @@ from .texts import Documents, Epochs, Request, epoch_of
 T = TypeVar("T")
 CHECK_EVERY, AUDIT_EVERY = 4, 23
 OPERATIONS: dict[str, tuple[float, Callable[[Driver], None]]] = {
-    **life.OPERATIONS, **steps.OPERATIONS, **keeping.OPERATIONS, **wrong.OPERATIONS
+    **life.OPERATIONS, **handing.OPERATIONS, **steps.OPERATIONS, **keeping.OPERATIONS, **wrong.OPERATIONS
 }  # fmt: skip
 
 
@@ -61,6 +61,7 @@ class Driver:
         self.pins: list[Any] = []
         self.prefetches: list[tuple[Any, Any]] = []
         self.together: list[Any] = []  # persistent batches
+        self.promises: list[handing.Promise] = []
         self.num_fences = 0
         self.most_open = life.count_openings(self)
 

@@ -197,38 +197,6 @@ def fork_one(driver: Driver) -> None:
         look(driver, child)
 
 
-def hand_over_one(driver: Driver) -> None:
-    """Hand a request over and receive it in the same cache, as a second one with equal rows; the first runs on."""
-    parent = driver.pick(lambda one: one.is_running and one.num_written == one.length > 0 and not one.fences)
-    if parent.handle.epochs != [(0, driver.cache.epoch)]:
-        raise Refused("of earlier weights")
-    is_mixed = any(first > 0 for first, _ in parent.seeds)
-    reserve, number = parent.length + driver.between(0, 20), driver.next_number()
-    line = f"#{number} = a hand-over of #{parent.number} at {parent.length}, reserve={reserve}"
-    refuses = [BadInput] if is_mixed else []
-    ticket = driver.attempt(line, lambda: parent.handle.hand_over(60.0, goes_on=True), OutOfBlocks, *refuses)
-    driver.require(not is_mixed, f"{parent} was handed over, and has rows of two versions: {parent.seeds}")
-    try:
-        handle = driver.attempt(
-            f"{line}, received",
-            lambda: driver.cache.receive(ticket, driver.transfer, parent.namespace, reserve=reserve),
-            RetryLater, *([NeverFits] if max(reserve, parent.prompt_length) > driver.longest else []),
-        )  # fmt: skip
-    except Refused:
-        driver.sender.give_up(ticket)
-        raise
-    tokens = parent.tokens[: max(parent.length, parent.prompt_length)].copy()
-    media = {at: digest for at, digest in parent.media.items() if at < len(tokens)}
-    child = Request(number, handle, 0, parent.namespace, tokens, media, max(len(tokens), reserve))
-    child.seeds = [*parent.seeds]
-    child.length = child.num_written = child.started_at = child.highest = parent.length
-    child.is_blank = parent.is_blank
-    driver.requests[handle] = child
-    compute_lacking(driver, child)
-    if handle.capacity > child.length:
-        look(driver, child)
-
-
 def rewind_one(driver: Driver) -> None:
     request = driver.pick(lambda one: one.is_running and one.length > 0)
     most = min(request.length, driver.one(2, 5, request.length))
@@ -284,6 +252,8 @@ def suspend(driver: Driver, request: Request, whole: bool) -> None:
     )  # fmt: skip
     driver.require(not request.fences, "a fenced sequence was suspended")
     request.is_suspended, request.num_written = True, request.length
+    for promise in driver.promises:
+        promise.is_over |= promise.request is request
     if has_places(driver.cache):
         request.started_at = request.length  # older states are not copied
     request.version += 1
@@ -421,7 +391,6 @@ OPERATIONS = {
     "open after prefetch": (0.5, open_twice),
     "crowd": (1.5, crowd),
     "fork": (4.0, fork_one),
-    "hand over": (2.0, hand_over_one),
     "rewind": (4.0, rewind_one),
     "extend": (3.0, extend_one),
     "suspend": (3.0, suspend_one),

@@ -40,7 +40,8 @@ from kvpagoda.units import real_number, whole_number
 @dataclass
 class _Lease:
     """A request that is handed over at ``length`` tokens, of weights ``weights``: its place in exported memory, and until when
-    it is kept, by the sender's clock. ``goes_on``: the request runs on here. ``export``: None until memory is taken."""
+    it is kept, by the sender's clock. ``goes_on``: the request runs on here. ``tokens``: what is known of its text, int32;
+    ``keys``: the same with media ids. ``export``: None until memory is taken."""
 
     request: Request
     length: int
@@ -49,6 +50,7 @@ class _Lease:
     until: float
     goes_on: bool
     tokens: Ids
+    keys: Ids
     slot: int = field(default=-1, init=False)
     offset: int = field(default=0, init=False)
     export: Export | None = field(default=None, init=False)
@@ -111,8 +113,8 @@ class Sender(NoHandOvers):
         _, nbytes = lease_layout(self._groups, extent.counts, by_layer=upto is not None)
         known = max(length, request.prompt_length)
         name, now = urandom(LEASE_NBYTES), self._clock()
-        tokens = request.tokens[:known].copy()
-        lease = _Lease(request, length, weights, nbytes, now + seconds + self._skew, goes_on, tokens)
+        tokens, keys = request.tokens[:known].copy(), request.keys(0, known).copy()
+        lease = _Lease(request, length, weights, nbytes, now + seconds + self._skew, goes_on, tokens, keys)
         try:
             lease.slot, lease.offset = self._exported.take(nbytes)
             self._generation += 1
@@ -176,14 +178,18 @@ class Sender(NoHandOvers):
         """Copy the rows of ``layer`` for the first ``upto`` tokens, so that a receiver of ``ticket``, which
         ``hand_over(upto=..)`` made, can read them while other layers are computed.
 
-        Call it for each layer after each chunk, when the layer's rows are written, before or after the chunk is committed; and
-        again for rows that were computed again. ``layer``: None: all of them. ``upto``: default: the committed tokens. What it
-        was not called for is copied by ``complete``. On a GPU it waits for the current stream. Raises StaleHandle if the lease
-        has ended, or the request does not run; BadInput."""
+        Call it for each layer after each chunk, when the layer's rows are written, before or after the chunk is committed.
+        ``layer``: None: all of them. ``upto``: default: the committed tokens. What it was not called for is copied by
+        ``complete``. A call takes back what was reported of tokens that are not committed: after a step that fails, call it
+        without ``upto``. On a GPU it waits for the current stream. Raises StaleHandle if the lease has ended, or the request
+        does not run; BadInput, also where more tokens are committed than the ticket is for, or other ones."""
         lease, export = self._open_lease(ticket)
         request = lease.request
         request.check_running()
         number = None if layer is None else whole_number(layer, "a layer", below=self._num_layers)
+        if request.rows is not None:
+            request.rows.flush(request)
+        self._check_text(lease, request.length)
         most = min(lease.length, request.capacity)
         end = min(most, request.length) if upto is None else whole_number(upto, "upto, in tokens,", below=most + 1)
         export.layer_done(number, end, request.length)
@@ -202,16 +208,27 @@ class Sender(NoHandOvers):
             request.detach()
             self._lifecycle.ending.check_unfenced(request, "handed over")
             length, epochs = request.own_length, request.epochs
-            text, names = request.tokens[: lease.length], self._core.namespaces
-            if length != lease.length or not np.array_equal(text, lease.tokens[: lease.length]):
+            self._check_text(lease, length)
+            if length < lease.length:
                 raise BadInput.with_hint(
-                    f"the ticket is for {lease.length} tokens, {length} are committed, or other ones",
-                    "commit these, or give the ticket up", needed=lease.length, available=length,
+                    f"the ticket is for {lease.length} tokens, {length} are committed", "commit the rest, or give it up",
+                    needed=lease.length, available=length,
                 )  # fmt: skip
+            names = self._core.namespaces
             self._check_version(request)
             if names.name_of(epochs[0][1]) != lease.weights:
                 raise BadInput.with_hint("its tokens are of other weights than the ticket", "give the ticket up")
         self._complete(lease)
+
+    @staticmethod
+    def _check_text(lease: _Lease, length: int) -> None:
+        """Raise BadInput unless the ``length`` tokens that the request of ``lease`` has committed are the first of the
+        ticket's, with the same media. Behind these, windows and states have gone on."""
+        if length > lease.length or not np.array_equal(lease.request.keys(0, length), lease.keys[:length]):
+            raise BadInput.with_hint(
+                f"the ticket is for {lease.length} tokens, {length} are committed, or other ones",
+                "commit these, or give the ticket up", needed=lease.length, available=length,
+            )  # fmt: skip
 
     def _complete(self, lease: _Lease) -> None:
         """Copy what is lacking, seal the lease, and close its request unless it goes on. Repeats only what was not done."""
