@@ -65,23 +65,23 @@ Run = tuple[dict[str, Any], dict[str, Any]]
 @lru_cache(4)
 def trace_of(name: str, limit: int | None, seed: int | None = None) -> Trace:
     """Return the first ``limit`` requests of a public trace, or those of a random mix or of random branches."""
-    if name == "branches":
-        return branches(limit or MIX, seed or 0)
+    if name.endswith("branches"):
+        return branches(limit or MIX, seed or 0, 64 if name == "long branches" else 16)
     return synthetic(limit or MIX, seed) if seed is not None else Trace.read(TRACES / FILES[name], limit)
 
 
-def branches(limit: int, seed: int) -> Trace:
-    """Return random short texts of blocks of 16 tokens, most of which part somewhere from one another: what they find depends
-    on what is evicted first."""
+def branches(limit: int, seed: int, tokens: int = 16) -> Trace:
+    """Return random texts of a few blocks of ``tokens`` tokens, most of which part somewhere from one another: what they find
+    depends on what is evicted first."""
     rng = np.random.default_rng(seed)
     records: list[dict[str, Any]] = []
     for _ in range(limit):
         steps = (rng.geometric(0.6, rng.integers(2, 24)) - 1).clip(0, 3)
         ids = [hash((*steps[: i + 1].tolist(),)) % 2**40 for i in range(len(steps))]
-        length = 16 * len(ids) - int(rng.integers(0, 16))
-        output = int(rng.choice([1, 5, 40, 200], p=[0.5, 0.2, 0.2, 0.1]))
+        length = tokens * len(ids) - int(rng.integers(0, tokens))
+        output = int(rng.choice([1, 5, 40, 200 * tokens // 16], p=[0.5, 0.2, 0.2, 0.1]))
         records.append({"timestamp": 0, "input_length": length, "output_length": output, "hash_ids": ids})
-    return Trace.read(records, block_size=16)
+    return Trace.read(records, block_size=tokens)
 
 
 def capacities(trace: Trace, block_size: int, at_once: int, groups: int = 1) -> list[int]:
@@ -124,7 +124,7 @@ class Case:
 
 
 def cases(engine: str, quick: bool) -> Iterator[Case]:
-    """Yield full attention on all traces, then whole traces; of vLLM also those that it hashes; then models with groups."""
+    """Yield full attention on all traces, whole traces, of vLLM also those that it hashes, then models with groups."""
     named, modes = sources(quick), JUDGES[engine].modes
     for title, given in named.items():
         yield from (Case(title, given, size, mode) for size in BLOCKS for mode in modes)
@@ -143,12 +143,12 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
 
 
 def models(engine: str, named: dict[str, list[dict[str, Any]]]) -> Iterator[Case]:
-    """Yield the models with groups that the engine's profile has: of vLLM all, with its retentions, of SGLang windows."""
+    """Yield the models with groups that the profile has: of vLLM all, with its retentions, of SGLang all but chunks."""
     retentions = RETENTIONS if engine.startswith("vllm") else {"": None}
     for (model, groups), (said, blocks) in product(MODELS.items(), retentions.items()):
         if blocks and "chunk" in groups:
             continue  # vLLM refuses it
-        if engine.startswith("dynamo") or (not said and "window" not in groups):
+        if engine.startswith("dynamo") or (not said and "chunk" in groups):
             continue
         for (title, given), size in product(named.items(), (16, 64)):
             if title == "agentic":

@@ -33,6 +33,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "handover/test_optional.py::test_optional_groups_arrive_layer_by_layer": ("blocks1",),
     "handover/test_optional.py::test_optional_groups_go_along": ("blocks1",),
     "handover/test_processes.py::test_over_mooncakes_engine": ("llama",),
+    "replay/test_edge_states.py::test_the_engine_itself": ("64-full+3*state-16 share a budget",),
+    "replay/test_edge_states.py::test_a_difference_would_be_seen": ("own",),
     "replay/test_edge_windows.py::test_the_engine_itself": ("4-full+window:128-16 share a budget",),
     "replay/test_edge_windows.py::test_a_difference_would_be_seen": ("use",),
     "replay/test_engines.py::test_the_engine_itself_with_groups_of_layers": ("full+window:128-0", "full+3*state-None"),

@@ -69,6 +69,7 @@ class Request:
         self.last_node: Any = None
         self.prefix_len = self.extend_end = 0
         self.swa_branching_seqlen: int | None = None
+        self.mamba_branching_seqlen: int | None = None
         self.finished_reason: Any = None
         self.finished_len = None
 

@@ -20,6 +20,7 @@ import torch.utils.data
 from benchmarks.peers import ROOT, stubs
 from kvpagoda.replay import Group
 from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.edge_states import slots as state_slots
 from kvpagoda.replay.edge_windows import pools
 
 _UNUSED = (
@@ -44,6 +45,7 @@ def _make_importable() -> None:
 
 _make_importable()
 from benchmarks.peers import sglang as peer  # noqa: E402
+from benchmarks.peers import sglang_states  # noqa: E402
 
 allocation = import_module("sglang.srt.mem_cache.allocation")  # after the peer, which stands in for kernels
 windows = import_module("sglang.srt.mem_cache.allocator.swa")
@@ -61,21 +63,32 @@ class Peer:
     is to find the same.
 
     ``core``: "rust" (what it serves with) or "python" of its unified tree; "old": the older ``RadixCache``. ``groups``: as
-    ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows. The memory of a step is allocated for all its
-    requests together, as ``alloc_for_extend`` does."""
+    ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows or states. The memory of a step is allocated
+    for all its requests together, as ``alloc_for_extend`` does."""
 
     def __init__(self, chains: Chains, num_blocks: int, *, core: str = "rust", groups: str = "full") -> None:
         torch.set_num_threads(1)
         self.chains, self.page = chains, chains.block_size
-        blocks, window_blocks, size = pools(num_blocks, Group.from_text(groups))
+        kinds, longest = Group.from_text(groups), int(chains.totals.max()) + 1
+        self.has_states = Group("state") in kinds
+        blocks, window_blocks, size = (
+            (*state_slots(num_blocks, kinds), 0) if self.has_states else pools(num_blocks, kinds)
+        )
         self.window = size - 1 if size else 0  # as its models give it: the tokens before the newest that are read
-        self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page
-        self.rows = peer.ReqToTokenPool(AT_ONCE, int(chains.totals.max()) + 1, "cpu", False)
+        self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page if size else 0
+        self.rows = (
+            sglang_states.States(AT_ONCE, longest, window_blocks, self.page)
+            if self.has_states
+            else peer.ReqToTokenPool(AT_ONCE, longest, "cpu", False)
+        )
         self.allocator = self._allocator()
         params = peer.CacheInitParams(
             disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=self.page,
             eviction_policy="lru", tree_core_backend=core, sliding_window_size=self.window or None,
-            tree_components=(peer.ComponentType.FULL, *([peer.ComponentType.SWA] if self.window else [])),
+            enable_mamba_extra_buffer=self.has_states, tree_components=(
+                peer.ComponentType.FULL, *([peer.ComponentType.SWA] if self.window else []),
+                *([peer.ComponentType.MAMBA] if self.has_states else []),
+            ),
         )  # fmt: skip
         self.tree: Any = peer.RadixCache(params) if core == "old" else peer.UnifiedRadixCache(params)
         assert core == "old" or (core == "rust") == ("Rust" in type(self.tree.tree_core).__name__), "its other core"
@@ -108,7 +121,8 @@ class Peer:
         made = peer.Request(str(request), text[: int(self.chains.prompts[request])])
         made.full_untruncated_fill_ids, made.known = text, known
         key = peer.RadixKey(text, limit=known - 1)
-        match = self.tree.match_prefix(peer.MatchPrefixParams(key=key, req=made))
+        match = self.tree.match_prefix(peer.MatchPrefixParams(key=key, req=made, cow_mamba=self.has_states))
+        made.mamba_branching_seqlen = match.mamba_branching_seqlen
         made.prefix_len = made.kv.cache_protected_len = match.device_prefix_len
         made.last_node, made.swa_branching_seqlen = match.last_device_node, match.swa_branching_seqlen
         made.kv.kv_allocated_len = made.prefix_len
@@ -127,8 +141,11 @@ class Peer:
         assert asked == request
         made.lock = self.tree.lock(made.last_node)
         found = self._pages(made.prefix_len)
-        if self._pages(known) - found > self._left() or self._pages(end) - found > self._left_in_windows():
+        fits = self._pages(known) - found <= self._left() and self._pages(end) - found <= self._left_in_windows()
+        if not fits or (self.has_states and not self.rows.fits(len(self.running) + 1)):
             self.tree.unlock(made.lock)
+            if self.has_states:
+                self.rows.revert(made)
             return False
         self.running[request] = made
         self._promise(request, end)
@@ -158,6 +175,8 @@ class Peer:
             begin, end = self._due.pop(request)
             self.promised -= self._pages(end) - self._pages(begin)
         self._computed.pop(request, None)
+        if self.has_states:
+            self.tree.on_release(made, checkpointed=is_complete)
         if made.kv.req_pool_idx is not None:
             self.tree.free_kv_row(made.kv, [(made.kv.cache_protected_len, made.kv.kv_allocated_len)])
             self.rows.free(made)
@@ -166,6 +185,8 @@ class Peer:
 
     def check(self) -> None:
         assert not self.running and not self.promised
+        if self.has_states:
+            assert self.rows.mamba_allocator.available_size() + self.tree.mamba_evictable_size() == self.rows._num_slots
         assert (self._left(), self._left_in_windows()) == (
             self.tokens // self.page,
             self.window_tokens // self.page or FREE,
@@ -177,7 +198,8 @@ class Peer:
     def _left(self) -> int:
         """Pages that are free or could be evicted, without those that the step has promised."""
         if not self.window:
-            return int(self.allocator.available_size() + self.tree.evictable_size()) // self.page - self.promised
+            held = self.tree.full_evictable_size() if self.has_states else self.tree.evictable_size()
+            return int(self.allocator.available_size() + held) // self.page - self.promised
         tokens = self.allocator.full_available_size() + self.tree.full_evictable_size()
         return int(tokens) // self.page - self.promised
 
@@ -212,6 +234,17 @@ class Peer:
         if not self._due:
             return
         lasts = []
+        if self.has_states:
+            due = [self.running[request] for request in self._due]
+            allocation.ensure_mamba_capacity(self.rows, due, self.tree)
+            fresh = [made for made in due if made.kv.req_pool_idx is None]
+            if fresh:
+                self.rows.alloc(fresh)
+            for made in fresh:
+                if made.prefix_len:
+                    self.rows.write(
+                        (made.kv.req_pool_idx, slice(0, made.prefix_len)), self.tree.prefix_device_indices(made)
+                    )
         for request, (begin, _) in self._due.items():
             made = self.running[request]
             if made.kv.req_pool_idx is None:
@@ -232,6 +265,8 @@ class Peer:
             self.rows.write((made.kv.req_pool_idx, slice(begin, end)), slots.to(torch.int32))
             made.kv.kv_allocated_len = made.kv.kv_committed_len = end
             self._computed[request] = end
+            if self.has_states:
+                self.rows.track(made, begin, end)
         self._due.clear()
         self.promised = 0
 

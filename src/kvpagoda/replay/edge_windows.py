@@ -7,7 +7,7 @@ resumed only behind as many blocks with windows as a window has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -121,22 +121,28 @@ class WindowTree(TextTree):
             if edge.end - on.end >= self.width:
                 break
             first = on.end - len(on.blocks)
-            self.num_idle -= len(on.blocks) if on.has_window and not on.window_locks else 0
-            on.window_locks += 1
+            self._lock_window(on)
         return first
 
     def unlock_windows(self, edge: Edge, first: int) -> None:
         """Undo one ``lock_windows`` of an edge that ends where ``edge`` ends, which returned ``first``."""
-        for on in self._from(edge, first):
-            assert on.window_locks > 0
-            on.window_locks -= 1
-            if on.has_window and not on.window_locks:
-                self.num_idle += len(on.blocks)
-                self._offer_windows(on)
+        for on in edge.path:
+            if on.end > first:
+                self._unlock_window(on)
 
-    def _from(self, edge: Edge, first: int) -> Iterator[Edge]:
-        """Yield ``edge`` and those above it whose blocks come after the first ``first``."""
-        return (on for on in reversed(edge.path) if on.end > first)
+    def _lock_window(self, edge: Edge) -> None:
+        self.num_idle -= self._weight(edge) if edge.has_window and not edge.window_locks else 0
+        edge.window_locks += 1
+
+    def _unlock_window(self, edge: Edge) -> None:
+        assert edge.window_locks > 0
+        edge.window_locks -= 1
+        if edge.has_window and not edge.window_locks:
+            self.num_idle += self._weight(edge)
+            self._offer_windows(edge)
+
+    def _weight(self, edge: Edge) -> int:
+        return len(edge.blocks)
 
     def _use_windows(self, edge: Edge) -> None:
         for on in edge.path:
@@ -151,16 +157,16 @@ class WindowTree(TextTree):
     def _keep(self, edge: Edge) -> None:
         """Give ``edge`` its windows."""
         edge.has_window, edge.window_used = True, next(self._ticks)
-        self.num_windows += len(edge.blocks)
-        self.num_idle += len(edge.blocks) if not edge.window_locks else 0
+        self.num_windows += self._weight(edge)
+        self.num_idle += self._weight(edge) if not edge.window_locks else 0
         self._offer_windows(edge)
 
     def _lose(self, edge: Edge) -> None:
         assert not edge.window_locks
         edge.has_window = False
-        self.num_windows -= len(edge.blocks)
-        self.num_idle -= len(edge.blocks)
-        self.num_evicted += len(edge.blocks)
+        self.num_windows -= self._weight(edge)
+        self.num_idle -= self._weight(edge)
+        self.num_evicted += self._weight(edge)
 
     def _remove(self, edge: Edge) -> None:
         if edge.has_window:
@@ -182,9 +188,9 @@ class WindowTree(TextTree):
         while edges:
             edge = edges.pop()
             assert edge.window_locks <= edge.locks
-            seen += len(edge.blocks) if edge.has_window else 0
+            seen += self._weight(edge) if edge.has_window else 0
             if edge.has_window and not edge.window_locks:
-                idle += len(edge.blocks)
+                idle += self._weight(edge)
                 assert id(edge) in offered
             edges += edge.children.values()
         assert (seen, idle) == (self.num_windows, self.num_idle)

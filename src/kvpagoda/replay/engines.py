@@ -12,6 +12,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import Manager, Schedule, serve_with
 from kvpagoda.replay.edge_lru import EdgeLRU
+from kvpagoda.replay.edge_states import StateLRU, slots
 from kvpagoda.replay.edge_windows import WindowLRU, pools
 from kvpagoda.replay.groups import Group
 from kvpagoda.replay.profiles import profile
@@ -64,7 +65,8 @@ def replay_engine(
     tokens.
 
     ``groups``: the groups of layers of the model, which share the blocks (default: full attention). vLLM has all kinds; SGLang
-    windows of one size beside full attention, for which it sets blocks apart (``edge_windows.pools``).
+    windows of one size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
+    ``edge_states.slots``).
     ``retention``: vLLM's ``prefix_cache_retention_interval``: of windows and states only what is needed to resume where a
     prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere else; None: all).
 
@@ -102,6 +104,8 @@ def manager_of(
 
         return OwnManager(chains, capacity, schedule.at_once)
     if known.store == "edges":
+        if Group("state") in groups:
+            return StateLRU(chains, *slots(capacity, groups))
         blocks, windows, size = pools(capacity, groups)
         return WindowLRU(chains, blocks, windows, size) if size else EdgeLRU(chains, blocks)
     return QueuedManager(chains, capacity, known, groups, retention, schedule.step_tokens)

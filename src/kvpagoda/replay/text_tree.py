@@ -18,7 +18,7 @@ from kvpagoda.replay.trace import Ints
 class Edge:
     """Blocks that follow those of ``parent``: int64 ``[n]``, n > 0 but for the root. ``used``: the tick of its last use.
     ``locks``: requests that run on it, or below it. ``end``: blocks from the root to its end. ``has_window``,
-    ``window_used``, ``window_locks``: see ``edge_windows.WindowTree``."""
+    ``window_used``, ``window_locks``: see ``edge_windows.WindowTree`` and ``edge_states.StateTree``."""
 
     __slots__ = ("blocks", "children", "end", "has_window", "locks", "parent", "used", "window_locks", "window_used")
 
