@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.schema import Layer
 from kvpagoda.units import format_bytes
 
-_RECORD_NBYTES = 64
+_RECORD_NBYTES = 64  # at most, of the smallest block
 Array = np.ndarray[Any, np.dtype[Any]]
 Part = tuple[Ids, Bytes, Many[int]]
 """Block ids, a table of host memory, and the rows of the table that hold the bytes of these blocks."""
@@ -65,8 +65,8 @@ class NoMemory:
     def __init__(self, widths: Many[int] = ()) -> None:
         """``widths``: bytes of a block of each group; below the device their ratios remain."""
         self.arrays = HostArrays()
-        unit = gcd(*widths)
-        self._records = [_RECORD_NBYTES * width // unit for width in widths]
+        unit = max(gcd(*widths), min(widths, default=1) / _RECORD_NBYTES)
+        self._records = [ceil(width / unit) for width in widths]
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
