@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from benchmarks.workload import GENERATED, workload
 from kvpagoda import Schema
 from kvpagoda.replay import Trace
 from kvpagoda.replay.fleet import Simulation
+from kvpagoda.replay.setup import Fleet, Setup
 from kvpagoda.schema.presets import presets
 
 QUESTION = "What does a simulated request cost, in microseconds of processor time, and does that stay flat?"
@@ -26,32 +27,30 @@ REQUESTS = (3_000, 10_000, 30_000, 100_000)
 
 
 class Case(NamedTuple):
-    """A model, workers, and how many requests; ``settings``: other arguments of ``simulate``."""
+    """A model, workers, and how many requests; how the ``fleet`` goes otherwise."""
 
     name: str
     model: str
     workers: int
     requests: tuple[int, ...]
-    settings: dict[str, Any]
+    fleet: Fleet = Fleet()
+    block_size: int | None = None
 
 
-DEFAULTS: dict[str, Any] = {
-    "costs": "h100", "routing": "round-robin", "max_requests": 64, "step_tokens": 8192, "policy": "lru", "tiers": {},
-    "seed": 0,
-}  # fmt: skip
-BIG: dict[str, Any] = {"block_size": 512}
+AWARE, HOST = Fleet(routing="prefix-aware"), Fleet(tiers={"host": "200GiB"})
 CASES = (
-    Case("full attention, 8 workers", "llama-3.1-8b", 8, REQUESTS, {}),
-    Case("a million requests, 8 workers", "llama-3.1-8b", 8, (1_000_000,), {}),
-    Case("full attention, 100 workers", "llama-3.1-8b", 100, (30_000,), {}),
-    Case("100 workers, prefix-aware", "llama-3.1-8b", 100, (3_000, 30_000), {"routing": "prefix-aware"}),
-    Case("windows, 8 workers", "gpt-oss-20b", 8, (1_000, 3_000), {}),
-    Case("states, 8 workers", "qwen3-next-80b-a3b", 8, (1_000, 3_000), {"costs": "4xh100"}),
-    Case("states, a million requests", "qwen3-next-80b-a3b", 8, (1_000_000,), {"costs": "4xh100"}),
-    Case("blocks of 512, 8 workers", "llama-3.1-8b", 8, (1_000, 3_000), BIG),
-    Case("blocks of 512, prefix-aware", "llama-3.1-8b", 8, (1_000, 3_000), {"routing": "prefix-aware", **BIG}),
-    Case("blocks of 512, host tier", "llama-3.1-8b", 8, (1_000, 3_000), {"tiers": {"host": "200GiB"}, **BIG}),
-    Case("states, host tier", "qwen3-next-80b-a3b", 8, (1_000,), {"costs": "4xh100", "tiers": {"host": "200GiB"}}),
+    Case("full attention, 8 workers", "llama-3.1-8b", 8, REQUESTS),
+    Case("a million requests, 8 workers", "llama-3.1-8b", 8, (1_000_000,)),
+    Case("full attention, 100 workers", "llama-3.1-8b", 100, (30_000,)),
+    Case("100 workers, prefix-aware", "llama-3.1-8b", 100, (3_000, 30_000), AWARE),
+    Case("windows, 8 workers", "gpt-oss-20b", 8, (1_000, 3_000)),
+    Case("windows, 100,000 requests", "gpt-oss-20b", 8, (100_000,)),
+    Case("states, 8 workers", "qwen3-next-80b-a3b", 8, (1_000, 3_000), Fleet("4xh100")),
+    Case("states, a million requests", "qwen3-next-80b-a3b", 8, (1_000_000,), Fleet("4xh100")),
+    Case("blocks of 512, 8 workers", "llama-3.1-8b", 8, (1_000, 3_000), block_size=512),
+    Case("blocks of 512, prefix-aware", "llama-3.1-8b", 8, (1_000, 3_000), AWARE, 512),
+    Case("blocks of 512, host tier", "llama-3.1-8b", 8, (1_000, 3_000), HOST, 512),
+    Case("states, host tier", "qwen3-next-80b-a3b", 8, (1_000,), replace(HOST, costs="4xh100")),
 )
 
 
@@ -92,8 +91,8 @@ def _row(case: Case, trace: Trace, per_id: int) -> Row:
             taken = (time.process_time() - began) / count
             print(f"{case.name}: {count:,} requests, {taken * 1e6:,.0f} us each", file=sys.stderr, flush=True)
 
-    settings = {**DEFAULTS, "workers": case.workers, "tokens_per_id": per_id, **case.settings}
-    made = Simulation(trace, schema, "40GiB", **settings)
+    setup = Setup(schema, "40GiB", per_id, step_tokens=8192, block_size=case.block_size)
+    made = Simulation(trace, setup, replace(case.fleet, workers=case.workers))
     with suppress(KeyboardInterrupt):  # what is done so far is a row too
         made.run(say)
     seconds, result = time.process_time() - began, made.result()

@@ -323,17 +323,16 @@ def simulate_trace(
     with one_line_errors():
         from kvpagoda.replay import fleet_report, report
         from kvpagoda.replay.costs import Costs
+        from kvpagoda.replay.setup import Fleet, Setup
 
         layers = _schema(schema, None, "raw")
         source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
         counts = numbers_of(workers, "--workers", "workers")
         cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))
         tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
-        settings: dict[str, Any] = {
-            "tiers": tiers, "max_requests": max_requests, "step_tokens": step_tokens, "block_size": block_size,
-            "tokens_per_id": tokens_per_id, "seed": seed,
-        }  # fmt: skip
-        is_partial = fleet_report.run(source, layers, cases, Costs.read(costs, layers.name), settings, as_json)
+        setup = Setup(layers, budget, max_requests=max_requests, step_tokens=step_tokens, block_size=block_size)
+        fleet = Fleet(Costs.read(costs, layers.name), tiers=tiers, seed=seed)
+        is_partial = fleet_report.run(source, setup, fleet, cases, tokens_per_id, as_json)
     if is_partial:
         raise typer.Exit(130)
 

@@ -20,6 +20,7 @@ from kvpagoda.replay.engine_pool import pool_of
 from kvpagoda.replay.engines import manager_of
 from kvpagoda.replay.fleet import Simulation
 from kvpagoda.replay.routing import RULES
+from kvpagoda.replay.setup import Fleet, Setup
 
 ENGINES = ("vllm-0.33", "sglang-0.5.23", "dynamo-1.6.1")
 SMALL = {"full": "14KiB", "window": "40KiB", "states": "48KiB"}
@@ -133,10 +134,8 @@ def test_a_router_changes_nothing_by_asking(engine: str, name: str) -> None:
     """With one worker it is asked at every arrival; it expects what is then found, where requests come one at a time."""
     asked, told = (run(requests(8, 100), engine, name, routing=rule) for rule in ("prefix-aware", "round-robin"))
     assert asked.each.cached.tolist() == told.each.cached.tolist() and asked.seconds == told.seconds
-    made = Simulation(
-        apart(requests(8, 100)), SCHEMAS[name], SMALL[name], costs=COSTS, workers=1, routing="prefix-aware", seed=0,
-        tokens_per_id=16, max_requests=6, step_tokens=64, policy="lru", tiers={}, engine=engine,
-    )  # fmt: skip
+    setup = Setup(SCHEMAS[name], SMALL[name], 16, max_requests=6, step_tokens=64)
+    made = Simulation(apart(requests(8, 100)), setup, Fleet(COSTS, routing="prefix-aware", engine=engine))
     expected, choose = np.zeros(100, np.int64), made._rule.choose
 
     def watched(number: int) -> tuple[int, int]:
@@ -152,7 +151,7 @@ def test_a_router_changes_nothing_by_asking(engine: str, name: str) -> None:
 
 
 def test_what_engines_do_not_have_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"leave out checkpoints, tiers, policy=fifo"):
+    with pytest.raises(BadInput, match=r"leave out policy, checkpoints, tiers"):
         run(requests(1), "vllm-0.33", "full", policy="fifo", tiers={"host": "1MiB"}, checkpoints=3)
     with pytest.raises(BadInput, match="only vLLM has several kinds"):
         run(requests(1), "sglang-0.5.23", "window")

@@ -21,6 +21,7 @@ from kvpagoda.replay import Trace, synthetic
 from kvpagoda.replay.costs import Costs, TierCosts
 from kvpagoda.replay.fleet import Simulation, simulate
 from kvpagoda.replay.routing import RULES, PrefixAware
+from kvpagoda.replay.setup import Fleet, Setup
 from kvpagoda.replay.texts import text_of
 from kvpagoda.schema import Attention, Layer
 
@@ -125,10 +126,7 @@ def test_what_is_counted_adds_up(routing: str) -> None:
 
 
 def test_an_interrupted_simulation_tells_what_is_done() -> None:
-    made = Simulation(
-        synthetic(100), FULL, "3MiB", costs=COSTS, workers=2, routing="round-robin", tokens_per_id=64, max_requests=64,
-        step_tokens=2048, policy="lru", tiers={}, seed=0,
-    )  # fmt: skip
+    made = Simulation(synthetic(100), Setup(FULL, "3MiB", 64), Fleet(COSTS, workers=2))
 
     def stop(count: int) -> None:
         if count >= 40:

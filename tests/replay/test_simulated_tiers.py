@@ -16,6 +16,7 @@ from kvpagoda.replay import Trace
 from kvpagoda.replay.batching import cache_for
 from kvpagoda.replay.costs import Costs, TierCosts, record_nbytes
 from kvpagoda.replay.fleet import Simulation
+from kvpagoda.replay.setup import Fleet, Setup
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 from kvpagoda.tiers.slots import host_driver
 from kvpagoda.tiers.spec import TierSpec
@@ -84,10 +85,8 @@ def test_blocks_and_checkpoints_are_loaded_in_the_time_of_their_bytes(
         for i, (tokens, text) in enumerate(texts)
     ]
     costs = Costs(tiers={"host": TierCosts(0.25, 1e-5)})
-    made = Simulation(
-        Trace.read(records, block_size=6400), MODELS[name], budget, costs=costs, workers=1, routing="round-robin", seed=0,
-        tokens_per_id=6400, max_requests=1, step_tokens=640, policy="lru", tiers={"host": "10MiB"}, block_size=16,
-    )  # fmt: skip
+    setup = Setup(MODELS[name], budget, 6400, max_requests=1, step_tokens=640, block_size=16)
+    made = Simulation(Trace.read(records, block_size=6400), setup, Fleet(costs, tiers={"host": "10MiB"}))
     made.run()
     cache, found = made.workers[0].batching.cache, made.result()  # type: ignore[attr-defined]
     blocks, size = cache.core.tiers.levels[0].loaded_blocks, record_nbytes(cache.plan)

@@ -22,9 +22,17 @@ from kvpagoda.schema import Schema
 
 
 def cache_for(
-    trace: Trace | None, schema: Schema, budget: int | str, step_tokens: int, *, shared: bool = True,
-    checkpoints: int | None = None, checkpoint_every: int = 0, checkpoint_format: str | None = None, **settings: Any,
-) -> KVCache:  # fmt: skip
+    trace: Trace | None,
+    schema: Schema,
+    budget: int | str,
+    step_tokens: int,
+    *,
+    shared: bool = True,
+    checkpoints: int | None = None,
+    checkpoint_every: int = 0,
+    checkpoint_format: str | None = None,
+    **settings: Any,
+) -> KVCache:
     """Return a cache without memory for the layers of ``schema``, in which every request of ``trace`` may run that fits
     (None: every request that fits).
 

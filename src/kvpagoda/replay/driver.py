@@ -105,8 +105,13 @@ class Run:
     its own. ``running``: request -> [tokens that are computed, tokens that are known]."""
 
     def __init__(
-        self, chains: Chains, manager: Manager, schedule: Schedule, waiting: Iterable[int] = (), hits: Ints | None = None
-    ) -> None:  # fmt: skip
+        self,
+        chains: Chains,
+        manager: Manager,
+        schedule: Schedule,
+        waiting: Iterable[int] = (),
+        hits: Ints | None = None,
+    ) -> None:
         self.chains, self.manager, self.at_once = chains, manager, schedule.at_once
         self.most = self.left = schedule.step_tokens or 1 << 62
         self.shared = schedule.shared

@@ -6,34 +6,25 @@ What a step computes is looked up by others from the next step on, or in the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from kvpagoda.errors import BadInput
-from kvpagoda.replay.batching import cache_for
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.costs import Costs, Ticks
-from kvpagoda.replay.driver import Manager, Run, Schedule, Step
+from kvpagoda.replay.driver import Run, Schedule, Step
 from kvpagoda.replay.engine_pool import pool_of
 from kvpagoda.replay.engines import manager_of
+from kvpagoda.replay.setup import Fleet, Setup
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.worker import Outcomes
-from kvpagoda.schema import Schema
-
-OWN = "kvpagoda"
-"""The engine whose workers have a whole cache of this library."""
 
 
 class EngineWorker:
-    """Worker ``index``, with the cache of ``manager``, which has ``nbytes`` bytes. See ``worker.Worker``."""
+    """Worker ``index``, which serves with ``run``, in a cache of ``nbytes`` bytes. See ``worker.AnyWorker``."""
 
-    def __init__(
-        self, index: int, chains: Chains, manager: Manager, schedule: Schedule, ticks: Ticks, outcomes: Outcomes, nbytes: int
-    ) -> None:  # fmt: skip
+    def __init__(self, index: int, run: Run, ticks: Ticks, outcomes: Outcomes, nbytes: int) -> None:
         self.index, self.outcomes, self.nbytes = index, outcomes, nbytes
-        self._chains, self._manager, self._ticks = chains, manager, ticks
-        self._run = Run(chains, manager, schedule, hits=outcomes.cached)
+        self._run, self._ticks = run, ticks
+        self._chains, self._manager = run.chains, run.manager
         self.until: int | None = None
         self.backlog = self.busy = self.num_steps = self.num_ended = self.never_fit = 0
         self._expected: dict[int, int] = {}  # waiting request -> the tokens of its prompt that will be computed
@@ -104,22 +95,16 @@ class EngineWorker:
         """Do nothing: it has no memory and no threads."""
 
 
-def engine_workers(
-    count: int, trace: Trace, schema: Schema, budget: int | str, engine: str, costs: Costs, outcomes: Outcomes, per_id: int, *,
-    max_requests: int, step_tokens: int, policy: str, tiers: Mapping[str, int | str], retention: int | None,
-    block_size: int | None = None, **others: Any,
-) -> list[EngineWorker]:  # fmt: skip
-    """Return ``count`` workers with the cache that ``engine`` has in ``budget`` bytes. Raises BadInput, NeverFits."""
-    if policy != "lru" or tiers or any(value is not None for value in others.values()):
-        given = [name for name, value in others.items() if value is not None] + ["tiers"] * bool(tiers)
-        given += [f"policy={policy}"] * (policy != "lru")
-        raise BadInput(f"the cache of {engine} evicts and keeps by its own rules; leave out {', '.join(given)}")
-    plan = cache_for(None, schema, budget, step_tokens, max_requests=max_requests).plan
-    pool = pool_of(engine, schema, plan, budget, block_size)
-    chains, schedule = (
-        Chains(replace(trace, block_size=per_id), pool.block_size),
-        Schedule(max_requests, step_tokens, True),
-    )
-    ticks, nbytes = Ticks(costs, plan), (pool.num_blocks + 1) * pool.nbytes
-    managers = (manager_of(engine, chains, pool.num_blocks, schedule, pool.groups, retention) for _ in range(count))
-    return [EngineWorker(i, chains, each, schedule, ticks, outcomes, nbytes) for i, each in enumerate(managers)]
+def engine_workers(trace: Trace, setup: Setup, fleet: Fleet, costs: Costs, outcomes: Outcomes) -> list[EngineWorker]:
+    """Return workers with the cache that the engine of ``fleet`` has in the budget of ``setup``. Raises BadInput,
+    NeverFits."""
+    plan = replace(setup, block_size=None).cache(None).plan
+    pool = pool_of(fleet.engine, setup.schema, plan, setup.budget, setup.block_size)
+    chains = Chains(replace(trace, block_size=setup.tokens_per_id), pool.block_size)
+    schedule, ticks = Schedule(setup.max_requests, setup.step_tokens, True), Ticks(costs, plan)
+    workers, nbytes = list[EngineWorker](), (pool.num_blocks + 1) * pool.nbytes
+    for index in range(fleet.workers):
+        manager = manager_of(fleet.engine, chains, pool.num_blocks, schedule, pool.groups, fleet.retention)
+        run = Run(chains, manager, schedule, hits=outcomes.cached)
+        workers.append(EngineWorker(index, run, ticks, outcomes, nbytes))
+    return workers

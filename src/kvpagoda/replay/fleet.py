@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix import policy_name
-from kvpagoda.replay.batching import Batching, cache_for
+from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.costs import PER_SECOND, Costs, Ticks, tier_specs
-from kvpagoda.replay.engine_worker import OWN, engine_workers
+from kvpagoda.replay.engine_worker import engine_workers
 from kvpagoda.replay.readers import Source
-from kvpagoda.replay.routing import RULES, EngineCaches, OwnCaches, Untold, Views, rule_named
+from kvpagoda.replay.routing import EngineCaches, OwnCaches, Untold, Views, rule_named
+from kvpagoda.replay.setup import OWN, Fleet, Setup
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.worker import AnyWorker, Outcomes, Worker, summary
 from kvpagoda.schema import Schema
-from kvpagoda.units import whole_number
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,9 @@ def simulate(
     ``step_tokens`` tokens, of at most ``max_requests`` requests (see ``kvpagoda.replay.worker``). ``tiers``: below each
     cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts. ``engine``: whose cache the
     workers have, a name of ``PROFILES``; another engine's (see ``replay_engine``, also for ``retention``) evicts, shares and
-    preempts by its own rules, and has no policy, tiers or other settings but ``block_size``. ``tokens_per_id``, ``policy``
-    and the other ``settings`` (block_size, checkpoints, checkpoint_every, checkpoint_format, shared) are those of ``serve``.
-    ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits.
+    preempts by its own rules, and has no policy, tiers or other settings but ``block_size``. For ``tokens_per_id``, ``policy``
+    and ``settings`` (block_size, shared, checkpoints, checkpoint_every, checkpoint_format) see ``Setup`` in
+    ``kvpagoda.replay.setup``. ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits.
 
     >>> from kvpagoda.replay import synthetic
     >>> trace = synthetic(50)
@@ -122,11 +121,9 @@ def simulate(
     >>> result.finished, round(result.hit_rate, 2), result.first_token["p50"] > 0.01
     (50, 0.71, True)
     """
-    made = Simulation(
-        trace, schema, budget, costs=costs, workers=workers, routing=routing, tokens_per_id=tokens_per_id,
-        max_requests=max_requests, step_tokens=step_tokens, policy=policy, engine=engine, retention=retention,
-        tiers=tiers or {}, seed=seed, **settings,
-    )  # fmt: skip
+    setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
+    fleet = Fleet(costs, workers, routing, engine, retention, tiers or {}, seed)
+    made = Simulation(trace, setup, fleet)
     try:
         made.run(on_request)
         return made.result()
@@ -135,64 +132,38 @@ def simulate(
 
 
 class Simulation:
-    """A simulation that can be interrupted: ``result`` is what is done so far. For the arguments see ``simulate``."""
+    """A simulation that can be interrupted: ``result`` is what is done so far. Raises as ``simulate``."""
 
-    def __init__(
-        self, trace: Source | Trace, schema: Schema, budget: int | str, *, costs: Costs | str, workers: int,
-        routing: str, tokens_per_id: int, seed: int, **settings: Any,
-    ) -> None:  # fmt: skip
-        per_id = whole_number(tokens_per_id, "tokens_per_id", at_least=1)
-        count = whole_number(workers, "workers", at_least=1, below=10_001)
-        most, step_tokens = settings["max_requests"], whole_number(settings["step_tokens"], "step_tokens", at_least=1)
-        if step_tokens < most:
-            raise BadInput(
-                f"a step gives each of {most} requests a token, so step_tokens must not be less, got {step_tokens}",
-                needed=most, available=step_tokens,
-            )  # fmt: skip
-        if routing not in RULES:
-            raise unknown_name("routing rule", routing, RULES)
-        columns, engine, retention = Trace.read(trace), settings.pop("engine", OWN), settings.pop("retention", 0)
-        self._trace, self._schema, self._policy = columns, schema, settings["policy"]
-        self._engine, self._routing = engine, routing
-        prices = Costs.read(costs, schema.name) if isinstance(costs, str) else costs
-        self.outcomes = Outcomes(columns.arrivals)
-        views: Views | None = None
+    def __init__(self, trace: Source | Trace, setup: Setup, fleet: Fleet) -> None:
+        fleet.check(setup)
+        self._trace, self._setup, self._fleet = Trace.read(trace), setup, fleet
+        self.outcomes = Outcomes(self._trace.arrivals)
+        costs = fleet.costs
+        if isinstance(costs, str):
+            costs = Costs.read(costs, setup.schema.name)
         self.workers: Sequence[AnyWorker]
-        if engine == OWN:
-            own = [self._worker(index, budget, prices, per_id, **settings) for index in range(count)]
-            self.workers = own
-            if routing == "prefix-aware":
-                views = OwnCaches(columns, [worker.batching.cache for worker in own], per_id)
+        views: Views
+        if fleet.engine == OWN:
+            own = [self._worker(index, costs) for index in range(fleet.workers)]
+            caches = [worker.batching.cache for worker in own]
+            self.workers, views = own, OwnCaches(self._trace, caches, setup.tokens_per_id)
         else:
-            others = engine_workers(
-                count, columns, schema, budget, engine, prices, self.outcomes, per_id, retention=retention, **settings
-            )
-            self.workers = others
-            if routing == "prefix-aware":
-                views = EngineCaches(others)
-        self._rule = rule_named(routing, columns, self.workers, views, seed)
+            others = engine_workers(self._trace, setup, fleet, costs, self.outcomes)
+            self.workers, views = others, EngineCaches(others)
+        self._rule = rule_named(fleet.routing, self._trace, self.workers, views, fleet.seed)
 
-    def _worker(
-        self,
-        index: int,
-        budget: int | str,
-        prices: Costs,
-        per_id: int,
-        *,
-        tiers: Mapping[str, int | str],
-        step_tokens: int,
-        **settings: Any,
-    ) -> Worker:
-        """Return worker ``index``."""
-        log = Untold() if self._routing == "prefix-aware" else None
-        cache = cache_for(self._trace, self._schema, budget, step_tokens, events=log, **settings)
-        if tiers:  # their sizes in blocks follow from the plan
-            specs = tier_specs(tiers, cache.plan)
-            log = None if log is None else Untold()
-            cache = cache_for(self._trace, self._schema, budget, step_tokens, events=log, tiers=specs, **settings)
+    def _worker(self, index: int, costs: Costs) -> Worker:
+        """Return worker ``index``, with a cache of ours."""
+        setup, tiers = self._setup, self._fleet.tiers
+        is_followed = self._fleet.routing == "prefix-aware"
+        cache = setup.cache(self._trace, events=Untold() if is_followed else None)
+        if tiers:  # their sizes in records follow from the plan
+            cache = setup.cache(
+                self._trace, events=Untold() if is_followed else None, tiers=tier_specs(tiers, cache.plan)
+            )
             cache.core.tiers.took(1.0)  # what is found is loaded, whatever this machine measures
-        batching, ticks = Batching(cache, self._trace, per_id), Ticks(prices, cache.plan, tiers)
-        return Worker(index, batching, ticks, step_tokens, self.outcomes, settings["policy"] == "lru")
+        batching, ticks = Batching(cache, self._trace, setup.tokens_per_id), Ticks(costs, cache.plan, tiers)
+        return Worker(index, batching, ticks, setup, self.outcomes)
 
     def run(self, on_request: Callable[[int], None] | None = None) -> None:
         """Serve all requests."""
@@ -233,7 +204,7 @@ class Simulation:
         ticks = int(ended.max() - each.arrived.min()) if len(ended) else 0
         generated = np.where((each.last >= 0) & (trace.output_lengths > 1), trace.output_lengths - 1, np.nan)
         return SimulateResult(
-            trace.name, self._schema.name, policy_name(self._policy), self._engine, self._routing,
+            trace.name, self._setup.schema.name, policy_name(self._setup.policy), self._fleet.engine, self._fleet.routing,
             self.workers[0].nbytes, len(trace), len(ended),
             sum(worker.never_fit for worker in self.workers), int(each.prompt.sum()), int(each.matched.sum()),
             int(each.cached.sum()), int(each.loaded.sum()), ticks / PER_SECOND,

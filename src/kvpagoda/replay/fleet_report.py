@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from kvpagoda import console
 from kvpagoda.replay.costs import Costs
 from kvpagoda.replay.fleet import SimulateResult, Simulation
 from kvpagoda.replay.report import Sheet, Source, order_of, partly, show, title
-from kvpagoda.schema import Schema
+from kvpagoda.replay.setup import Fleet, Setup
 
 COLUMNS = (
     "budget",
@@ -30,25 +30,16 @@ Case = tuple[str, str, str, int, str]
 
 
 def run(
-    source: Source, schema: Schema, cases: Sequence[Case], costs: Costs, settings: dict[str, Any], as_json: bool
+    source: Source, setup: Setup, fleet: Fleet, cases: Sequence[Case], tokens_per_id: int | None, as_json: bool
 ) -> bool:
-    """Simulate every one of ``cases``, and print. ``settings``: other arguments of ``Simulation``. Ctrl-C ends the case that
-    runs; what is done so far is printed then. Return whether it came. Raises BadInput, NeverFits, MissingExtra."""
+    """Simulate every one of ``cases``, otherwise as ``setup`` and ``fleet`` say, and print. ``tokens_per_id``: tokens of an id
+    (None: as the trace says). Ctrl-C ends the case that runs;
+    what is done so far is printed then. Return whether it came. Raises BadInput, NeverFits."""
     trace, results, is_partial = source(500), list[SimulateResult](), False
-    settings = {**settings, "tokens_per_id": settings["tokens_per_id"] or trace.block_size}
     with console.progress(len(trace) * len(cases), "requests") as moved:
         for budget, policy, engine, workers, routing in cases:
-            made = Simulation(
-                trace,
-                schema,
-                budget,
-                costs=costs,
-                policy=policy,
-                engine=engine,
-                workers=workers,
-                routing=routing,
-                **settings,
-            )
+            each = replace(setup, budget=budget, policy=policy, tokens_per_id=tokens_per_id or trace.block_size)
+            made = Simulation(trace, each, replace(fleet, engine=engine, workers=workers, routing=routing))
 
             def done(count: int, note: str = f"{budget}, {policy}, {engine}, {routing}") -> None:
                 if moved is not None:
@@ -64,8 +55,9 @@ def run(
                 break
     order, notes = order_of(trace)
     rows = [{"budget": case[0], **result.to_dict()} for case, result in zip(cases, results)]
-    shared = {"trace": trace.name, "schema": schema.name, **order, "costs": costs.to_dict(), "partial": is_partial}
-    lines = [title(trace, schema), *notes]
+    costs = fleet.costs.to_dict() if isinstance(fleet.costs, Costs) else fleet.costs
+    shared = {"trace": trace.name, "schema": setup.schema.name, **order, "costs": costs, "partial": is_partial}
+    lines = [title(trace, setup.schema), *notes]
     if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     if is_partial:

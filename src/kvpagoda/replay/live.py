@@ -18,11 +18,12 @@ import numpy as np
 from kvpagoda.errors import BadInput
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix import EvictionPolicy
-from kvpagoda.replay.batching import Batching, cache_for
+from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.own_policy import policy_from_text
 from kvpagoda.replay.readers import Lines, Request, placed
 from kvpagoda.replay.run import BLOCK_FIFO, BOUND, fresh, known_policy
 from kvpagoda.replay.serving import Clock, Steps
+from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.texts import Tokens, text_of
 from kvpagoda.replay.trace import DEFAULT_BLOCK_SIZE, Trace, tokens_of_blocks
 from kvpagoda.replay.tree_cache import TreeCache
@@ -70,13 +71,11 @@ class SchemaAnswers:
     at a time. ``settings``: other arguments of ``serve``. It keeps a number for each id that it has seen. Raises BadInput,
     NeverFits."""
 
-    def __init__(
-        self, schema: Schema, budget: int | str, tokens_per_id: int | None = None, *, max_requests: int = 1,
-        **settings: Any,
-    ) -> None:  # fmt: skip
-        self._cache = cache_for(None, schema, budget, STEP_TOKENS, max_requests=max_requests, **settings)
-        self._waiting = _Waiting(self._cache, tokens_per_id or DEFAULT_BLOCK_SIZE)
-        self._steps = Steps(self._waiting, STEP_TOKENS, Clock())
+    def __init__(self, schema: Schema, budget: int | str, tokens_per_id: int | None = None, **settings: Any) -> None:
+        setup = Setup(schema, budget, tokens_per_id or DEFAULT_BLOCK_SIZE, **{"max_requests": 1, **settings})
+        self._cache = setup.cache(None)
+        self._waiting = _Waiting(self._cache, setup.tokens_per_id)
+        self._steps = Steps(self._waiting, setup.step_tokens, Clock())
 
     def __call__(self, request: Request) -> Answer:
         """Serve a request; return what it hit, in all groups and in each, and what was evicted from each. If it is larger

@@ -120,9 +120,9 @@ class EngineCaches:
         return [worker.cached(number) for worker in self._workers]
 
 
-def rule_named(name: str, trace: Trace, workers: Sequence[AnyWorker], views: Views | None, seed: int) -> Rule:
-    """Return a new rule of ``RULES``. ``views``: for prefix-aware. Raises BadInput."""
-    if views is not None:
+def rule_named(name: str, trace: Trace, workers: Sequence[AnyWorker], views: Views, seed: int) -> Rule:
+    """Return a new rule of ``RULES``. ``views``: for prefix-aware. ``seed``: of random. Raises BadInput."""
+    if name == "prefix-aware":
         return PrefixAware(trace, workers, views)
     if name == "random":
         return Random(trace, len(workers), seed)

@@ -16,8 +16,9 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.recording import Recording
-from kvpagoda.replay.batching import Batching, Running, cache_for
+from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.readers import Source
+from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.schema import Schema
 from kvpagoda.tiers.spec import TierSpec, tier_from_text
@@ -77,55 +78,85 @@ class ServeResult:
 
 
 def serve(
-    trace: Source | Trace, schema: Schema, budget: int | str, *, tokens_per_id: int = 512, max_requests: int = 64,
-    block_size: int | None = None, step_tokens: int = 2048, checkpoints: int | None = None, checkpoint_every: int = 0,
-    checkpoint_format: str | None = None, policy: str | EvictionPolicy = "lru", shared: bool = True,
-    tiers: Many[TierSpec] = (), part: range | None = None, events: EventLog | None = None,
-    record: str | os.PathLike[str] | None = None, on_request: Callable[[int], None] | None = None,
-) -> ServeResult:  # fmt: skip
+    trace: Source | Trace,
+    schema: Schema,
+    budget: int | str,
+    *,
+    tokens_per_id: int = 512,
+    max_requests: int = 64,
+    step_tokens: int = 2048,
+    policy: str | EvictionPolicy = "lru",
+    tiers: Many[TierSpec] = (),
+    part: range | None = None,
+    events: EventLog | None = None,
+    record: str | os.PathLike[str] | None = None,
+    on_request: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> ServeResult:
     """Admit, compute, publish and close every request of a trace, in its order, with up to ``max_requests`` at once.
 
     An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512), or for the number of tokens
     that the trace gives for it. The rest of a prompt, and every output, are tokens that no other request has, since
-    traces do not contain outputs. A step computes at most ``step_tokens`` of each request. ``shared``: one budget for
-    all groups; else a fixed split. ``part``: the numbers of the requests to serve (None: all). ``tiers``: below the
-    cache; without memory behind the cache a record is one page. ``record``: a file for trace events (see
-    ``kvpagoda.recording``), where a step takes a millisecond. ``on_request`` is called with the number of finished
-    requests. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
+    traces do not contain outputs. A step computes at most ``step_tokens`` of each request. ``part``: the numbers of the
+    requests to serve (None: all). ``tiers``: below the cache; without memory behind the cache a record is one page.
+    ``events``: see ``KVCache``. ``record``: a file for trace events (see ``kvpagoda.recording``), where a step takes a
+    millisecond. ``on_request`` is called with the number of finished requests. ``policy`` and ``settings`` (block_size,
+    shared, checkpoints, checkpoint_every, checkpoint_format): see ``kvpagoda.replay.setup.Setup``. Raises BadInput, NeverFits.
     """
-    whole_number(tokens_per_id, "tokens_per_id", at_least=1)
+    setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
     columns, clock = Trace.read(trace), Clock()
-    cache = cache_for(
-        columns, schema, budget, step_tokens=step_tokens, shared=shared, checkpoints=checkpoints,
-        checkpoint_every=checkpoint_every, checkpoint_format=checkpoint_format, max_requests=max_requests,
-        block_size=block_size, policy=policy, tiers=tiers, events=events,
-        record=None if record is None else Recording(record, clock, _CACHED),
-    )  # fmt: skip
+    recording = None if record is None else Recording(record, clock, _CACHED)
+    cache = setup.cache(columns, tiers=tiers, events=events, record=recording)
     numbers = range(len(columns)) if part is None else part
-    batching = Batching(cache, columns, tokens_per_id, numbers)
-    run = Steps(batching, step_tokens, clock)
+    run = Steps(Batching(cache, columns, setup.tokens_per_id, numbers), setup.step_tokens, clock)
     while run.step():
         if on_request is not None:
             on_request(cache.core.counters.closed)
     if on_request is not None:
         on_request(len(numbers))
-    stats = cache.stats()
+    result = _result(columns, setup, run, len(numbers))
     cache.close()
+    return result
+
+
+def _result(trace: Trace, setup: Setup, run: Steps, requests: int) -> ServeResult:
+    """Return what ``run`` counted, which served ``requests`` of ``trace``."""
+    batching, plan, stats = run.batching, run.batching.cache.plan, run.batching.cache.stats()
+    unusable = run.unusable / max(1, run.pressed) / max(1, plan.nbytes)
     return ServeResult(
-        columns.name, schema.name, policy_name(policy), cache.plan.nbytes, len(numbers), batching.never_fit,
-        batching.prompt_tokens, batching.matched, stats.cached_tokens, stats.loaded_tokens, dict(batching.limited_by),
-        stats.evicted_blocks, stats.evicted_checkpoints, run.running_steps / max(1, run.steps),
-        100 * run.unusable / max(1, run.pressed) / max(1, cache.plan.nbytes), run.pressed, run.steps,
-        {hits.reason: hits.tokens for hits in stats.short_hits},
-        {group.name: {"tokens": group.found_tokens, "evicted": group.evicted} for group in stats.groups},
-        np.array(run.each, np.int64).reshape(-1, 3),
-    )  # fmt: skip
+        trace=trace.name,
+        schema=setup.schema.name,
+        policy=policy_name(setup.policy),
+        nbytes=plan.nbytes,
+        requests=requests,
+        never_fit=batching.never_fit,
+        prompt_tokens=batching.prompt_tokens,
+        matched_tokens=batching.matched,
+        cached_tokens=stats.cached_tokens,
+        loaded_tokens=stats.loaded_tokens,
+        limited_by=dict(batching.limited_by),
+        evicted_blocks=stats.evicted_blocks,
+        evicted_checkpoints=stats.evicted_checkpoints,
+        mean_running=run.running_steps / max(1, run.steps),
+        unusable_percent=100 * unusable,
+        pressed_steps=run.pressed,
+        steps=run.steps,
+        short_tokens={hits.reason: hits.tokens for hits in stats.short_hits},
+        groups={group.name: {"tokens": group.found_tokens, "evicted": group.evicted} for group in stats.groups},
+        each=np.array(run.each, np.int64).reshape(-1, 3),
+    )
 
 
 def serve_multi_worker(
-    trace: Source | Trace, schema: Schema, budget: int | str, *, workers: int, store: str | None = None,
-    on_request: Callable[[int], None] | None = None, **settings: Any,
-) -> list[ServeResult]:  # fmt: skip
+    trace: Source | Trace,
+    schema: Schema,
+    budget: int | str,
+    *,
+    workers: int,
+    store: str | None = None,
+    on_request: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> list[ServeResult]:
     """``serve`` a trace with ``workers`` processes at once, with ``budget`` each; worker i modulo ``workers`` serves
     request i. Return one result for each worker.
 
@@ -228,8 +259,13 @@ def _begin(counts: Any) -> None:
 
 
 def _serve(
-    trace: Trace, schema: Schema, budget: int | str, store: str | None, workers: int, settings: dict[str, Any],
+    trace: Trace,
+    schema: Schema,
+    budget: int | str,
+    store: str | None,
+    workers: int,
+    settings: dict[str, Any],
     worker: int,
-) -> ServeResult:  # fmt: skip
+) -> ServeResult:
     part, count = range(worker, len(trace), workers), partial(_counts.__setitem__, worker)
     return serve(trace, schema, budget, tiers=_tiers(store), part=part, on_request=count, **settings)

@@ -22,6 +22,7 @@ from kvpagoda.cache.sequence import requests_of
 from kvpagoda.errors import RetryLater
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.costs import PER_SECOND, Ticks
+from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Floats, Ints
 from kvpagoda.tiers.driver import Status
 
@@ -113,11 +114,9 @@ class AnyWorker(Protocol):
 class Worker:
     """Worker ``index`` of a simulation, with a ``KVCache``."""
 
-    def __init__(
-        self, index: int, batching: Batching, ticks: Ticks, step_tokens: int, outcomes: Outcomes, is_lru: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, index: int, batching: Batching, ticks: Ticks, setup: Setup, outcomes: Outcomes) -> None:
         self.index, self.batching, self.outcomes = index, batching, outcomes
-        self._cache, self._ticks, self._step_tokens = batching.cache, ticks, step_tokens
+        self._cache, self._ticks, self._step_tokens = batching.cache, ticks, setup.step_tokens
         self.until: int | None = None
         self.backlog = self.busy = self.num_steps = self.num_ended = 0
         self._expected: dict[int, int] = {}  # waiting request -> its share of the backlog
@@ -128,7 +127,7 @@ class Worker:
         self._levels = batching.cache.core.tiers.levels
         core = self._cache.core
         is_full = len(core.groups) == 1 and not core.bounded and not self._levels
-        self._is_plain = is_full and is_lru
+        self._is_plain = is_full and setup.policy == "lru"
         self._is_blocked = False  # whether the first waiting request found no room, and nothing ended since
         self._decoded = self._orders = self._context = 0  # decode steps; requests that decoded; tokens of ``_decoding``
         self._due: dict[int, list[Running]] = {}  # number of a decode step -> requests that must commit at its end
