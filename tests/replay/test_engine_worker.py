@@ -24,7 +24,12 @@ from kvpagoda.replay.setup import Fleet, Setup
 
 ENGINES = ("vllm-0.33", "sglang-0.5.23", "dynamo-1.6.1")
 SMALL = {"full": "14KiB", "window": "40KiB", "states": "48KiB"}
-CASES = [*((engine, "full") for engine in ENGINES), ("vllm-0.33", "window"), ("vllm-0.33", "states")]
+CASES = [
+    *((engine, "full") for engine in ENGINES),
+    ("vllm-0.33", "window"),
+    ("sglang-0.5.23", "window"),
+    ("vllm-0.33", "states"),
+]
 
 
 def run(trace: Trace, engine: str, name: str, budget: str | None = None, **settings: Any) -> Any:
@@ -153,7 +158,7 @@ def test_a_router_changes_nothing_by_asking(engine: str, name: str) -> None:
 def test_what_engines_do_not_have_is_refused() -> None:
     with pytest.raises(BadInput, match=r"leave out policy, checkpoints, tiers"):
         run(requests(1), "vllm-0.33", "full", policy="fifo", tiers={"host": "1MiB"}, checkpoints=3)
-    with pytest.raises(BadInput, match="only vLLM has several kinds"):
-        run(requests(1), "sglang-0.5.23", "window")
+    with pytest.raises(BadInput, match="only vLLM and SGLang have several kinds"):
+        run(requests(1), "dynamo-1.6.1", "window")
     with pytest.raises(BadInput, match="retention must be"):
         run(requests(1), "vllm-0.33", "window", retention=17)

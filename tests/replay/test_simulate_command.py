@@ -106,7 +106,10 @@ def test_progress_counts_the_requests_that_ended(here: Command, monkeypatch: pyt
         (["--tier", "host:10KiB"], "holds no block"),
         (["--engine", "vllm"], "unknown engine 'vllm'; known: kvpagoda, "),
         (["--engine", "vllm-0.33", "--policy", "fifo"], "evicts and keeps by its own rules; leave out policy"),
-        (["--engine", "sglang-0.5.23", "--schema", "gpt-oss-20b"], "of engines, only vLLM has several kinds"),
+        (
+            ["--engine", "dynamo-1.6.1", "--schema", "gpt-oss-20b"],
+            "of engines, only vLLM and SGLang have several kinds",
+        ),
         (["--step-tokens", "8"], "step_tokens must not be less"),
     ],
 )

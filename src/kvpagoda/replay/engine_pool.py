@@ -30,7 +30,8 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
     vLLM's rules: a group is that many layers of one kind as there are of the rarest kind, or of the most frequent one if
     that is less than 1.5 times as many; layers without a partner are padded. A block holds ``block_size`` tokens of one
     group's layers (None: 16); with states the fewest tokens, a multiple of 16, that take as many bytes as a state. One block
-    holds nothing. Raises BadInput, also for layers that no profile has, and NeverFits.
+    holds nothing. SGLang sets some of these blocks apart for windows (``edge_windows.pools``). Raises BadInput, also for layers
+    that no profile has, and NeverFits.
     """
     profile(engine)
     tokens, nbytes = dict[Growth, int](), dict[Growth, int]()
@@ -50,6 +51,8 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
         )
     token = max(tokens.values())
     size = whole_number(block_size or _LEAST_BLOCK, "block_size", at_least=1)
+    if nbytes and not engine.startswith("vllm"):
+        raise BadInput(f"how {engine} divides {budget} among states and tokens is not known here; vLLM's way is")
     if nbytes:
         needed = _LEAST_BLOCK * ceil_div(max(nbytes.values()), _LEAST_BLOCK * token)
         if block_size not in (None, needed):
