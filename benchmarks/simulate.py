@@ -98,7 +98,8 @@ def _row(case: Case, trace: Trace, per_id: int) -> Row:
     seconds, result = time.process_time() - began, made.result()
     made.close()
     return {
-        "case": case.name, "requests": result.finished, "of": len(trace), "seconds": seconds,
+        "case": case.name, "date": time.strftime("%Y-%m-%d"), "seed": case.fleet.seed,
+        "requests": result.finished, "of": len(trace), "seconds": seconds,
         "us_each": seconds / result.finished * 1e6,
         "hit_rate": result.hit_rate, "first_token_p50": result.first_token["p50"],
         "first_token_p99": result.first_token["p99"], "last_token_p50": result.last_token["p50"],

@@ -65,7 +65,7 @@ def test_what_has_no_profile_is_refused() -> None:
         pool(layers((1, "full"), (1, "wide")), "64KiB")
     with pytest.raises(BadInput, match="unknown engine 'vllm'"):
         pool(layers((1, "full")), "64KiB", engine="vllm")
-    with pytest.raises(BadInput, match="how sglang-0.5.23 divides 64KiB among states and tokens is not known"):
+    with pytest.raises(BadInput, match=r"how sglang-0\.5\.23 divides 64KiB among states and tokens is not known"):
         pool(layers((1, "full"), (3, "state")), "64KiB", engine="sglang-0.5.23")
     with pytest.raises(NeverFits, match="makes no block of 512 bytes of 600") as raised:
         pool(layers((1, "full")), 600)

@@ -30,8 +30,8 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
     vLLM's rules: a group is that many layers of one kind as there are of the rarest kind, or of the most frequent one if
     that is less than 1.5 times as many; layers without a partner are padded. A block holds ``block_size`` tokens of one
     group's layers (None: 16); with states the fewest tokens, a multiple of 16, that take as many bytes as a state. One block
-    holds nothing. SGLang sets some of these blocks apart for windows (``edge_windows.pools``). Raises BadInput, also for layers
-    that no profile has, and NeverFits.
+    holds nothing. SGLang sets some of these blocks apart for windows (``edge_windows.pools``). Raises BadInput, also for
+    layers that no profile has, and NeverFits.
     """
     profile(engine)
     tokens, nbytes = dict[Growth, int](), dict[Growth, int]()
