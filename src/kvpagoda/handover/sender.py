@@ -127,8 +127,7 @@ class Sender(NoHandOvers):
             if upto is None:
                 self._complete(lease)
         except BaseException:
-            if request.state is State.CLOSING:
-                request.state = State.RUNNING
+            self._reopen(lease)
             self._end(name.hex(), lease)
             raise
         return ticket
@@ -231,17 +230,30 @@ class Sender(NoHandOvers):
             )  # fmt: skip
 
     def _complete(self, lease: _Lease) -> None:
-        """Copy what is lacking, seal the lease, and close its request unless it goes on. Repeats only what was not done."""
+        """Copy what is lacking, close the request unless it goes on, and seal the lease. If that raises before it is sealed,
+        the request runs on; what was copied is not copied again."""
         export, request = lease.export, lease.request
         assert export is not None
         if not export.is_sealed:
             if request.rounded_at == lease.length:
                 export.states_changed()
             export.layer_done(None, lease.length, lease.length)
-            export.seal()
-        if not lease.goes_on and request.state is State.RUNNING and not lease.fenced:
-            self._lifecycle.ending.enter_fence([request], lease.fenced)
-            self._lifecycle.ending.close(request)
+            try:
+                if not lease.goes_on:
+                    self._lifecycle.ending.enter_fence([request], lease.fenced)
+                    self._lifecycle.ending.close(request)
+                export.seal()
+            except BaseException:
+                if not export.is_sealed:
+                    self._reopen(lease)
+                raise
+
+    def _reopen(self, lease: _Lease) -> None:
+        """Let the request of ``lease`` run, if that closed it, and leave its fence."""
+        if lease.request.state is State.CLOSING:
+            lease.request.state = State.RUNNING
+        if not self._guard.is_torn:
+            self._lifecycle.ending.leave_fence(lease.fenced)
 
     def _open_lease(self, ticket: Ticket, *, sealed: bool = False) -> tuple[_Lease, Export]:
         """Return the lease that ``ticket`` names, and what it exports. Raises StaleHandle, and BadInput if it is sealed."""
@@ -264,8 +276,7 @@ class Sender(NoHandOvers):
         """End the lease of ``ticket``: the sequence that was handed over runs again here, under the handle that it had, and
         the ticket is worthless. Raises StaleHandle if the lease has ended."""
         lease = self._lease_of(ticket)
-        if lease.request.state is State.CLOSING:
-            lease.request.state = State.RUNNING
+        self._reopen(lease)
         self._free(ticket, lease)
 
     @exclusive
@@ -334,7 +345,7 @@ class Sender(NoHandOvers):
         def ending(request: Request, *given: Any) -> Any:
             result = call(request, *given)
             for lease_name, lease in [*self._leases.items()] if self._leases else ():
-                if lease.request is request and not lease.is_sealed:
+                if lease.request is request and not lease.is_sealed and not lease.fenced:
                     self._end(lease_name, lease)
                     self.given_up += 1
             return result
