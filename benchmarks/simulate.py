@@ -47,6 +47,8 @@ CASES = (
     Case("windows, 100,000 requests", "gpt-oss-20b", 8, (100_000,)),
     Case("states, 8 workers", "qwen3-next-80b-a3b", 8, (1_000, 3_000), Fleet("4xh100")),
     Case("states, a million requests", "qwen3-next-80b-a3b", 8, (1_000_000,), Fleet("4xh100")),
+    Case("the cache of vLLM, 8 workers", "llama-3.1-8b", 8, (1_000, 3_000), Fleet(engine="vllm-0.33")),
+    Case("the cache of SGLang, 8 workers", "llama-3.1-8b", 8, (1_000, 3_000), Fleet(engine="sglang-0.5.23")),
     Case("blocks of 512, 8 workers", "llama-3.1-8b", 8, (1_000, 3_000), block_size=512),
     Case("blocks of 512, prefix-aware", "llama-3.1-8b", 8, (1_000, 3_000), AWARE, 512),
     Case("blocks of 512, host tier", "llama-3.1-8b", 8, (1_000, 3_000), HOST, 512),

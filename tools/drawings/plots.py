@@ -203,6 +203,8 @@ def simulate() -> Picture:
         "100, prefix-aware": ("100 workers, prefix-aware", 30_000),
         "windows": ("windows, 8 workers", 3_000),
         "states": ("states, 8 workers", 3_000),
+        "vLLM's cache": ("the cache of vLLM, 8 workers", 3_000),
+        "SGLang's cache": ("the cache of SGLang, 8 workers", 3_000),
         "blocks of 512": ("blocks of 512, 8 workers", 3_000),
         "and prefix-aware": ("blocks of 512, prefix-aware", 3_000),
         "and a host tier": ("blocks of 512, host tier", 3_000),

@@ -77,19 +77,29 @@ class EngineWorker:
 
     def finish(self) -> None:
         """End the step in progress, at ``until``."""
-        now, running, prompts = self.until, self._run.running, self._chains.prompts
+        now, step = self.until, self._step
         assert now is not None
-        ended = {*self._step.ended}
-        answered = [one for one in self._first if one in ended or (one in running and running[one][0] >= prompts[one])]
-        self.outcomes.first[answered] = now
-        self._first = [one for one in self._first if one not in {*answered}]
-        self.outcomes.last[self._step.ended] = now
-        self.num_ended += len(ended)
+        if self._first:
+            self._answer(now)
+        if step.ended:
+            self.outcomes.last[step.ended] = now
+            self.num_ended += len(step.ended)
         self.num_steps += now > self._began
         self.busy += now - self._began
-        preempted = sum(known for one, known in self._run.known.items() if one not in running)
-        self.backlog = self._waits + preempted + sum(known - length for length, known in running.values())
+        has_moved = step.prefilled or step.admitted or step.refused or self._run.known
+        if has_moved:  # else each running request computed the one token that it did not have yet
+            running = self._run.running
+            preempted = sum(known for one, known in self._run.known.items() if one not in running)
+            self.backlog = self._waits + preempted + sum(known - length for length, known in running.values())
         self.until = None
+
+    def _answer(self, now: int) -> None:
+        """Note the first tokens of those that have computed their prompts."""
+        running, prompts, ended = self._run.running, self._chains.prompts, {*self._step.ended}
+        answered = {one for one in self._first if one in ended or (one in running and running[one][0] >= prompts[one])}
+        if answered:
+            self.outcomes.first[[*answered]] = now
+            self._first = [one for one in self._first if one not in answered]
 
     def close(self) -> None:
         """Do nothing: it has no memory and no threads."""

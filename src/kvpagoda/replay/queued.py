@@ -168,7 +168,8 @@ class QueuedManager:
         held, count = ceil_div(state.length, self.size), ceil_div(end, self.size)
         for group, blocks in zip(self.groups, state.blocks):
             first = max(held, count - 1) if group.kind == "state" else held
-            blocks[first:count] = self.pool.take(count - first)
+            if count > first:
+                blocks[first:count] = self.pool.take(count - first)
         state.length = end
         if self.profile.shares == "chunk":
             self._share(request, state)
