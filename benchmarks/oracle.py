@@ -26,7 +26,7 @@ FILES = {name: f"mooncake_{name}.jsonl.gz" for name in ("conversation", "synthet
     "agentic": "weka_agentic_rle.jsonl.gz"
 }
 LIMIT, MIXES, MIX, FEW = 500, 20, 200, 5
-"""Requests of a run, random mixes, their requests, and the mixes that models with groups are run on."""
+"""Requests of a run, random mixes and branches, their requests, and how many of them models with groups are run on."""
 BLOCKS = (16, 64, 512)
 SCHEDULES = {
     "one at a time": Schedule(),
@@ -93,10 +93,13 @@ def capacities(trace: Trace, block_size: int, at_once: int, groups: int = 1) -> 
 
 
 def sources(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Return title -> arguments of ``trace_of``: the public traces that are there, and the random mixes."""
+    """Return title -> arguments of ``trace_of``: the public traces that are there, the random mixes and branches."""
     there = [name for name in FILES if (TRACES / FILES[name]).exists()]
-    mixes = [{"name": "mix", "limit": 40 if quick else MIX, "seed": seed} for seed in range(2 if quick else MIXES)]
-    return {name: [{"name": name, "limit": 40 if quick else LIMIT}] for name in there} | {f"{len(mixes)} mixes": mixes}
+    found = {name: [{"name": name, "limit": 40 if quick else LIMIT}] for name in there}
+    seeds = range(2 if quick else MIXES)
+    for title, name in (("mixes", "mix"), ("branches", "long branches")):
+        found[f"{len(seeds)} {title}"] = [{"name": name, "limit": 40 if quick else MIX, "seed": seed} for seed in seeds]
+    return found
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def models(engine: str, named: dict[str, list[dict[str, Any]]]) -> Iterator[Case
         for (title, given), size in product(named.items(), (16, 64)):
             if title == "agentic":
                 continue
-            title, given = (title, given) if len(given) == 1 else (f"{FEW} mixes", given[:FEW])
+            if len(given) > 1:
+                title, given = f"{FEW} {title.split()[1]}", given[:FEW]
             settings = {"groups": groups} | ({"retention": blocks and blocks * size} if said else {})
             head = ", ".join(filter(None, (model, said, title)))
             modes = JUDGES[engine].modes

@@ -59,14 +59,19 @@ file of ``benchmarks/results`` and a place in it."""
 
 def value_of(file: str, path: str) -> float:
     """Return the value at ``path`` in the file of results: ``rows[a=b;c=d].field``, or ``min .field`` or ``max .field`` of
-    all rows. A factor may follow, such as in ``rows[a=b].field * 0.001``."""
+    all rows, or ``sum rows[a=b].field`` of those whose a begins with b. A factor may follow, such as in ``rows[a=b].field *
+    0.001``."""
     path, _, factor = path.partition(" * ")
     rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["rows"]
     if path[:4] in ("min ", "max "):
         pick = min if path.startswith("min") else max
         return pick(float(row[path[5:]]) for row in rows) * float(factor or 1)
-    conditions, field = re.fullmatch(r"rows\[(.*)\]\.(.+)", path).groups()  # type: ignore[union-attr]
+    conditions, field = re.fullmatch(r"(?:sum )?rows\[(.*)\]\.(.+)", path).groups()  # type: ignore[union-attr]
     wanted = dict(condition.split("=") for condition in conditions.split(";"))
+    if path.startswith("sum "):
+        some = [row for row in rows if all(str(row[key]).startswith(value) for key, value in wanted.items())]
+        assert some, f"no row has {conditions}"
+        return sum(float(row[field]) for row in some)
     (row,) = [row for row in rows if all(str(row[key]) == value for key, value in wanted.items())]
     return float(row[field]) * float(factor or 1)
 
