@@ -471,3 +471,21 @@ def test_what_publishes_nothing_here_publishes_nothing_there() -> None:
             received.close()
             assert bool(two.caches[0].lookup(TEXT[:60]).cached) == publish
             one.check_idle()
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+def test_records_are_cut_in_place_or_beside(order: str) -> None:
+    """Into free blocks that follow each other, where records are whole there; else by way of other memory."""
+    schema = Schema.from_hf_config(LLAMA, dtype="bfloat16")
+    with sides(schema, (2, 1), blocks=(4, 8), order=order) as (one, two):
+        memory = two.caches[0].core.memory
+        run = memory.run_of(0, np.arange(3, 6))
+        assert (run is not None) == (order == "block") and memory.run_of(0, np.array([3, 5])) is None
+        apart = [two.caches[0].open(TEXT[100 + i : 108 + i]) for i in range(3)]
+        apart[1].close()  # the free blocks do not follow each other
+        two.receive(one.hand_over(one.compute(TEXT[:50], 41)))
+        if run is not None:
+            run[:] = 7
+            table = np.zeros((3, memory.record_nbytes(0)), np.uint8)
+            memory.to_host(0, np.arange(3, 6), table, range(3))
+            assert (table == 7).all()

@@ -16,7 +16,6 @@ from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.fetched import Given
 from kvpagoda.handover.recut import Recut, is_same
 from kvpagoda.handover.ticket import Ticket
-from kvpagoda.memory.pages import Bytes
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Holding
 from kvpagoda.units import ceil_div
@@ -81,40 +80,49 @@ class Received(Cached):
         targets, given = core.states.begin_at(length, own), self._read()
         columns = [self._sent(index) for index in range(len(self._taken))]
         for index, (places, wanted) in enumerate(zip(targets, columns)):
-            begin = wanted.start
-            for first, table, rows in self._tables(index, given, wanted) if wanted else ():
-                core.memory.from_host(index, places[first - begin : first - begin + len(rows)], table, rows)
+            if wanted:
+                self._fill(index, given, wanted, BlockPlaces(places[: len(wanted)]))
         shared = 0 if core.full is None else self.shared[core.full.index].stop * core.block_size
         lacking = core.prefix.lacking_from(columns, length)
         return PrefixMatch(length, length, "nothing", {}, None, length - shared, lacking)
 
-    def _tables(self, index: int, given: Given, columns: range) -> Iterator[tuple[int, Bytes, range]]:
-        """Yield the records of group ``index`` for ``columns`` here: the first column, a table, and its rows. Where they must
-        be recut, in parts that caches of a core hold. A table is valid until the next one."""
+    def _fill(self, index: int, given: Given, columns: range, places: BlockPlaces) -> None:
+        """Copy the records of group ``index`` for ``columns`` to ``places``; where they are recut, in parts that caches of a
+        core hold, and straight to where they stay if that is memory of the host."""
         ours, number, givers = self._taken[index]
         assert number is not None, "the ticket has what it fills"
-        theirs, first = self._ticket.groups[number], self._ticket.firsts[number]
+        theirs, first, memory = self._ticket.groups[number], self._ticket.firsts[number], self._core.memory
         ranks = len(self._ticket.ranks), self._rank[1]
         if is_same(theirs, ours, ranks):
             (table,) = given.records(number, givers, columns.start - first, columns.stop - first).values()
-            yield columns.start, table, range(len(columns))
+            memory.from_host(index, places, table, range(len(columns)))
             return
         recut, length = Recut(theirs, ours, ranks, self._rank[0]), self._ticket.length
+        unit = recut.unit // ours.tokens if recut.unit else 1
+        count = unit * max(1, _PART // (ours.nbytes * unit))
+        scratch = np.zeros((min(count, len(columns)), ours.nbytes), np.uint8)
         if not recut.unit:  # a state
-            into = np.zeros((1, ours.nbytes), np.uint8)
-            recut.copy(given.records(number, givers, 0, 1), into, (0, 0), range(length))
-            yield 0, into, range(1)
+            recut.copy(given.records(number, givers, 0, 1), scratch, (0, 0), range(length))
+            memory.from_host(index, places, scratch, range(1))
             return
-        count = recut.unit // ours.tokens * max(1, _PART // (ours.nbytes * (recut.unit // ours.tokens)))
-        into = np.zeros((min(count, len(columns)), ours.nbytes), np.uint8)
-        begin = columns.start
-        while begin < columns.stop:
-            end = min(columns.stop, (begin // count + 1) * count)
+        for begin, end in _parts(columns, count):
+            into_places = places[begin - columns.start : end - columns.start]
+            run = memory.run_of(index, into_places)
+            into = scratch if run is None else run
             tokens = range(max(begin * ours.tokens, first * theirs.tokens), min(length, end * ours.tokens))
             source = tokens.start // theirs.tokens
             if len(tokens) < (end - begin) * ours.tokens:
                 into[:] = 0  # what is behind the text, or before a window
             records = given.records(number, givers, source - first, ceil_div(tokens.stop, theirs.tokens) - first)
             recut.copy(records, into, (source * theirs.tokens, begin * ours.tokens), tokens)
-            yield begin, into, range(end - begin)
-            begin = end
+            if run is None:
+                memory.from_host(index, into_places, scratch, range(end - begin))
+
+
+def _parts(columns: range, count: int) -> Iterator[tuple[int, int]]:
+    """Yield ``columns`` in parts (begin, end) of up to ``count``, which end at its multiples."""
+    begin = columns.start
+    while begin < columns.stop:
+        end = min(columns.stop, (begin // count + 1) * count)
+        yield begin, end
+        begin = end

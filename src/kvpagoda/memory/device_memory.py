@@ -226,6 +226,15 @@ class DeviceMemory(NoMemory):
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
         copy_from_host(self.arenas[group], ids, torch.from_numpy(table), rows)
 
+    def run_of(self, group: int, ids: Ids) -> Bytes | None:
+        """As ``NoMemory`` says: of block-major arenas on a CPU, without padding between their rows."""
+        arena, nbytes = self.arenas[group], self.record_nbytes(group)
+        is_dense = arena.order != "layer" and arena.row_nbytes == nbytes and bool((np.diff(ids) == 1).all())
+        if arena.device.type != "cpu" or not is_dense:
+            return None
+        records: Bytes = arena.buffer.numpy()[int(ids[0]) * nbytes : (int(ids[-1]) + 1) * nbytes]
+        return records.reshape(len(ids), nbytes)
+
     def from_host_later(self, group: int, parts: Many[Part], done: Callable[[], None]) -> None:
         tables = [(ids, torch.from_numpy(table), rows) for ids, table, rows in parts]
         self._copies.append(LayerwiseCopy(self.arenas[group], tables, done, self._stream))

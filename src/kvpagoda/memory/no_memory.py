@@ -128,6 +128,11 @@ class NoMemory:
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
         """Copy to blocks ``ids`` what ``to_host`` wrote to ``rows`` of ``table``."""
 
+    def run_of(self, group: int, ids: Ids) -> Bytes | None:
+        """Return blocks ``ids`` of ``group`` as uint8 ``[n, record_nbytes]``, where they are records that follow each other in
+        memory of the host; None where they are not. A view, to be written instead of ``from_host``."""
+        return None
+
     def from_host_later(self, group: int, parts: Many[Part], done: Callable[[], None]) -> None:
         """Start copying ``parts`` back, layer by layer as layers are needed. Table rows are as wide as a block.
 
