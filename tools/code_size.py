@@ -30,7 +30,7 @@ BOUNDS = {
     "tiers": 1_850,
     "layouts": 1_560,
     "hf": 1_950,
-    "replay": 4_710,
+    "replay": 4_700,
     "compat": 1_200,
     "kernels": 930,
     "adapters": 2_670,

@@ -47,6 +47,7 @@ def test_groups_have_as_many_layers_each_and_share_the_blocks() -> None:
     assert pool(layers((3, "full")), 10 * 1536, 64) == EnginePool(Group.from_text("full"), 64, 1, 6144)
     assert pool(layers((2, "full"), (5, "window")), "64KiB").groups == Group.from_text("full+3*window:40")
     assert pool(layers((2, "full"), (5, "window")), "64KiB").nbytes == 1024
+    assert pool(layers((2, "full"), (3, "window")), "64KiB").groups == Group.from_text("full+2*window:40")
     assert pool(layers((3, "chunk"), (4, "full")), "64KiB")[:2] == (Group.from_text("chunk:64+full"), 16)
     assert pool(layers((3, "chunk"), (4, "full")), "64KiB").nbytes == 2048  # padded to four layers
 
