@@ -46,7 +46,7 @@ BOUNDS = {
     "kv_cache": 365,
     "scheduling": 250,
     "recording": 300,
-    "hints": 610,
+    "hints": 640,
     "sleeping": 160,
     "handover": 1_640,
     "doctor": 150,

@@ -211,15 +211,19 @@ class Hints:
         match = self._all_of(keys, namespace)
         before = core.prefix.tree.num_cached
         core.capacity.forget(core.prefix.evict_end, match, is_evicted=tier != "none")
-        done = (before - core.prefix.tree.num_cached) * core.block_size
-        nbytes = 0 if core.full is None else done // core.block_size * core.full.plan.row_nbytes
+        num_evicted = before - core.prefix.tree.num_cached
+        nbytes = 0 if core.full is None else num_evicted * core.full.plan.row_nbytes
         if not match.num_blocks:
             return asked.now("missing", "nothing of this text is cached", wanted=len(keys))
-        whole = match.num_blocks * core.block_size
-        if done < whole:
-            reason = f"other texts, requests or promises use the first {whole - done} tokens"
-            return asked.now("clipped" if done else "rejected", reason, wanted=len(keys), tokens=done, nbytes=nbytes)
-        return asked.now("accepted", wanted=len(keys), tokens=done, nbytes=nbytes)
+        first, wanted = (match.num_blocks - num_evicted) * core.block_size, len(keys)
+        cached = min(wanted, match.num_blocks * core.block_size)  # the last block may be a part of one
+        done, reason = max(0, cached - first), ""
+        if first:
+            reason = f"other texts, requests or promises use the first {first} tokens"
+        elif cached // core.block_size < wanted // core.block_size:
+            reason = f"{cached} of {wanted} tokens were cached"
+        status = "accepted" if not reason else "clipped" if done else "rejected"
+        return asked.now(status, reason, wanted=wanted, tokens=done, nbytes=nbytes)
 
     def _prefetch(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
         """``kv.prefetch``: begin to read a text from tiers; the next request with exactly this prompt takes it."""

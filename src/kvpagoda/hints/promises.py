@@ -43,6 +43,7 @@ class Promises:
         self._held: dict[int, Promise] = {}  # by the number of the pin
         self._by_end: list[tuple[float, int]] = []  # a heap: end, number of the pin; some have ended
         self._of_tenant: Counter[bytes] = Counter()  # blocks
+        self._num_of_tenant: Counter[bytes] = Counter()  # promises
 
     def __len__(self) -> int:
         return len(self._held)
@@ -67,8 +68,10 @@ class Promises:
         n = match.num_blocks if found is None else found.resumable // size
         if not n:
             return asked.now("missing", "nothing of this text is cached that a request could start from", wanted=wanted)
-        if len(self._held) >= self._limits.promises:
-            return asked.now("rejected", f"{len(self._held)} promises are held, as many as may be", wanted=wanted)
+        num_held, num_own = len(self._held), self._num_of_tenant[namespace]
+        if num_held >= self._limits.promises or num_own >= int(self._limits.tenant_share * self._limits.promises):
+            reason = f"{num_held} promises are held, {num_own} for this namespace, as many as may be"
+            return asked.now("rejected", reason, wanted=wanted)
         room = self._room(n, namespace, priority)
         if room <= 0:
             held, most = core.prefix.num_pinned, core.prefix.most_pinned
@@ -99,6 +102,7 @@ class Promises:
         )
         self._held[pin.number] = Promise(pin, outcome, namespace, session)
         self._of_tenant[namespace] += pin.num_blocks
+        self._num_of_tenant[namespace] += 1
         if until is not None:
             heappush(self._by_end, (until, pin.number))
             if len(self._by_end) > 2 * len(self._held) + 1024:
@@ -135,17 +139,21 @@ class Promises:
             promise = self._held.pop(self._ended.popleft().number, None)
             if promise is not None:
                 self._of_tenant[promise.tenant] -= promise.pin.num_blocks
-                if not self._of_tenant[promise.tenant]:
-                    del self._of_tenant[promise.tenant]
+                self._num_of_tenant[promise.tenant] -= 1
+                if not self._num_of_tenant[promise.tenant]:
+                    del self._of_tenant[promise.tenant], self._num_of_tenant[promise.tenant]
                 self._tell(promise.outcome.now(promise.ends_as or status))
 
     def _room(self, wanted: int, tenant: bytes, priority: int) -> int:
         """Return how many of ``wanted`` blocks may be promised to ``tenant`` with ``priority``, after ending promises of
         lower priority where that helps. O(promises) where only those of the tenant do."""
-        prefix = self._core.prefix
+        prefix, limits = self._core.prefix, self._limits
+        most = int(limits.tenant_share * prefix.most_pinned)
+        if limits.tenant_tokens is not None:
+            most = min(most, limits.tenant_tokens // self._core.block_size)
         while True:
             room = prefix.most_pinned - prefix.num_pinned
-            of_tenant = int(self._limits.tenant_share * prefix.most_pinned) - self._of_tenant[tenant]
+            of_tenant = most - self._of_tenant[tenant]
             if min(room, of_tenant) >= wanted:
                 return wanted
             lowest = prefix.next_pin()
