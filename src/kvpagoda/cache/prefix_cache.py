@@ -31,8 +31,9 @@ from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.names import copied
-from kvpagoda.prefix import EvictionPolicy, Lease, Match
+from kvpagoda.prefix import Entry, EvictionPolicy, Lease, Match
 from kvpagoda.prefix.hybrid import Freed, Holding, HybridIndex, IndexGroup, Window
+from kvpagoda.units import ceil_div
 
 EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
 _NONE = BlockNames(np.empty(0, np.intp))
@@ -45,6 +46,17 @@ def num_evicted_ahead(group: BlockGroup) -> int:
     """Return how many blocks of ``group`` are evicted beyond those that are asked for. For a window group these are as
     many as a request holds in a step, up to 1/32 of the group: they are cold, and seldom found."""
     return max(group.plan.num_blocks // EVICT_AHEAD, min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE))
+
+
+def checkpoint_cost(kept: Many[BlockGroup], texts: Many[BlockGroup]) -> float:
+    """Return how many blocks of ``texts``, the groups that keep every token, take as many bytes as a checkpoint, which keeps
+    the last window or the states of the groups ``kept``. Without ``texts``, blocks of windows count; 0 if there are none."""
+    windows = [group for group in kept if not group.growth.is_state]
+    per_block = sum(group.plan.row_nbytes for group in texts or windows)
+    nbytes = sum(group.plan.row_nbytes for group in kept if group.growth.is_state)
+    for group in windows:
+        nbytes += ceil_div(group.growth.span or group.block_size, group.block_size) * group.plan.row_nbytes
+    return nbytes / per_block if per_block else 0.0
 
 
 class PrefixMatch(NamedTuple):
@@ -150,7 +162,15 @@ class PrefixCache:
             for group in self._groups
         ]
         capacity = max(1, self._capacity)
-        self.index = HybridIndex(groups, self.block_size, policy, capacity=capacity, is_numbered=self._is_numbered)
+        cost = checkpoint_cost(self.bounded, [group for group in self._groups if not group.growth.is_bounded])
+        self.index = HybridIndex(
+            groups,
+            self.block_size,
+            policy,
+            capacity=capacity,
+            is_numbered=self._is_numbered,
+            checkpoint_cost=cost,
+        )
         self.tree, self.kept, self.cached = self.index.tree, self.index.kept, self.index.parts
         self.windows: tuple[tuple[BlockGroup, Window], ...] = tuple(
             (self._groups[window.number], window) for window in self.index.windows
@@ -206,10 +226,12 @@ class PrefixCache:
         priority: int,
         *,
         is_late: bool = False,
+        entry: Entry | None = None,
         has_optional: bool = True,
     ) -> list[tuple[BlockGroup, BlockPlaces]]:
         """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
-        New blocks count as used now (``is_late``: with those before them), others as used when the request was opened.
+        New blocks enter as ``entry`` says (``is_late``: with those before them), others count as used when the request was
+        opened.
         ``has_optional``: whether those of optional groups are whole; if not, they stay the request's own.
 
         Returns, by group, blocks of the request that duplicate cached ones: the caller frees them. Raises MemoryError,
@@ -226,7 +248,9 @@ class PrefixCache:
             else _NONE
             for group, window in self.windows
         ]
-        published = self.index.publish(lease, keys, texts, own, text=text, priority=priority, is_late=is_late)
+        published = self.index.publish(
+            lease, keys, texts, own, text=text, priority=priority, is_late=is_late, entry=entry
+        )
         duplicates: list[tuple[BlockGroup, BlockPlaces]] = []
         if full is not None:
             found = None

@@ -14,7 +14,7 @@ from kvpagoda.cache.counters import Tally
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.errors import StaleHandle
-from kvpagoda.prefix import Lease
+from kvpagoda.prefix import Entry, Lease
 from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
@@ -112,6 +112,18 @@ class Request:
     def most_written(self) -> int:
         """The most tokens that a batch or a commit reached, also in a persistent batch."""
         return self.written if self.rows is None else max(self.written, self.rows.written_of(self))
+
+    def entry(self, num_blocks: int, block_size: int) -> Entry:
+        """Return as what the text behind its first ``num_blocks`` blocks enters the eviction order: its prompt as all that it
+        computes of it, its answer as what there is of it."""
+        end = (self.prompt_length - 1) // block_size
+        gain = end - self.match.resumable // block_size if num_blocks < end else num_blocks - end
+        return Entry(gain, self.found)
+
+    @property
+    def found(self) -> float:
+        """The share of its prompt that it found, 0 to 1."""
+        return self.match.resumable / self.prompt_length if self.prompt_length else 0.0
 
     def keys(self, first: int, end: int) -> Tokens:
         """Return tokens ``first .. end - 1`` as texts are compared: with media ids in place of image tokens. int32; a

@@ -27,7 +27,7 @@ from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.step_states import Named
 from kvpagoda.errors import Exhausted
-from kvpagoda.prefix import Match
+from kvpagoda.prefix import Entry, Match
 from kvpagoda.prefix.hybrid import Kept
 
 _log = logging.getLogger(__name__)
@@ -161,6 +161,7 @@ class Settler:
             return
         name = None if saved is None else saved[0]
         if name is not None:
+            core.prefix.index.use(name)
             request.kept.append(name)
         if begin and not found.loaded:
             core.tiers.reused(request, name)
@@ -243,7 +244,7 @@ class Settler:
 
     def ending(self, request: Request) -> None:
         """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
-        be resumed. Count a use of those that it kept, where other texts may part from it."""
+        be resumed."""
         core = self._core
         if request.num_fences or not core.bounded or not request.publishes:
             return
@@ -252,8 +253,6 @@ class Settler:
                 self._move_tail(request, request.lease.num_blocks, 0)
         except (MemoryError, RuntimeError) as error:
             self._report(error)
-        for name in (*request.kept, request.tail):
-            core.prefix.index.use(name)
         self._store(request.tail)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
@@ -302,9 +301,14 @@ class Settler:
         guard.is_torn = True
         try:
             duplicates = core.prefix.publish(
-                request.slot, request.lease, keys, request.text, request.priority,
+                request.slot,
+                request.lease,
+                keys,
+                request.text,
+                request.priority,
+                entry=request.entry(begin, size) if source is None else None,
                 has_optional=request.lacking_from is None,
-            )  # fmt: skip
+            )
         except Exception:
             guard.is_torn = False
             raise
@@ -444,12 +448,14 @@ class Settler:
             copy = left if as_left else states.copied_from(left)
         else:
             copy = states.copied(request.slot, num_blocks * core.block_size)
+        before = index.checkpoint_before(request.lease, num_blocks, request.tail)
+        entry = Entry(num_blocks - before, request.found)
         core.guard.is_torn = True
         if as_left:
             core.step_states.pop(request, num_blocks)
         else:
             states.take()
-        name = index.keep(request.lease, num_blocks, Kept(*tails, copy))
+        name = index.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
         if request.namespace not in core.stale:
             core.events.kept(request, num_blocks, copy)
         core.guard.is_torn = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.prefix.invariants import expect
-from kvpagoda.prefix.lru import Clock
+from kvpagoda.prefix.lru import Clock, Entry
 from kvpagoda.prefix.node import Checkpoint, Node
 
 
@@ -23,9 +23,10 @@ class Checkpoints:
         self._loose = LazyHeap(lambda state_id: (self.by_state[state_id].used, 0))
         self.num_held = 0
 
-    def put(self, node: Node, depth: int, state_id: int) -> bool:
+    def put(self, node: Node, depth: int, state_id: int, entry: Entry | None = None) -> bool:
         """Add a checkpoint at ``depth`` of ``node``; return False if there is one already.
 
+        ``entry``: see ``Clock``; None: it counts as used now.
         Raises NotOwned for a state id that is a checkpoint already.
         """
         if state_id in self.by_state:
@@ -33,7 +34,7 @@ class Checkpoints:
         if node.checkpoints is not None and depth in node.checkpoints:
             return False
         checkpoint = self.by_state[state_id] = Checkpoint(state_id, depth)
-        checkpoint.used = self._clock.tick()
+        checkpoint.used = self._clock.enter(entry)
         node.put_checkpoint(checkpoint)
         self._loose.add(state_id)
         return True
@@ -109,12 +110,13 @@ class Checkpoints:
     def evict(self, count: int = 1) -> tuple[int, ...]:
         """Remove the ``count`` least recently used checkpoints that are not held, fewer if there are fewer.
 
-        Returns their state ids. ``put``, ``touch`` and ``use`` count as uses. Their blocks stay cached.
+        Returns their state ids. ``touch`` and ``use`` count as uses. Their blocks stay cached.
         """
         states: list[int] = []
         while len(states) < count and (first := self._loose.first()):
             states.append(first[2])
             self._take(self.by_state[first[2]])
+            self._clock.floor = max(self._clock.floor, first[0])
         return tuple(states)
 
     def check(self, nodes: list[Node]) -> None:

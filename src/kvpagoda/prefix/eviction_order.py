@@ -13,7 +13,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.policies.ghosts import GhostIndex
 from kvpagoda.policies.protocol import EvictionPolicy, Forgotten, OldestLeaf
 from kvpagoda.prefix.invariants import expect
-from kvpagoda.prefix.lru import LRUOrder
+from kvpagoda.prefix.lru import Entry, LRUOrder
 from kvpagoda.prefix.node import Node
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class PolicyOrder:
         for key in self._back:
             self._ghosts.discard(key)
 
-    def added(self, node: Node, n: int, is_late: bool) -> None:
+    def added(self, node: Node, n: int, is_late: bool, entry: Entry | None) -> None:
         """Called when these ``n`` blocks are at the end of ``node``."""
 
     def touch(self, node: Node, depth: int, priority: int) -> None:

@@ -28,6 +28,7 @@ from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.errors import StaleHandle
 from kvpagoda.policies.protocol import EvictionPolicy
+from kvpagoda.prefix.lru import Entry
 from kvpagoda.prefix.results import Evicted, Lease, Match
 from kvpagoda.prefix.tree import PrefixTree
 from kvpagoda.prefix.window_blocks import Flags, WindowBlocks
@@ -262,8 +263,8 @@ class HybridIndex:
 
     ``groups``: what each group keeps; the blocks of all have ``block_size`` tokens. ``policy``: an eviction policy for
     texts. ``capacity``: the most blocks of texts that the caller lets the tree keep. ``is_numbered``: blocks of texts
-    get numbers, in the last row of the tree, for caches where no group names them. ``parts``: the cached blocks of each
-    group, in the order of ``groups``. ``windows``: those parts that are windows.
+    get numbers, in the last row of the tree, for caches where no group names them. ``checkpoint_cost``: see ``PrefixTree``.
+    ``parts``: the cached blocks of each group, in the order of ``groups``. ``windows``: those parts that are windows.
     """
 
     def __init__(
@@ -274,6 +275,7 @@ class HybridIndex:
         *,
         capacity: int,
         is_numbered: bool = False,
+        checkpoint_cost: float = 0.0,
     ) -> None:
         self.block_size = block_size
         text_groups = [number for number, group in enumerate(groups) if not group.growth.is_bounded]
@@ -282,7 +284,9 @@ class HybridIndex:
         copied = next((number for number, group in enumerate(groups) if group.is_copied), None)
         self.num_texts = len(text_groups)
         num_rows = self.num_texts + 2 * len(bounded) + is_numbered
-        self.tree = PrefixTree(block_size, num_rows, policy, capacity=capacity, proves_ids=False)
+        self.tree = PrefixTree(
+            block_size, num_rows, policy, capacity=capacity, proves_ids=False, checkpoint_cost=checkpoint_cost
+        )
         self.kept: dict[int, Kept] = {}
         self._next_name = 0
         self._numbers = IdPool(first=1) if is_numbered else None
@@ -381,6 +385,14 @@ class HybridIndex:
         last = self.tree.last_checkpoint(lease, num_blocks)
         return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
 
+    def checkpoint_before(self, lease: Lease, num_blocks: int, but: int) -> int:
+        """Return after how many blocks of ``lease``, less than ``num_blocks``, the last checkpoint lies that is not ``but``;
+        0 if there is none."""
+        last = self.tree.last_checkpoint(lease, num_blocks - 1)
+        if last is not None and last[1] == but:
+            last = self.tree.last_checkpoint(lease, last[0] // self.block_size - 1)
+        return 0 if last is None else last[0] // self.block_size
+
     # -- holding -----------------------------------------------------------------------------------------------------
 
     def hold(
@@ -439,10 +451,12 @@ class HybridIndex:
         text: Ids | None = None,
         priority: int = 0,
         is_late: bool = False,
+        entry: Entry | None = None,
         takes_over: bool = True,
     ) -> Published:
         """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
-        New blocks count as used now (``is_late``: with those before them), others as used when ``lease`` was opened.
+        New blocks enter as ``entry`` says (``is_late``: with those before them), others count as used when ``lease`` was
+        opened.
 
         ``texts``: ``[groups of texts, n]``, the names of these blocks in the groups of texts. ``windows``: for
         each window the names of the last blocks up to there, intp, as many as the request has and does not share yet:
@@ -464,11 +478,9 @@ class HybridIndex:
                     window.reserve_scratch(len(names))
         if self._numbers is not None:
             given[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
-        inserted = tree.insert(lease, keys, given, text=text, priority=priority, is_late=is_late)
+        inserted = tree.insert(lease, keys, given, text=text, priority=priority, is_late=is_late, entry=entry)
         if self._numbers is not None:
             self._numbers.advance(inserted.num_added)
-        if self.is_bounded:  # counts a use of the last checkpoint of this text
-            tree.checkpoints.touch(lease.node, lease.num_blocks)
         is_new = inserted.num_added == n
         found: list[BlockNames] = []
         for window, names in zip(self.windows, windows):
@@ -504,15 +516,15 @@ class HybridIndex:
             needed.append(len(span))
         return tuple(found), tuple(needed)
 
-    def keep(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
+    def keep(self, lease: Lease, num_blocks: int, kept: Kept, entry: Entry | None = None) -> int:
         """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there; return its name,
-        which is never used again."""
+        which is never used again. ``entry``: see ``Clock``."""
         name = self._next_name
         self._next_name += 1
         self.kept[name] = kept
         for window, names in zip(self.windows, kept.tails):
             window.keep(names)
-        self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)
+        self.tree.set_checkpoint(lease, num_blocks * self.block_size, name, entry)
         return name
 
     def use(self, name: int) -> None:

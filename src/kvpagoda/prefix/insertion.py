@@ -10,6 +10,7 @@ from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.prefix.descend import descend
 from kvpagoda.prefix.edge_arrays import arrays_of
 from kvpagoda.prefix.eviction_order import EvictionOrder
+from kvpagoda.prefix.lru import Entry
 from kvpagoda.prefix.node import Node, Roots
 from kvpagoda.prefix.results import Mask
 
@@ -78,6 +79,7 @@ class Inserter:
         text: Ids | None,
         priority: int,
         is_late: bool,
+        entry: Entry | None,
     ) -> Node:
         """Insert new blocks below ``node``, which ends at ``depth``, and return the node that ends with them.
 
@@ -101,11 +103,19 @@ class Inserter:
                 node.make_room(n)
                 order.add(ids, priority)
             node.append(tokens, ids, text)
-        order.added(node, n, is_late)
+        order.added(node, n, is_late, entry)
         return node
 
     def along(
-        self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int, is_late: bool
+        self,
+        node: Node,
+        covered: int,
+        tokens: Ids,
+        blocks: Ids,
+        text: Ids | None,
+        priority: int,
+        is_late: bool,
+        entry: Entry | None,
     ) -> tuple[Node, int, Ids, Mask]:
         """Insert blocks behind the ``covered`` blocks that end in ``node``, where some of them may be cached already.
 
@@ -126,7 +136,7 @@ class Inserter:
                 node = way.path[-1] = node.split(way.depth)
             rest = tokens[have * self._block_size :]
             first = rest[: self._block_size].tobytes()
-            node = self.attach(node, way.depth, first, rest, own[:, have:], text, priority, is_late)
+            node = self.attach(node, way.depth, first, rest, own[:, have:], text, priority, is_late, entry)
         if self._owned is not None:  # nothing can fail from here on
             self._owned.add(given)
         way.put_ids(own)

@@ -1,4 +1,4 @@
-"""The built-in LRU order, kept for stretches of blocks that were used together, not for single blocks."""
+"""The built-in LRU order, kept for stretches of blocks that were used together, not for single blocks; and its clock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,24 +15,49 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.node import NO_USES, Node
 
-_NEVER = 2**63
+_USE = 1 << 40  # from one use to the next; below it, a count of entries keeps their times apart
+_NEVER_FOUND = 0.2  # of the way from the floor to now: as high as something enters whose request found nothing
+
+
+class Entry(NamedTuple):
+    """What is known of a new text or checkpoint. ``gain``: the blocks that a request which resumes at its end need not
+    compute, but would if it resumed at the checkpoint before. ``found``: the share of its prompt that the request which
+    computes it found, 0 to 1."""
+
+    gain: int
+    found: float
 
 
 class Clock:
     """A count of uses, by which blocks and checkpoints are compared by age.
 
-    ``now``: the number of uses so far. Nothing was used at time 0.
+    ``now``: the time of the last use. Nothing was used at time 0. ``floor``: the latest time of use that was evicted so far.
+
+    ``checkpoint_cost``: the bytes of a checkpoint, in blocks of text that take as many. If it is 0, what is new counts as
+    used now. Else it enters lower: by the computing that it spares for its bytes, as in GreedyDual-Size (Cao and Irani,
+    USITS 1997), and by how much its request found, since a text that was never found may never be. A hit counts as used now.
     """
 
-    __slots__ = ("now",)
+    __slots__ = ("_cost", "_num_entries", "floor", "now")
 
-    def __init__(self) -> None:
-        self.now = 0
+    def __init__(self, checkpoint_cost: float = 0.0) -> None:
+        self.now = self.floor = self._num_entries = 0
+        self._cost = checkpoint_cost
 
     def tick(self) -> int:
         """Count one more use and return its time."""
-        self.now += 1
+        self.now += _USE
         return self.now
+
+    def enter(self, entry: Entry | None) -> int:
+        """Return the time under which something new is kept; None: now. No two times are equal."""
+        now = self.tick()
+        if entry is None or not self._cost:
+            return now
+        floor, gain = self.floor // _USE, max(1, entry.gain)
+        height = min(1.0, _NEVER_FOUND + entry.found) * gain / (gain + self._cost)
+        self._num_entries += 1
+        return (floor + int((now // _USE - 1 - floor) * height)) * _USE + self._num_entries
 
 
 class LRUOrder:
@@ -38,7 +65,8 @@ class LRUOrder:
 
     The blocks of one use lie on one path. So a node stores ``used``, the time of use of its last stretch of blocks, and
     ``uses``, the (end depth, time of use) of the stretches before it, by depth. Of the blocks of one use the deepest
-    counts as used first, so a stretch is evicted from its end. No two leaves were last used at the same time.
+    counts as used first, so a stretch is evicted from its end. No two leaves were last used at the same time. New blocks
+    are kept under the time that ``Clock.enter`` gives them.
 
     ``queued``: the time under which a node is in the queue, 0 if it is not. A node whose last block is evictable is in
     the queue. An entry is corrected when it comes up, if its node was used since or is not evictable now. Times that
@@ -60,14 +88,14 @@ class LRUOrder:
     def add(self, rows: Ids, priority: int) -> None:
         """Do nothing: ``added`` does the work."""
 
-    def added(self, node: Node, n: int, is_late: bool) -> None:
-        """Count the last ``n`` blocks of ``node``, which are new, as used now; with ``is_late``, where others are in front of
-        them, as used with these."""
+    def added(self, node: Node, n: int, is_late: bool, entry: Entry | None) -> None:
+        """Let the last ``n`` blocks of ``node``, which are new, enter as ``entry`` says; with ``is_late``, where others are
+        in front of them, they count as used with these."""
         if n < node.num_blocks:
             if is_late:
                 return
             node.uses = [*node.uses, (node.start + node.num_blocks - n, node.used)]
-        node.used = self._clock.tick()
+        node.used = self._clock.enter(entry)
 
     def touch(self, node: Node, depth: int, priority: int) -> None:
         """Count the blocks up to ``depth``, which lies in ``node``, as used together now. O(stretches behind it)."""
@@ -107,7 +135,7 @@ class LRUOrder:
                 continue
             if node.uses:  # take earlier stretches too that were used before the next node in the queue
                 uses, first = node.uses, len(node.uses)
-                next_up = min(in_order[0].queued if in_order else _NEVER, heap[0] if heap else _NEVER)
+                next_up = min(in_order[0].queued if in_order else inf, heap[0] if heap else inf)
                 while first and uses[first - 1][1] < next_up:
                     first -= 1
                 if first:
@@ -116,6 +144,7 @@ class LRUOrder:
                 count = limit
             limit -= count
             yield node, count
+            self._clock.floor = max(self._clock.floor, when)  # not before the caller asks for more: it did evict these
 
     def remove(self, node: Node, count: int) -> None:
         """Update the stretches of ``node``, which still has its last ``count`` blocks; they are about to be evicted."""

@@ -17,7 +17,7 @@ from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
 from kvpagoda.prefix.insertion import Inserter, OwnedIds
 from kvpagoda.prefix.invariants import prove_counts, prove_ids, prove_pins, prove_shape
 from kvpagoda.prefix.leases import Leases
-from kvpagoda.prefix.lru import Clock, LRUOrder
+from kvpagoda.prefix.lru import Clock, Entry, LRUOrder
 from kvpagoda.prefix.node import Node, Roots, nodes_below
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
 from kvpagoda.units import whole_number
@@ -36,7 +36,8 @@ class PrefixTree:
 
     ``policy``: a name from ``POLICY_NAMES``, or an ``EvictionPolicy`` object that no other tree uses or used. Some
     policies need ``capacity``, the most blocks that the caller lets the tree keep. ``proves_ids``: check at every call,
-    not only in ``check``, that each block is in one place. Not safe for concurrent use.
+    not only in ``check``, that each block is in one place. ``checkpoint_cost``: what a checkpoint takes beside a block, see
+    ``Clock``. Not safe for concurrent use.
 
     A descent costs one dictionary probe for each node on the path, and one array compare; nothing recurses, and nothing
     loops over tokens. Every method validates and allocates first: if it raises, even MemoryError, nothing has changed.
@@ -61,13 +62,16 @@ class PrefixTree:
         *,
         capacity: int = 0,
         proves_ids: bool = True,
+        checkpoint_cost: float = 0.0,
     ) -> None:
         if block_size < 1 or num_groups < 0:
             raise BadInput(f"a tree of {num_groups} groups with blocks of {block_size} tokens cannot be")
         asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        self.checkpoints = Checkpoints(clock := Clock())  #: hold, release, drop and evict checkpoints through this
+        self.checkpoints = Checkpoints(
+            clock := Clock(checkpoint_cost)
+        )  #: hold, release, drop and evict checkpoints through this
         self._order: EvictionOrder = LRUOrder(clock) if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
         self._roots = Roots(block_size, self._num_rows)
@@ -172,6 +176,7 @@ class PrefixTree:
         pin: bool | None = None,
         priority: int = 0,
         is_late: bool = False,
+        entry: Entry | None = None,
     ) -> Inserted:
         """Publish the whole blocks that follow what ``at`` covers.
 
@@ -179,9 +184,9 @@ class PrefixTree:
         that it lacks; in a cached block that lacks the ids of some groups, it takes these. ``text``: an array that owns
         its memory and has ``tokens`` at their position from the root. If they are many, the tree keeps a view of it, so
         it may then be written only behind them. ``pin``: let the lease ``at`` cover all blocks, or open one for a
-        match; None: only extend a lease; False: neither. New blocks count as used now; with
-        ``is_late``, for LRU, those that extend a leaf as used when its last block was. Others need ``touch``. Amortised
-        O(n), and O(nodes) behind ``at``.
+        match; None: only extend a lease; False: neither. New blocks count as used now, or for LRU as ``entry`` says (see
+        ``Clock``); with ``is_late``, for LRU, those that extend a leaf as used when its last block was. Others need
+        ``touch``. Amortised O(n), and O(nodes) behind ``at``.
 
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
         another place or that is named twice. Nothing has changed then."""
@@ -197,11 +202,12 @@ class PrefixTree:
             if self._owned is not None:
                 self._owned.prove_new(blocks)
             if n:
-                node = self._inserter.attach(node, covered, first, tokens, blocks, text, priority, is_late)
+                node = self._inserter.attach(node, covered, first, tokens, blocks, text, priority, is_late, entry)
             if self._owned is not None:
                 self._owned.add(blocks)
         else:
-            node, added, own, duplicates = self._inserter.along(node, covered, tokens, blocks, text, priority, is_late)
+            way = self._inserter.along(node, covered, tokens, blocks, text, priority, is_late, entry)
+            node, added, own, duplicates = way
         self.num_cached += added
         if lease is not None:
             self._leases.extend(lease, node, covered + n)
@@ -266,14 +272,15 @@ class PrefixTree:
         self._removals += 1
         return self._gone(ids, states, 0)
 
-    def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int) -> bool:
+    def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int, entry: Entry | None = None) -> bool:
         """Add the state after the first ``num_tokens`` tokens of what ``at`` covers as a checkpoint. False if there is
-        one already; ``state_id`` then stays with the caller. Raises as ``pin`` does; BadInput if ``num_tokens`` is no
-        block boundary there, NotOwned if the tree owns the id already."""
+        one already; ``state_id`` then stays with the caller. ``entry``: as for ``insert``.
+        Raises as ``pin`` does; BadInput if ``num_tokens`` is no block boundary there, NotOwned if the tree owns the id
+        already."""
         depth, rest = divmod(num_tokens, self.block_size)
         if rest or depth < 1:
             raise BadInput(f"a checkpoint lies at a multiple of {self.block_size} tokens, not at {num_tokens}")
-        return self.checkpoints.put(*self._locate(at, depth), state_id)
+        return self.checkpoints.put(*self._locate(at, depth), state_id, entry)
 
     def last_checkpoint(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[int, int] | None:
         """Return (num_tokens, state id) of the deepest checkpoint within the first ``num_blocks`` blocks (None: all) of
