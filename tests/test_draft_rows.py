@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda import KVCache, Limits
+from kvpagoda import KVCache, Limits, Retention
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 pytest.importorskip("torch")
@@ -113,17 +113,18 @@ TARGETS = {"full": [FULL, FULL, FULL], "windows": [WINDOW, WINDOW, WINDOW], "mix
 def test_without_pressure_hits_are_those_without_a_draft(name: str) -> None:
     """Whether the draft lies in the same blocks or has groups of its own, which may lack anything."""
     own = schema_of(*TARGETS[name])
-    plain, _ = traffic(own, num_blocks=4000)
+    sizes = {"num_blocks": 4000, "retention": Retention(1000)}
+    plain, _ = traffic(own, **sizes)
     for drafts in ([FULL], [WINDOW], [FULL, Attention(1, 1, 1, "float32", Growth(window=5))]):
-        found, _ = traffic(own.drafted_by(schema_of(*drafts)), num_blocks=4000)
+        found, _ = traffic(own.drafted_by(schema_of(*drafts)), **sizes)
         assert found == plain, drafts
     assert sum(plain) > 2_000
 
 
-@pytest.mark.parametrize("name", ["full", "mixed"])
-def test_a_draft_in_the_same_blocks_takes_its_bytes_and_no_more(name: str) -> None:
-    """With as many blocks of each group hits are equal under pressure too: nothing else is evicted."""
-    own = schema_of(*TARGETS[name])
+def test_a_draft_in_the_same_blocks_takes_its_bytes_and_no_more() -> None:
+    """With as many blocks hits are equal under pressure too: nothing else is evicted. Where there are checkpoints the order
+    may differ, since they take fewer bytes beside the larger blocks of text."""
+    own = schema_of(*TARGETS["full"])
     plain, _ = traffic(own, num_blocks=150)
     drafted, cache = traffic(own.drafted_by(schema_of(FULL)), num_blocks=150)
     assert drafted == plain and any(group.evicted for group in cache.stats().groups)

@@ -200,7 +200,7 @@ def test_every_token_carries_the_epoch_that_computed_it(name: str) -> None:
     staying: dict[Any, int] = {}  # sequence -> the epoch that it stays on
     computed: dict[int, int] = {}  # epoch -> the most tokens of the text that were computed in it alone
     num_crossed = num_joined = 0
-    for step in range(900):
+    for step in range(1500):
         chance, alive = random.random(), [*truth]
         if chance < 0.25 and len(alive) < 4:
             epoch = int(random.choice([*staying.values(), cache.epoch])) if random.random() < 0.5 else None

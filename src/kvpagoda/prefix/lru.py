@@ -15,7 +15,8 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.node import NO_USES, Node
 
-_USE = 1 << 40  # from one use to the next; below it, a count of entries keeps their times apart
+_ENTRIES = 40  # the lowest bits of a time count entries, and keep their times apart
+_USE = 1 << 20 + _ENTRIES  # from one use to the next
 _NEVER_FOUND = 0.2  # of the way from the floor to now: as high as something enters whose request found nothing
 
 
@@ -54,10 +55,10 @@ class Clock:
         now = self.tick()
         if entry is None or not self._cost:
             return now
-        floor, gain = self.floor // _USE, max(1, entry.gain)
+        gain, floor = max(1, entry.gain), self.floor >> _ENTRIES
         height = min(1.0, _NEVER_FOUND + entry.found) * gain / (gain + self._cost)
         self._num_entries += 1
-        return (floor + int((now // _USE - 1 - floor) * height)) * _USE + self._num_entries
+        return (floor + int(((now >> _ENTRIES) - floor) * height) << _ENTRIES) + self._num_entries
 
 
 class LRUOrder:
@@ -95,7 +96,7 @@ class LRUOrder:
             if is_late:
                 return
             node.uses = [*node.uses, (node.start + node.num_blocks - n, node.used)]
-        node.used = self._clock.enter(entry)
+        node.used = max(self._clock.enter(entry), node.queued)  # it comes up no sooner than it is queued
 
     def touch(self, node: Node, depth: int, priority: int) -> None:
         """Count the blocks up to ``depth``, which lies in ``node``, as used together now. O(stretches behind it)."""
