@@ -68,7 +68,7 @@ def one_media(traffic: Traffic, sequence: object) -> dict[int, bytes]:
     }
 
 
-SEEDS = {"fp8_heads": 2}
+SEEDS = {"fp8_heads": 2, "gemma": 2}
 """Where the first seed has memory for all windows."""
 NEVER_CUT = ("full", "mla", "drafted", "drafted_full")
 """Schemas whose hits are not cut short here: without windows, or with a draft whose blocks are evicted before these."""
