@@ -306,7 +306,7 @@ class Settler:
                 keys,
                 request.text,
                 request.priority,
-                entry=request.entry(begin, size) if source is None else None,
+                entry=request.entry(begin, size) if core.bounded and source is None else None,
                 has_optional=request.lacking_from is None,
             )
         except Exception:
@@ -429,8 +429,8 @@ class Settler:
         checkpoint is evicted, but nothing that requests have reserved is used."""
         core, prefix, states = self._core, self._core.prefix, self._core.states
         index = prefix.index
-        name = index.checkpoint_at(request.lease, num_blocks)
-        if name is not None:
+        before, name = index.last_checkpoint(request.lease, num_blocks)
+        if before == num_blocks:
             index.use(name)
             return name, False
         if prefix.is_full:
@@ -448,7 +448,8 @@ class Settler:
             copy = left if as_left else states.copied_from(left)
         else:
             copy = states.copied(request.slot, num_blocks * core.block_size)
-        before = index.checkpoint_before(request.lease, num_blocks, request.tail)
+        if before and name == request.tail:  # it is dropped next
+            before, _ = index.last_checkpoint(request.lease, before - 1)
         entry = Entry(num_blocks - before, request.found)
         core.guard.is_torn = True
         if as_left:

@@ -385,13 +385,10 @@ class HybridIndex:
         last = self.tree.last_checkpoint(lease, num_blocks)
         return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
 
-    def checkpoint_before(self, lease: Lease, num_blocks: int, but: int) -> int:
-        """Return after how many blocks of ``lease``, less than ``num_blocks``, the last checkpoint lies that is not ``but``;
-        0 if there is none."""
-        last = self.tree.last_checkpoint(lease, num_blocks - 1)
-        if last is not None and last[1] == but:
-            last = self.tree.last_checkpoint(lease, last[0] // self.block_size - 1)
-        return 0 if last is None else last[0] // self.block_size
+    def last_checkpoint(self, lease: Lease, num_blocks: int) -> tuple[int, int]:
+        """Return (blocks, name) of the last checkpoint within the first ``num_blocks`` blocks of ``lease``, or (0, 0)."""
+        last = self.tree.last_checkpoint(lease, num_blocks)
+        return (0, 0) if last is None else (last[0] // self.block_size, last[1])
 
     # -- holding -----------------------------------------------------------------------------------------------------
 

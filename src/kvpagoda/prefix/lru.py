@@ -52,7 +52,7 @@ class Clock:
 
     def enter(self, entry: Entry | None) -> int:
         """Return the time under which something new is kept; None: now. No two times are equal."""
-        now = self.tick()
+        now = self.now = self.now + _USE
         if entry is None or not self._cost:
             return now
         gain, floor = max(1, entry.gain), self.floor >> _ENTRIES
