@@ -139,7 +139,7 @@ def test_a_draft_with_a_group_of_its_own_leaves_the_blocks_of_the_model(name: st
     blocks that the draft of four running requests takes."""
     own = schema_of(*TARGETS[name])
     both = own.drafted_by(schema_of(*drafts))
-    budget = 28 * 1024
+    budget = 22 * 1024
     drafted, cache = traffic(both, budget=budget)
     (optional,) = [group for group in cache.plan.groups if group.growth.is_optional]
     running = 4 * optional.blocks_for(120 + 64) * optional.row_nbytes

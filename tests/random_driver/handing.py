@@ -55,8 +55,9 @@ class Promise:
 
 
 def is_mixed(request: Request) -> bool:
-    """Whether its tokens are of several versions of the weights, or of what its namespace stands for."""
-    return any(first > 0 for first, _ in request.seeds)
+    """Whether its tokens are of several versions of the weights, or of what its namespace stands for. A change behind its
+    tokens is of some that it lost since."""
+    return any(0 < first < request.num_written for first, _ in request.seeds)
 
 
 def may_refuse(request: Request) -> list[type[Exception]]:

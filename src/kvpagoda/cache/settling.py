@@ -154,15 +154,15 @@ class Settler:
             if found.loaded:
                 self._publish_blocks(request, found.resumable, hit)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
+            if saved is not None:
+                core.prefix.index.use(saved[0])
+                request.kept.append(saved[0])
             if request.breakpoints is not None:
                 self._keep_before(request, request.breakpoints, begin)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
-        name = None if saved is None else saved[0]
-        if name is not None:
-            core.prefix.index.use(name)
-            request.kept.append(name)
+        name = saved[0] if saved is not None and saved[0] in core.prefix.kept else None  # a later one may have evicted it
         if begin and not found.loaded:
             core.tiers.reused(request, name)
 
