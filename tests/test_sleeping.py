@@ -258,7 +258,8 @@ def test_a_tree_in_tiers_is_found_again(kind: str, way: Any, tmp_path: Path) -> 
     assert not any(group.evictable for group in stats.groups)
     for text, was in zip(texts, before):
         with cache.open([*text, 9], capacity=0) as sequence:
-            assert sequence.cached_tokens == sequence.match.loaded >= was > 0
+            least = was if not slept.dropped else size  # a disk that is slow drops what waits too long, and says so
+            assert sequence.cached_tokens == sequence.match.loaded >= least > 0, slept
     cache.check()
     cache.close()
 

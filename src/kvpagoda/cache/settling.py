@@ -162,9 +162,8 @@ class Settler:
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
-        name = saved[0] if saved is not None and saved[0] in core.prefix.kept else None  # a later one may have evicted it
-        if begin and not found.loaded:
-            core.tiers.reused(request, name)
+        if begin and not found.loaded:  # one that was kept later may have evicted the checkpoint
+            core.tiers.reused(request, saved[0] if saved is not None and saved[0] in core.prefix.kept else None)
 
     def checkpoint_running_request(self, match: Match, found: PrefixMatch) -> bool:
         """Keep a checkpoint of a running request whose tokens end exactly where ``match`` ends, if that saves much
