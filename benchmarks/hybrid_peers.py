@@ -59,7 +59,7 @@ def _asked(process: Process, who: str, name: str, config: dict[str, Any], budget
     return {
         "case": f"{name}, {budget}", "who": who, "version": process.version, "model": name, "budget": budget,
         "us": 1e6 * figures["seconds"] / figures["requests"],
-        **{key: figures[key] for key in ("hit_percent", "mean_running", "steps", "preempted")},
+        **{key: figures[key] for key in ("hit_percent", "mean_running", "steps", "preempted", "never_fit")},
     }  # fmt: skip
 
 

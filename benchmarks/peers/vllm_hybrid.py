@@ -9,28 +9,17 @@ running request needs more blocks than are free, the youngest request is preempt
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections import deque
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.peers import ROOT, stubs
+from benchmarks.peers import vllm_here
 from kvpagoda.replay import Trace
 from kvpagoda.replay.texts import text_of
 from kvpagoda.units import ceil_div
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-HEAVY = (
-    "torchvision", "xgrammar", "llguidance", "openai_harmony", "openai", "uvloop", "aiohttp", "psutil", "cbor2", "pybase64",
-    "cachetools", "cloudpickle", "cpuinfo", "fastapi", "partial_json_parser",
-)  # fmt: skip
-if find_spec("vllm") is None:
-    unpacked = [str(path) for path in sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages"))]
-    sys.path += [path for path in (os.environ.get("KVPAGODA_BENCH_VLLM"), *unpacked) if path]
-stubs.install(*(name for name in HEAVY if find_spec(name) is None))
+vllm_here.prepare()
 
 import torch  # noqa: E402
 import vllm  # noqa: E402

@@ -6,26 +6,15 @@ consumers`` fills. Nothing of it is replaced but packages that it imports and th
 
 from __future__ import annotations
 
-import os
-import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.peers import ROOT, stubs
+from benchmarks.peers import vllm_here
 from kvpagoda.replay import Group
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.texts import text_of
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-HEAVY = (
-    "torchvision", "xgrammar", "llguidance", "openai_harmony", "openai", "uvloop", "aiohttp", "psutil", "cbor2", "pybase64",
-    "cachetools", "cloudpickle", "cpuinfo", "fastapi", "partial_json_parser",
-)  # fmt: skip
-if find_spec("vllm") is None:
-    unpacked = [str(folder) for folder in sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages"))]
-    sys.path += [folder for folder in (os.environ.get("KVPAGODA_BENCH_VLLM"), *unpacked) if folder]
-stubs.install(*(name for name in HEAVY if find_spec(name) is None))
+vllm_here.prepare()
 
 import torch  # noqa: E402
 import vllm  # noqa: E402

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from judges import judge
+from judges import SGLANG, agreement, judge
 from letters import trace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -22,7 +23,6 @@ from kvpagoda.replay.driver import serve_with
 from kvpagoda.replay.edge_states import StateLRU, StateTree, slots
 from kvpagoda.replay.edge_windows import WindowTree
 
-SGLANG = "sglang-0.5.23"
 STATE = Group.from_text("full+state")
 
 
@@ -93,14 +93,8 @@ def sglang() -> Iterator[Process]:
     yield from judge("sglang_oracle")
 
 
-def of_the_engine(process: Process, size: int, mode: str, groups: str, seed: int, core: str = "rust") -> oracle.Row:
-    """Serve random branches with little memory and with more."""
-    source, schedule = {"name": "long branches", "limit": 100, "seed": seed}, oracle.SCHEDULES[mode]
-    sizes = oracle.capacities(oracle.trace_of(**source), size, schedule.at_once, len(Group.from_text(groups)))
-    more = {"groups": groups, "core": core}
-    return oracle.agreements(
-        process, SGLANG, mode, [(source, oracle.asked(size, blocks, schedule) | more) for blocks in sizes[:3:2]]
-    )
+of_the_engine = partial(agreement, {"name": "long branches", "limit": 100})
+"""Random texts that part often, with little memory and with more."""
 
 
 @pytest.mark.parametrize("mode", [*oracle.SCHEDULES])

@@ -69,9 +69,8 @@ class PrefixTree:
         asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        self.checkpoints = Checkpoints(
-            clock := Clock(checkpoint_cost)
-        )  #: hold, release, drop and evict checkpoints through this
+        clock = Clock(checkpoint_cost)
+        self.checkpoints = Checkpoints(clock)  #: hold, release, drop and evict checkpoints through this
         self._order: EvictionOrder = LRUOrder(clock) if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
         self._roots = Roots(block_size, self._num_rows)
@@ -206,8 +205,9 @@ class PrefixTree:
             if self._owned is not None:
                 self._owned.add(blocks)
         else:
-            way = self._inserter.along(node, covered, tokens, blocks, text, priority, is_late, entry)
-            node, added, own, duplicates = way
+            node, added, own, duplicates = self._inserter.along(
+                node, covered, tokens, blocks, text, priority, is_late, entry
+            )
         self.num_cached += added
         if lease is not None:
             self._leases.extend(lease, node, covered + n)
