@@ -8,8 +8,8 @@ says what is counted.
 - "64 at once": of every cache that admits and ends the requests in the same steps as ours, where after each step a request
   has as many tokens as in ours, or as many as it found. What the running requests hold is not room for others.
 
-``packed_percent`` is the best choice of reuses that was seen to fit: the bound cannot fall below it. The hits of vLLM (the
-better of its default and "all kept") and of TokenSpeed are those that ``hybrid_peers`` saved. Their steps are others than
+``packed_percent`` is the best choice of reuses that was seen to fit: the bound cannot fall below it. The hits of vLLM (with
+the best of its settings) and of TokenSpeed are those that ``hybrid_peers`` saved. Their steps are others than
 ours: strictly, neither bound is one for them. The whole takes some minutes. Needs the traces, as ``hits`` does; without
 them a synthetic mix is served.
 """
@@ -19,11 +19,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.checkpoints_at_rest import NEMOTRON_H_8B
 from benchmarks.offline.demand import Needs, Texts, demand_of, held_by_running
 from benchmarks.offline.prices import ROUNDS, bound
 from benchmarks.offline.schedule import one_at_a_time, served_here
-from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, QWEN3_NEXT_80B, schema_of
+from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, NEMOTRON_H_8B, QWEN3_NEXT_80B, schema_of
 from benchmarks.timing import RESULTS, Options, Row, tell
 from benchmarks.workload import SOURCES, TRACES
 from kvpagoda.replay import Trace, synthetic
@@ -76,14 +75,13 @@ def trace_for(options: Options) -> tuple[Trace, int]:
 
 
 def peers(model: str, budget: str) -> dict[str, float | None]:
-    """Return the hits of vLLM and TokenSpeed in percent, of the last saved ``hybrid_peers``; None where there are none."""
+    """Return the most hits of vLLM and of TokenSpeed in percent, of the last saved ``hybrid_peers``; None where there are
+    none."""
     path = RESULTS / "hybrid_peers.json"
     saved = json.loads(path.read_text())["rows"] if path.exists() else []
-    cases = (f"{model}, {budget}", f"{model}, all kept, {budget}")
+    mine = [row for row in saved if (row.get("model"), row.get("budget")) == (model, budget)]
     return {
-        f"{who}_percent": max(
-            (row["hit_percent"] for row in saved if row["who"] == who and row["case"] in cases), default=None
-        )
+        f"{who}_percent": max((row["hit_percent"] for row in mine if row["who"] == who), default=None)
         for who in ("vllm", "tokenspeed")
     }
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
-from benchmarks.one_budget import QWEN3_NEXT_80B, schema_of
+from benchmarks.one_budget import NEMOTRON_H_8B, QWEN3_NEXT_80B, schema_of
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import TRACES
 from kvpagoda.replay import serve, synthetic
@@ -20,12 +19,6 @@ from kvpagoda.schema.at_rest import FORMATS
 
 QUESTION = "What are checkpoints in fewer bytes worth in hits?"
 TRACE = "mooncake_conversation.jsonl.gz"
-NEMOTRON_H_8B: dict[str, Any] = {
-    "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 4096, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
-    "n_groups": 8, "conv_kernel": 4, "torch_dtype": "bfloat16",
-    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-}  # fmt: skip
 MODELS = {"Qwen3-Next-80B": QWEN3_NEXT_80B, "Nemotron-H-8B": NEMOTRON_H_8B}
 BUDGETS = ("20GiB", "100GiB", "400GiB")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, QWEN3_NEXT_80B, schema_of
+from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, NEMOTRON_H_8B, QWEN3_NEXT_80B, schema_of
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import TRACES
 from kvpagoda.replay import serve, synthetic
@@ -29,7 +29,7 @@ FULL_ONLY = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Gemma-3-27B": GEMMA3_27B, "gpt-oss-120b": GPT_OSS_120B, "Mistral-7B, windows only": WINDOWS_ONLY,
-    "Qwen3-Next-80B": QWEN3_NEXT_80B, "Llama-3-8B, full attention": FULL_ONLY,
+    "Qwen3-Next-80B": QWEN3_NEXT_80B, "Nemotron-H-8B": NEMOTRON_H_8B, "Llama-3-8B, full attention": FULL_ONLY,
 }  # fmt: skip
 BUDGETS = {"20GiB": (2048,), "50GiB": (2048,), "100GiB": (2048, 8192), "400GiB": (2048,)}
 """Budget -> most tokens of a request that are computed in one step."""

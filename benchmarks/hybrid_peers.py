@@ -8,6 +8,7 @@ of all its calls. Ours includes everything, also the making of the texts.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from benchmarks import hits
@@ -21,13 +22,26 @@ PEERS = {"vllm": "vllm_hybrid", "tokenspeed": "tokenspeed_hybrid"}
 MODELS: dict[str, dict[str, Any]] = {
     name: config for name, config in hits.MODELS.items() if config is not hits.FULL_ONLY
 }  # fmt: skip
-ASKED = {
-    "Qwen3-Next-80B, its states in bfloat16": {**QWEN3_NEXT_80B, "mamba_ssm_dtype": "bfloat16"},
-    **{f"{name}, all kept": {**config, "prefix_cache_retention_interval": None} for name, config in MODELS.items()},
-}
-"""vLLM with other settings. Its default for the states of Qwen3-Next is bfloat16. Ours are float32, as in transformers,
-and in ``MODELS`` vLLM is set to float32 too. By default it keeps blocks of windows for reuse only where another text is
-likely to continue; in the cases "all kept" it keeps all."""
+INTERVALS = {"all kept": None, **{f"every {n}": n for n in (1024, 2048, 4096, 8192, 16384, 32768)}}
+"""vLLM's ``prefix_cache_retention_interval``. By default (0) it keeps blocks of windows and states for reuse only where
+another text is likely to continue; "every 1024" keeps those after every 1,024 tokens too, and "all kept" all."""
+BFLOAT16 = {"Qwen3-Next-80B, its states in bfloat16": {**QWEN3_NEXT_80B, "mamba_ssm_dtype": "bfloat16"}}
+"""vLLM's default. Ours are float32, as in transformers, and in ``MODELS`` vLLM is set to float32 too."""
+Case = tuple[str, str, dict[str, Any]]
+"""The model, vLLM's setting ("" for its defaults), and both as the peers take them."""
+
+
+def cases(who: str) -> list[Case]:
+    """Return what is asked of a peer, at each budget."""
+    models: list[Case] = [(name, "", config) for name, config in MODELS.items()]
+    if who != "vllm":
+        return models
+    others = [
+        (name, setting, {**config, "prefix_cache_retention_interval": interval})
+        for name, config in MODELS.items()
+        for setting, interval in INTERVALS.items()
+    ]
+    return [*models, *((name, "", config) for name, config in BFLOAT16.items()), *others]
 
 
 def measure(options: Options) -> list[Row]:
@@ -35,9 +49,6 @@ def measure(options: Options) -> list[Row]:
     rows = [
         {"case": f"{row['model']}, {row['budget']}", "who": "ours", **row} for row in ours if row["step_tokens"] == 2048
     ]
-    large = [*hits.BUDGETS][2:]
-    cases = [(name, config, budget) for name, config in MODELS.items() for budget in hits.BUDGETS]
-    more = {"vllm": [(name, config, budget) for name, config in ASKED.items() for budget in large]}
     for who, peer in PEERS.items():
         if who not in options.peers:
             continue
@@ -47,20 +58,20 @@ def measure(options: Options) -> list[Row]:
             rows.append({"who": who, "absent": str(reason)})
             continue
         with process:
-            for name, config, budget in cases + more.get(who, []):
-                if options.only in f"{name} {budget}":
-                    rows.append(_asked(process, who, name, config, budget, 40 if options.quick else 3000))
+            for (name, setting, config), budget in product(cases(who), hits.BUDGETS):
+                title = f"{name}, {setting}" if setting else name
+                if options.only in f"{title} {budget}":
+                    figures = _served(process, config, budget, 40 if options.quick else 3000)
+                    rows.append({"case": f"{title}, {budget}", "who": who, "model": name, "budget": budget, **figures})
     return rows
 
 
-def _asked(process: Process, who: str, name: str, config: dict[str, Any], budget: str, limit: int) -> Row:
-    """Serve the first ``limit`` requests in a peer and return the row."""
+def _served(process: Process, config: dict[str, Any], budget: str, limit: int) -> Row:
+    """Serve the first ``limit`` requests in a peer and return its figures."""
     figures = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit)
-    return {
-        "case": f"{name}, {budget}", "who": who, "version": process.version, "model": name, "budget": budget,
-        "us": 1e6 * figures["seconds"] / figures["requests"],
-        **{key: figures[key] for key in ("hit_percent", "mean_running", "steps", "preempted", "never_fit")},
-    }  # fmt: skip
+    kept = ("hit_percent", "mean_running", "steps", "preempted", "never_fit")
+    per_request = 1e6 * figures["seconds"] / figures["requests"]
+    return {"version": process.version, "us": per_request, **{key: figures[key] for key in kept}}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,12 @@ QWEN3_NEXT_80B = {
     "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "torch_dtype": "bfloat16",
 }  # fmt: skip
+NEMOTRON_H_8B = {
+    "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
+    "n_groups": 8, "conv_kernel": 4, "torch_dtype": "bfloat16",
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}  # fmt: skip
 MODELS: list[tuple[str, dict[str, Any] | None, str]] = [
     ("Gemma-3-27B", GEMMA3_27B, "24GiB"),
     ("gpt-oss-120b", GPT_OSS_120B, "6GiB"),

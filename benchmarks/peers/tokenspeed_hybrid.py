@@ -10,11 +10,13 @@ models without states would have one block of each group in a physical block; he
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
+from math import prod
 from typing import Any
 
 import tokenspeed_scheduler as ts
 
+from benchmarks.peers.hybrid_layers import heads_of, kinds_of, states_of
 from benchmarks.peers.tokenspeed import (
     LEAST_BLOCK,
     VERSION,
@@ -34,6 +36,7 @@ AT_ONCE, STEP_TOKENS, STATE_BLOCK = 64, 8192, 128
 """``STATE_BLOCK``: tokens of a block, and between two states that can be kept, in models with recurrent states."""
 WAITING = 4
 """Requests that wait in the scheduler; it hashes the prompts of all of them in every step in which memory is short."""
+KINDS = {"full": ts.AttnKind.Full, "window": ts.AttnKind.SlidingWindow}
 now = time.process_time
 
 
@@ -128,33 +131,27 @@ class Peer:
 def groups_of(config: dict[str, Any]) -> tuple[list[Any], int, int]:
     """Return the groups of a model, the tokens between two positions that are told apart, and the bytes of a physical
     block, in which each group has as many blocks as its bytes allow. Keys and values are bfloat16."""
-    layers = config["num_hidden_layers"]
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token = 2 * 2 * config["num_key_value_heads"] * head
-    if config["model_type"] == "qwen3_next":
-        return _with_states(config, token)
-    every = {"gemma3_text": config.get("sliding_window_pattern"), "gpt_oss": 2}.get(config["model_type"])
-    num_full = layers // every if every else 0
-    sizes = {ts.AttnKind.Full: num_full, ts.AttnKind.SlidingWindow: layers - num_full}
-    sizes = {kind: size for kind, size in sizes.items() if size}
+    sizes = Counter(kinds_of(config).values())
+    token = 2 * 2 * prod(heads_of(config))
+    if "state" in sizes:
+        return _with_states(config, sizes, token)
     largest = max(sizes.values())
-    groups = []
-    for kind, size in sizes.items():
-        window = config["sliding_window"] if kind == ts.AttnKind.SlidingWindow else None
-        groups.append(_group(str(kind), LEAST_BLOCK, kind, largest // size, window))
+    groups = [
+        _group(kind, LEAST_BLOCK, KINDS[kind], largest // size, config["sliding_window"] if kind == "window" else None)
+        for kind, size in sorted(sizes.items())
+    ]
     return groups, LEAST_BLOCK, largest * token * LEAST_BLOCK
 
 
-def _with_states(config: dict[str, Any], token: int) -> tuple[list[Any], int, int]:
-    """Return the same for Qwen3-Next. The layers of each position in the pattern are a group. A state has the memory of
-    as many blocks of K as its float32 matrix takes, and that of as many of V for its convolution."""
-    every = config["full_attention_interval"]
-    matrix = 4 * config["linear_num_value_heads"] * config["linear_value_head_dim"] * config["linear_key_head_dim"]
-    block = token * STATE_BLOCK
+def _with_states(config: dict[str, Any], sizes: Counter[str], token: int) -> tuple[list[Any], int, int]:
+    """Return the same for a model with states: as many groups of them as there are layers with states for each with full
+    attention. A state has the memory of as many blocks of K as its float32 matrix takes, and that of as many of V for its
+    convolution."""
+    matrix, block = 4 * prod(states_of(config)[1]), token * STATE_BLOCK
     packed = matrix // (block // 2)
     groups = [_group("full", STATE_BLOCK, ts.AttnKind.Full, packed)]
-    groups += [_group(f"state {i}", 0, ts.AttnKind.State, 1) for i in range(every - 1)]
-    return groups, STATE_BLOCK, config["num_hidden_layers"] // every * block * packed
+    groups += [_group(f"state {i}", 0, ts.AttnKind.State, 1) for i in range(sizes["state"] // sizes["full"])]
+    return groups, STATE_BLOCK, sizes["full"] * block * packed
 
 
 def _group(name: str, block_size: int, kind: Any, packed: int, window: int | None = None) -> Any:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.peers import vllm_here
+from benchmarks.peers.hybrid_layers import heads_of, kinds_of, states_of
 from kvpagoda.replay import Trace
 from kvpagoda.replay.texts import text_of
 from kvpagoda.units import ceil_div
@@ -44,14 +45,16 @@ now = time.process_time
 
 
 class Peer:
-    """Serves ``trace`` (``tokens_per_id`` tokens per id) with the layers of the model ``config`` in ``budget`` bytes."""
+    """Serves ``trace`` (``tokens_per_id`` tokens per id) with the layers of the model ``config`` in ``budget`` bytes.
+    ``config["prefix_cache_retention_interval"]``: vLLM's (0 by default), raised to a multiple of its block."""
 
     def __init__(self, config: dict[str, Any], budget: int, trace: Trace, tokens_per_id: int) -> None:
         self.trace, self.per_id = trace, tokens_per_id
         specs = specs_of(config)
         self.block_size = next(iter(specs.values())).block_size
         has_states = any(isinstance(spec, MambaSpec) for spec in specs.values())
-        settings = _settings(self.block_size, config.get("prefix_cache_retention_interval", 0))
+        interval = config.get("prefix_cache_retention_interval", 0)
+        settings = _settings(self.block_size, interval and self.block_size * ceil_div(interval, self.block_size))
         planned = get_kv_cache_config_from_groups(settings, get_kv_cache_groups(settings, specs), budget)
         self.block_size = planned.kv_cache_groups[0].kv_cache_spec.block_size
         scheduler_size, hash_size = resolve_kv_cache_block_sizes(planned, settings)
@@ -163,30 +166,19 @@ class Peer:
 def specs_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return vLLM's cache spec for each layer of a model, by the layer's number as text. For models with states, the
     block size is the one that vLLM's platform code chooses: the least multiple of 16 tokens whose keys and values take
-    at least the bytes of a state."""
-    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    at least the bytes of a state. States are in the dtype that ``config`` names (float32 by default)."""
+    kinds = kinds_of(config)
+    heads, width = heads_of(config)
     attention = {"num_kv_heads": heads, "head_size": width, "dtype": torch.bfloat16}
-    if config["model_type"] == "qwen3_next":
-        return _with_states(config, attention)
-    every = {"gemma3_text": config.get("sliding_window_pattern"), "gpt_oss": 2}.get(config["model_type"])
-    specs: dict[str, Any] = {}
-    for layer in range(layers):
-        is_full = not config.get("sliding_window") or (every is not None and layer % every == every - 1)
-        window = {} if is_full else {"sliding_window": config["sliding_window"]}
-        kind = FullAttentionSpec if is_full else SlidingWindowSpec
-        specs[str(layer)] = kind(block_size=LEAST_BLOCK, **attention, **window)
-    return specs
-
-
-def _with_states(config: dict[str, Any], attention: dict[str, Any]) -> dict[str, Any]:
-    """Return the specs of Qwen3-Next: recurrent states in the dtype that ``config`` names (float32 by default), rows of
-    the convolution in bfloat16."""
-    k, v = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
-    convolution = (config["linear_conv_kernel_dim"] - 1, 2 * k * key + v * value)
+    if "state" not in kinds.values():
+        made = {"full": FullAttentionSpec(block_size=LEAST_BLOCK, **attention)}
+        if config.get("sliding_window"):
+            made["window"] = SlidingWindowSpec(
+                block_size=LEAST_BLOCK, **attention, sliding_window=config["sliding_window"]
+            )
+        return {str(layer): made[kind] for layer, kind in kinds.items()}
     states = {
-        "shapes": (convolution, (v, value, key)),
+        "shapes": states_of(config),
         "dtypes": (torch.bfloat16, getattr(torch, config.get("mamba_ssm_dtype", "float32"))),
         "mamba_cache_mode": "align",
     }
@@ -195,8 +187,7 @@ def _with_states(config: dict[str, Any], attention: dict[str, Any]) -> dict[str,
     size = LEAST_BLOCK * ceil_div(state_nbytes, LEAST_BLOCK * token_nbytes)
     full = FullAttentionSpec(block_size=size, **attention)
     state = MambaSpec(block_size=size, page_size_padded=full.page_size_bytes, **states)
-    every = config["full_attention_interval"]
-    return {str(i): full if i % every == every - 1 else state for i in range(config["num_hidden_layers"])}
+    return {str(layer): full if kind == "full" else state for layer, kind in kinds.items()}
 
 
 def _settings(block_size: int, retention: int | None) -> Any:
