@@ -1,8 +1,8 @@
 """How near are the hits of hybrid models to what a cache could find that knew the future?
 
 The first 3,000 requests of the public conversation trace are served without memory, with the layers of four models that have
-windows or states beside full attention. Beside our hits stands a bound; ``offline/prices.py`` proves it, ``offline/demand.py``
-says what is counted.
+windows or states beside full attention. Beside our hits stands the bound of ``kvpagoda.replay.hit_bound``
+(``kvpagoda.replay.offline.prices`` proves it, ``.demand`` says what is counted).
 
 - "one at a time": of every cache that ends a request before it admits the next.
 - "64 at once": of every cache that admits and ends the requests in the same steps as ours, where after each step a request
@@ -19,14 +19,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.offline.demand import Needs, Texts, demand_of, held_by_running
-from benchmarks.offline.prices import ROUNDS, bound
-from benchmarks.offline.schedule import one_at_a_time, served_here
 from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, NEMOTRON_H_8B, QWEN3_NEXT_80B, schema_of
 from benchmarks.timing import RESULTS, Options, Row, tell
 from benchmarks.workload import SOURCES, TRACES
-from kvpagoda.replay import Trace, synthetic
-from kvpagoda.units import parse_bytes
+from kvpagoda.replay import Trace, hit_bound, synthetic
+from kvpagoda.replay.offline.prices import ROUNDS
 
 QUESTION = "How near are the hits of hybrid models to what a cache could find that knew the future?"
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,27 +36,24 @@ AT_ONCE = 64
 
 def measure(options: Options) -> list[Row]:
     trace, per_id = trace_for(options)
-    texts, rows = Texts(trace, per_id), list[Row]()
+    rows = list[Row]()
     for name, config in MODELS.items():
         schema = schema_of(config)
-        needs = Needs.of(schema)
         for budget in ("6GiB",) if options.quick else BUDGETS:
             for at_once in (4 if options.quick else AT_ONCE, 1):
                 said = f"{at_once} at once" if at_once > 1 else "one at a time"
                 if options.only not in f"{name}, {budget}, {said}":
                     continue
-                ours = served_here(trace, schema, budget, tokens_per_id=per_id, at_once=at_once)
-                schedule = one_at_a_time(trace, ours.is_served()) if at_once == 1 else ours
-                room = parse_bytes(budget) - held_by_running(texts, schedule, needs)
-                demand, percent = demand_of(texts, schedule, needs), 100 / texts.prompts[ours.is_served()].sum()
-                found = bound(demand, room, 100 if options.quick else ROUNDS)
+                rounds = 100 if options.quick else ROUNDS
+                found = hit_bound(trace, schema, budget, tokens_per_id=per_id, max_requests=at_once, rounds=rounds)
+                percent = 100 / found.prompt_tokens
                 rows.append(
                     {
                         "case": f"{name}, {budget}, {said}", "model": name, "budget": budget,
-                        "hit_percent": percent * float(ours.found.sum()), "bound_percent": percent * found.tokens,
-                        "packed_percent": percent * found.packed,
-                        "open_percent": percent * (found.tokens - found.packed),
-                        "unlimited_percent": percent * bound(demand, room, 0).tokens,
+                        "hit_percent": percent * found.served_tokens, "bound_percent": percent * found.bound_tokens,
+                        "packed_percent": percent * found.packed_tokens,
+                        "open_percent": percent * (found.bound_tokens - found.packed_tokens),
+                        "unlimited_percent": percent * found.unlimited_tokens,
                         **(peers(name, budget) if at_once > 1 and not options.quick else {}),
                     }
                 )  # fmt: skip

@@ -113,7 +113,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size": (
         "match", "host_step", "evict]", "hits", "hybrid_peers", "one_budget", "victims", "policies",
     ),
-    "test_bound.py::test_no_choice_beats_the_bound": ("states]", "window]", "all"),
+    "replay/offline/test_prices.py::test_no_choice_beats_the_bound": ("states]", "window]", "all"),
     "test_draft_rows.py::test_without_pressure_hits_are_those_without_a_draft": ("mixed",),
     "test_draft_rows.py::test_a_draft_with_a_group_of_its_own_leaves_the_blocks_of_the_model": ("windows",),
     "test_manager.py::test_rows_read_back_are_the_rows_written": ("0-8-window", "8-8-mixed", "8-8-state"),

@@ -11,12 +11,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.offline.demand import Needs, Texts, demand_of
-from benchmarks.offline.placement import Leaves, best_places
-from benchmarks.offline.prices import bound
-from benchmarks.offline.schedule import one_at_a_time
+from benchmarks.best_places import Leaves, best_places
 
 from kvpagoda.replay import synthetic
+from kvpagoda.replay.offline.demand import Needs, Texts, demand_of
+from kvpagoda.replay.offline.lives import one_at_a_time
+from kvpagoda.replay.offline.prices import bound
 
 
 def resumed(places: tuple[int, ...], depths: np.ndarray, counts: np.ndarray) -> int:
@@ -69,10 +69,10 @@ def test_places_of_a_trace() -> None:
     """A checkpoint at each place finds everything; as many that lie all the time find no more than the bound for as many that
     come and go."""
     trace = synthetic(80)
-    texts, schedule = Texts(trace, 64), one_at_a_time(trace, np.ones(80, bool))
-    demand = demand_of(texts, schedule, Needs(0.0, (), 1.0))
+    texts, lives = Texts(trace, 64), one_at_a_time(trace, np.ones(80, bool))
+    demand = demand_of(texts, lives, Needs(0.0, (), 1.0))
     leaves = Leaves.of(texts, demand)
-    everything = bound(demand, np.ones(schedule.num_steps), rounds=0).tokens
+    everything = bound(demand, np.ones(lives.num_steps), rounds=0).tokens
     limit, chosen = leaves.best(len(leaves.parent))
     assert (
         leaves.found(chosen) == everything == pytest.approx(limit)
@@ -80,6 +80,6 @@ def test_places_of_a_trace() -> None:
     )
     for most in (3, 10, 25):
         limit, chosen = leaves.best(most)
-        slots = bound(demand, np.full(schedule.num_steps, float(most)), rounds=300)
+        slots = bound(demand, np.full(lives.num_steps, float(most)), rounds=300)
         assert 0 < leaves.found(chosen) <= limit + 1e-6 < everything
         assert leaves.found(chosen) <= slots.tokens + 1e-6

@@ -16,18 +16,20 @@ from kvpagoda.replay.workload import synthetic, workload
 if TYPE_CHECKING:
     from kvpagoda.replay.costs import Costs, TierCosts
     from kvpagoda.replay.fleet import SimulateResult, simulate
+    from kvpagoda.replay.offline.bound import HitBound, hit_bound
     from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 
 __all__ = [
-    "POLICIES", "PROFILES", "Costs", "EngineResult", "Group", "Profile", "ReplayResult", "Request", "Reuse", "Schedule",
-    "ServeResult", "SimulateResult", "TierCosts", "Trace", "hit_rate_curve", "lru_hits", "read_requests", "replay",
-    "replay_engine", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker", "simulate", "synthetic",
-    "working_set", "workload",
+    "POLICIES", "PROFILES", "Costs", "EngineResult", "Group", "HitBound", "Profile", "ReplayResult", "Request", "Reuse",
+    "Schedule", "ServeResult", "SimulateResult", "TierCosts", "Trace", "hit_bound", "hit_rate_curve", "lru_hits",
+    "read_requests", "replay", "replay_engine", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker",
+    "simulate", "synthetic", "working_set", "workload",
 ]  # fmt: skip
 
 _LATER = {
     "kvpagoda.replay.costs": ("Costs", "TierCosts"),
     "kvpagoda.replay.fleet": ("SimulateResult", "simulate"),
+    "kvpagoda.replay.offline.bound": ("HitBound", "hit_bound"),
     "kvpagoda.replay.serving": ("ServeResult", "serve", "serve_multi_worker"),
 }  # imported when they are first used: they import a whole cache
 __getattr__ = load_when_used(__name__, _LATER)

@@ -26,22 +26,27 @@ fraction, a copy of the states can be had wherever an earlier request passed, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.offline.demand import Demand, Floats
+from kvpagoda.replay.offline.demand import Demand
+from kvpagoda.replay.trace import Floats
 
 ROUNDS = 3000
+"""Rounds of the search for low prices."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
     """No cache finds more than ``tokens``. ``packed``: the tokens of one choice of reuses that fits, the best that was seen:
-    what the linear program leaves open lies between. ``prices``: tokens for a byte in each step, float64 ``[steps]``."""
+    what the linear program leaves open lies between. ``unlimited``: the tokens that are found if everything fits.
+    ``prices``: tokens for a byte in each step, float64 ``[steps]``."""
 
     tokens: float
     packed: float
+    unlimited: float
     prices: Floats
 
 
@@ -70,31 +75,34 @@ class _Market:
         return np.cumsum(np.bincount(begins, nbytes, steps) - np.bincount(ends, nbytes, steps))[:-1]
 
 
-def bound(demand: Demand, room: Floats, rounds: int = ROUNDS) -> Bound:
+def bound(demand: Demand, room: Floats, rounds: int = ROUNDS, on_round: Callable[[int], None] | None = None) -> Bound:
     """Return a bound on the tokens that are found with ``room`` bytes, float64 ``[steps]``, above 0.
 
     Prices rise where more is wanted than there is room, and fall elsewhere; the best of ``rounds`` is kept. Each takes
-    O(stretches + steps)."""
+    O(stretches + steps). ``on_round`` is called with the number of each."""
+    free = np.zeros(len(room))
     if not len(demand.end):
-        return Bound(0.0, 0.0, np.zeros(len(room)))
+        return Bound(0.0, 0.0, 0.0, free)
     market = _Market(demand, room)
     prices = np.full(len(room), demand.end.sum() / room.sum() / 4)
-    best = Bound(float(np.maximum.reduceat(demand.end, market.firsts).sum()), 0.0, np.zeros(len(room)))
-    packed = 0.0
+    unlimited = float(np.maximum.reduceat(demand.end, market.firsts).sum())
+    lowest, best, packed = unlimited, free, 0.0
     for number in range(rounds):
         worth = market.worth(prices)
         most = np.maximum(np.maximum.reduceat(worth, market.firsts), 0.0)
         tokens = float(prices @ room + most.sum())
-        if tokens < best.tokens:
-            best = Bound(tokens, 0.0, prices)
+        if tokens < lowest:
+            lowest, best = tokens, prices
         is_best = (worth > 0) & (worth >= most[market.owner])
         used = market.usage(is_best)
         if (used <= room).all():
             packed = max(packed, float(demand.end[is_best].sum()))
         change = (0.3 / (1 + number / 50) ** 0.5) * (used / room - 1)
         prices = np.maximum(prices * np.exp(np.clip(change, -1, 1)), 1e-300)
-    packed = max(packed, _packed(market, market.worth(best.prices)))
-    return Bound(best.tokens, packed, best.prices)
+        if on_round is not None:
+            on_round(number)
+    packed = max(packed, _packed(market, market.worth(best)))
+    return Bound(lowest, packed, unlimited, best)
 
 
 def _packed(market: _Market, worth: Floats) -> float:

@@ -9,16 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.replay.batching import Batching, cache_for
+from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.serving import Clock, Steps
-from kvpagoda.replay.trace import Trace
-from kvpagoda.schema import Schema
-
-Ints = npt.NDArray[np.int64]
+from kvpagoda.replay.setup import Setup
+from kvpagoda.replay.trace import Ints, Trace
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class Lives:
     """In each step requests are admitted first, and then all that run compute a piece. Arrays int64.
 
     ``admitted``, ``ended`` ``[requests]``: the step in which a request is admitted, and that in which it computes its last
@@ -40,8 +38,8 @@ class Schedule:
         return served
 
 
-def one_at_a_time(trace: Trace, served: npt.NDArray[np.bool_]) -> Schedule:
-    """Return the schedule of every cache that ends a request before it admits the next: those of ``served``, bool
+def one_at_a_time(trace: Trace, served: npt.NDArray[np.bool_]) -> Lives:
+    """Return the lives of requests in every cache that ends a request before it admits the next: those of ``served``, bool
     ``[requests]``, in the order of ``trace``. In one step a request is admitted, and in the next it has all its tokens but
     the last in memory and leaves."""
     numbers = np.flatnonzero(served)
@@ -49,20 +47,13 @@ def one_at_a_time(trace: Trace, served: npt.NDArray[np.bool_]) -> Schedule:
     admitted, ended = none.copy(), none.copy()
     admitted[numbers], ended[numbers] = at, at + 1
     lengths = np.maximum(trace.input_lengths, 1) + trace.output_lengths - 1
-    return Schedule(
-        2 * len(numbers), admitted, ended, at + 1, numbers, lengths[numbers], np.zeros(len(trace), np.int64)
-    )
+    return Lives(2 * len(numbers), admitted, ended, at + 1, numbers, lengths[numbers], np.zeros(len(trace), np.int64))
 
 
-def served_here(
-    trace: Trace, schema: Schema, budget: int | str, *, tokens_per_id: int, at_once: int, step_tokens: int = 2048,
-    checkpoints: int | None = None, on_end: Callable[[KVCache], None] | None = None,
-) -> Schedule:  # fmt: skip
-    """Serve ``trace`` as ``kvpagoda.replay.serve`` does with up to ``at_once`` requests at once, and return the schedule.
-    ``checkpoints``: the most that are kept (None: as many as fit). ``on_end`` is called with the cache. Raises
-    BadInput, NeverFits."""
-    cache = cache_for(trace, schema, budget, step_tokens, max_requests=at_once, checkpoints=checkpoints)
-    steps = Steps(Batching(cache, trace, tokens_per_id, range(len(trace))), step_tokens, Clock())
+def served_here(trace: Trace, setup: Setup, cache: KVCache, on_request: Callable[[int], None] | None = None) -> Lives:
+    """Serve ``trace`` with ``cache``, an empty cache of ``setup``, as ``serve`` does, and return the lives of the requests.
+    ``on_request`` is called with the number of those that ended."""
+    steps = Steps(Batching(cache, trace, setup.tokens_per_id, range(len(trace))), setup.step_tokens, Clock())
     admitted, ended = np.full((2, len(trace)), -1, np.int64)
     rows: list[tuple[int, int, int]] = []
     before: dict[int, int] = {}
@@ -76,9 +67,8 @@ def served_here(
         after = {request.number: request.sequence.length for request in steps.running}
         ended[[number for number in (*before, *fresh) if number not in after]] = now
         before = after
-    if on_end is not None:
-        on_end(cache)
-    cache.close()
-    columns = np.array(rows, np.int64).reshape(-1, 3).T
+        if on_request is not None:
+            on_request(cache.core.counters.closed)
+    step, number, length = np.array(rows, np.int64).reshape(-1, 3).T
     found = np.array([cached for _, _, cached in steps.each], np.int64)
-    return Schedule(steps.steps, admitted, ended, *columns, found)
+    return Lives(steps.steps, admitted, ended, step, number, length, found)

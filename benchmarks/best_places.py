@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.offline.demand import Demand, Texts
-from benchmarks.offline.schedule import Ints
+from kvpagoda.replay.offline.demand import Demand, Texts
+from kvpagoda.replay.trace import Ints
 
 
 def best_places(depths: Ints, counts: Ints, most: int) -> tuple[int, Ints]:
