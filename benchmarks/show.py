@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,16 @@ _CALLED = {
 def table(found: dict[str, Any], width: int = 80) -> str:
     """Return the result of one question as a text table, in lines of at most ``width`` characters. The name of a case
     is a line above its rows."""
-    keys = dict.fromkeys(key for row in found["rows"] for key in row)
-    columns = [key for key in keys if key not in ("case", "machine") and not _is_in_case(key, found["rows"])]
-    made = Table(box=None, pad_edge=False)
-    for column in columns:
-        is_text = any(isinstance(row.get(column), str) for row in found["rows"])
-        made.add_column(column.replace("_", " "), justify="left" if is_text else "right", overflow="fold")
-    case = None
-    for row in found["rows"]:
-        if row.get("case") != case:
-            case = row["case"]
-            made.add_row(f"[bold]{case}[/bold]")
-        made.add_row(*(_short(row.get(column, "")) for column in columns))
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, highlight=False)
     console.print(found["question"] + "\n")
-    console.print(made)
+    keys = dict.fromkeys(key for row in found["rows"] for key in row)
+    columns = [key for key in keys if key not in ("case", "machine") and not _is_said(key, found["rows"])]
+    console.print(_lines(columns, found["rows"], [], width))
+    for case, rows in groupby(found["rows"], lambda row: row.get("case")):
+        if case is not None:
+            console.print(case, markup=False)
+        console.print(_lines(columns, found["rows"], list(rows), width))
     machine = found["machine"]
     versions = "".join(f", {name} {version}" for name, version in found.get("versions", {}).items() if version != "-")
     load = f", load {machine['load']}" if "load" in machine else ""
@@ -47,15 +42,38 @@ def table(found: dict[str, Any], width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _is_in_case(key: str, rows: list[dict[str, Any]]) -> bool:
-    """Return whether the name of each row's case says what the row has under ``key``, a word."""
-    return all(isinstance(row.get(key, ""), str) and row.get(key, "") in row.get("case", "") for row in rows)
+def _lines(columns: list[str], rows: list[dict[str, Any]], shown: list[dict[str, Any]], width: int) -> Table:
+    """Return the lines of the rows ``shown``, or those of the header if there are none, in columns that are as wide as those
+    of all ``rows``."""
+    cells = {column: [_short(row.get(column)) for row in rows] for column in columns}
+    heads = {column: column.replace("_", " ") for column in columns}
+    widths = {column: max(map(len, (*cells[column], *heads[column].split()))) for column in columns}
+    while sum(widths.values()) + len(columns) > width + 1 and max(widths.values(), default=1) > 1:
+        widths[max(widths, key=lambda column: widths[column])] -= 1
+    made = Table(box=None, pad_edge=False, collapse_padding=True, show_header=not shown)
+    for column in columns:
+        is_text = any(isinstance(row.get(column), str) for row in rows)
+        made.add_column(heads[column], justify="left" if is_text else "right", overflow="fold", width=widths[column])
+    for row in shown:
+        made.add_row(*(_short(row.get(column)) for column in columns))
+    return made
+
+
+def _is_said(key: str, rows: list[dict[str, Any]]) -> bool:
+    """Return whether no row has anything under ``key``, or the name of each row's case has it, a word."""
+    found = [(row.get(key), row.get("case", "")) for row in rows]
+    return all(value is None for value, _ in found) or all(
+        isinstance(value, str) and value in case for value, case in found if value is not None
+    )
 
 
 def _short(value: object) -> str:
-    """Return ``value`` for a cell: floats with three digits, or as whole numbers from 1000 on; None as nothing."""
-    if isinstance(value, bool) or value is None:
-        return "" if value is None else str(value)
+    """Return ``value`` for a cell: floats with three digits, or as whole numbers from 1000 on; numbers in a row as the first
+    and the last; None as nothing."""
+    if isinstance(value, list) and len(value) > 1 and value == [*range(value[0], value[0] + len(value))]:
+        return f"{value[0]}-{value[-1]}"
+    if isinstance(value, bool) or value is None or value == []:
+        return str(value) if isinstance(value, bool) else ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

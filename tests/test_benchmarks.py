@@ -81,7 +81,9 @@ def test_every_benchmark_runs_in_a_tiny_size(
     # benchmarks that compare with peers: "ours" is installed, "nanovllm" is not
     if name not in ("policies", "one_budget", "adapters") and found["versions"]:
         assert set(found["versions"]) == {"ours"} and "nanovllm" in found["absent"]["nanovllm"]
-    assert max(map(len, table(found).splitlines())) <= 80
+    lines = table(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {row["case"] for row in found["rows"] if len(row.get("case", "")) in range(1, 81)} <= {*lines}
 
 
 def test_a_wrong_name_is_reported_in_one_line() -> None:
