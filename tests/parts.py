@@ -38,7 +38,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "replay/test_edge_windows.py::test_the_engine_itself": ("4-full+window:128-16 share a budget",),
     "replay/test_edge_windows.py::test_a_difference_would_be_seen": ("use",),
     "replay/test_engine_worker.py::test_one_at_a_time_hits_are_those_of_a_replay": (
-        "vllm-0.33-states-None", "sglang-0.5.23-window-None", "dynamo-1.6.1-full-60KiB",
+        "vllm-0.33-states-None", "sglang-0.5.23-window-None", "sglang-0.5.23-big states-None",
+        "dynamo-1.6.1-full-64KiB",
     ),
     "replay/test_simulated_tiers.py::test_hits_are_those_of_a_cache_with_memory": ("full-150", "both-150", "states-4000"),
     "replay/test_engines.py::test_the_engine_itself_with_groups_of_layers": ("full+window:128-0", "full+3*state-None"),

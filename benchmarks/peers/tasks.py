@@ -66,6 +66,11 @@ def serve(peer: Any, *, config: dict[str, Any], budget: int, limit: int | None) 
     return dict(peer(config, budget, trace, 512 if is_there else 64).run())
 
 
+def divide(peer: Any, *, config: dict[str, Any], budget: int, block_size: int) -> Figures:
+    """Return how the peer divides ``budget`` bytes for a model, in blocks of ``block_size`` tokens."""
+    return dict(peer.divide(config, budget, block_size))
+
+
 def oracle(
     peer: Any,
     *,

@@ -23,6 +23,8 @@ RATIO = 0.9
 """Memory for states, as a multiple of that for blocks (``--mamba-full-memory-ratio``)."""
 CHUNK, INTERVAL, OWN = 64, 256, 3
 """Tokens of a chunk of the kernel, tokens of an output from one copy to the next, and slots of a running request."""
+LEAST = OWN + 3
+"""Slots with which one request can run."""
 
 
 def slots(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int]:

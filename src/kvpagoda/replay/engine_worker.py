@@ -112,9 +112,9 @@ def engine_workers(trace: Trace, setup: Setup, fleet: Fleet, costs: Costs, outco
     pool = pool_of(fleet.engine, setup.schema, plan, setup.budget, setup.block_size)
     chains = Chains(replace(trace, block_size=setup.tokens_per_id), pool.block_size)
     schedule, ticks = Schedule(setup.max_requests, setup.step_tokens, True), Ticks(costs, plan)
-    workers, nbytes = list[EngineWorker](), (pool.num_blocks + 1) * pool.nbytes
+    workers = list[EngineWorker]()
     for index in range(fleet.workers):
-        manager = manager_of(fleet.engine, chains, pool.num_blocks, schedule, pool.groups, fleet.retention)
+        manager = manager_of(fleet.engine, chains, pool, schedule, fleet.retention)
         run = Run(chains, manager, schedule, hits=outcomes.cached)
-        workers.append(EngineWorker(index, run, ticks, outcomes, nbytes))
+        workers.append(EngineWorker(index, run, ticks, outcomes, pool.nbytes))
     return workers

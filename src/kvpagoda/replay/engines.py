@@ -12,8 +12,9 @@ from kvpagoda.errors import BadInput
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import Manager, Schedule, serve_with
 from kvpagoda.replay.edge_lru import EdgeLRU
-from kvpagoda.replay.edge_states import StateLRU, slots
-from kvpagoda.replay.edge_windows import WindowLRU, pools
+from kvpagoda.replay.edge_states import StateLRU
+from kvpagoda.replay.edge_windows import WindowLRU
+from kvpagoda.replay.engine_pool import EnginePool, divided
 from kvpagoda.replay.groups import Group
 from kvpagoda.replay.profiles import profile
 from kvpagoda.replay.queued import FULL, QueuedManager
@@ -85,7 +86,8 @@ def replay_engine(
     capacity = whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31 - 1)
     columns = readable(trace)
     chains = Chains(columns, block_size)
-    manager = manager_of(engine, chains, capacity, schedule, groups, retention)
+    pool = divided(engine, groups, chains.block_size, capacity)
+    manager = manager_of(engine, chains, pool, schedule, retention)
     served = serve_with(manager, chains, schedule, on_request)
     return EngineResult(
         columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
@@ -93,22 +95,22 @@ def replay_engine(
     )  # fmt: skip
 
 
-def manager_of(
-    engine: str, chains: Chains, capacity: int, schedule: Schedule, groups: Sequence[Group], retention: int | None
-) -> Manager:
-    """Return the manager of ``engine`` for ``chains``, with ``capacity`` blocks. Raises BadInput."""
-    known = profile(engine)
+def manager_of(engine: str, chains: Chains, pool: EnginePool, schedule: Schedule, retention: int | None) -> Manager:
+    """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``. Raises BadInput."""
+    known, groups = profile(engine), pool.groups
     _check_groups(engine, groups, retention, chains.block_size)
     if known.store == "tree":
         from kvpagoda.replay.own_manager import OwnManager  # imports a whole cache
 
-        return OwnManager(chains, capacity, schedule.at_once)
+        return OwnManager(chains, pool.num_blocks, schedule.at_once)
     if known.store == "edges":
         if Group("state") in groups:
-            return StateLRU(chains, *slots(capacity, groups))
-        blocks, windows, size = pools(capacity, groups)
-        return WindowLRU(chains, blocks, windows, size) if size else EdgeLRU(chains, blocks)
-    return QueuedManager(chains, capacity, known, groups, retention, schedule.step_tokens)
+            return StateLRU(chains, pool.num_blocks, pool.num_apart)
+        window = max(group.size for group in groups)
+        return (
+            WindowLRU(chains, pool.num_blocks, pool.num_apart, window) if window else EdgeLRU(chains, pool.num_blocks)
+        )
+    return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens)
 
 
 def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:

@@ -1,0 +1,68 @@
+"""How SGLang divides memory for a model: its own settings for it and its own planning, without the model and without a GPU.
+
+What its planning asks of the object that loads a model is a few numbers, which are given here; the rules are its functions.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.peers import sglang_oracle
+
+planning = import_module(
+    "sglang.srt.mem_cache.kv_cache_configurator"
+)  # after the oracle, which makes SGLang importable
+pools = import_module("sglang.srt.model_executor.pool_configurator")
+context = import_module("sglang.srt.runtime_context")
+settings = import_module("sglang.srt.server_args")
+models = import_module("sglang.srt.configs.model_config")
+VERSION, LEAST_BLOCK = sglang_oracle.VERSION, 1
+GIB = 1 << 30
+
+
+def publish(folder: str, block_size: int) -> None:
+    """Give SGLang the settings that it chooses for the model in ``folder`` on a GPU of NVIDIA."""
+    with context.override_platform(is_cuda=True):
+        context.publish(settings.ServerArgs(model_path=folder, device="cuda", page_size=block_size), role="scheduler")
+
+
+class Peer:
+    """See the top of this file."""
+
+    @staticmethod
+    def divide(config: dict[str, Any], budget: int, block_size: int) -> dict[str, Any]:
+        """Return the blocks of full attention, of windows, and the slots for states in ``budget`` bytes."""
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(config))
+            publish(folder, block_size)
+            model = models.ModelConfig.from_server_args(context.get_server_args())
+        plain = SimpleNamespace(
+            is_none=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False
+        )
+        layers = SimpleNamespace(
+            start_layer=0, end_layer=model.num_hidden_layers, num_effective_layers=model.num_hidden_layers,
+            swa_attention_layer_ids=model.swa_attention_layer_ids, full_attention_layer_ids=model.full_attention_layer_ids,
+        )  # fmt: skip
+        runner = SimpleNamespace(
+            model_config=model, layer_info=layers, kv_cache_dtype=model.dtype, kv_cache_dtype_str="auto",
+            page_size=block_size, sliding_window_size=getattr(model.hf_text_config, "sliding_window", None),
+            is_hybrid_swa=model.is_hybrid_swa, spec_algorithm=plain, is_draft_worker=False, pp_size=1, attn_dp_size=1,
+            extra_mamba_cache_bytes_per_req=0, fused_entry_bytes=lambda kind: None, use_mla_backend=False,
+            server_args=context.get_server_args(), mambaish_config=planning.mambaish_config(model), hybrid_gdn_config=None,
+            hybrid_kda_config=None, kv_shard_size=1, spec_aux_config=None, kv_shard_spec=None,
+        )  # fmt: skip
+        rest = budget / GIB
+        if runner.mambaish_config is not None:
+            rest = planning.KVCacheConfigurator._handle_max_mamba_cache(runner, rest)
+        made = pools.create_memory_pool_configurator(runner).calculate_pool_sizes(int(rest * GIB), block_size)
+        slots = context.get_schedule().max_mamba_cache_size or 0
+        ratio = planning.KVCacheConfigurator._calculate_mamba_ratio(runner)
+        return {
+            "blocks": made.max_total_num_tokens // block_size, "windows": (made.swa_max_total_num_tokens or 0) // block_size,
+            "slots": slots, "slots_per_request": ratio,
+        }  # fmt: skip
