@@ -113,10 +113,13 @@ def test_vllm_plans_the_same(vllm: Process) -> None:
         ours = pool(schema_of(config), "20GiB")
         assert planned["num_blocks"] == ours.num_blocks + 1, name  # its block of zeros
         assert (planned["block_size"], planned["num_groups"]) == (ours.block_size, len(ours.groups)), name
-    assert len(hybrids) == 4
+    assert len(hybrids) == 5
 
 
-ARCHITECTURES = {"gpt_oss": "GptOssForCausalLM", "qwen3_next": "Qwen3NextForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "gpt_oss": "GptOssForCausalLM", "qwen3_next": "Qwen3NextForCausalLM", "nemotron_h": "NemotronHForCausalLM",
+    "llama": "LlamaForCausalLM",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -132,4 +135,4 @@ def test_sglang_plans_the_same(sglang: Process, budget: str, block_size: int) ->
             planned = sglang.ask("divide", config=asked, budget=parse_bytes(budget), block_size=block_size)
             ours = pool(schema_of(config), budget, block_size, SGLANG)
             assert (planned["blocks"], planned["windows"] + planned["slots"]) == (ours.num_blocks, ours.num_apart)
-            assert (planned["slots"] > 0) == (config["model_type"] == "qwen3_next")
+            assert (planned["slots"] > 0) == (config["model_type"] in ("qwen3_next", "nemotron_h"))
