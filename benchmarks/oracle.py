@@ -58,6 +58,8 @@ MODELS = {
 }  # fmt: skip
 RETENTIONS = {"retention 0": 0, "retention of 16 blocks": 16, "all retained": None}
 """vLLM's ``prefix_cache_retention_interval``, in blocks."""
+STATES: dict[str, dict[str, dict[str, Any]]] = {"dynamo-1.6.1": {"": {}, "one state, ": {"groups": "full+state"}}}
+"""Engine -> what is said before the title of a case -> its settings: Dynamo's ``state_cache`` of one block."""
 Run = tuple[dict[str, Any], dict[str, Any]]
 """(arguments of ``trace_of``, other arguments of the task ``oracle``)."""
 
@@ -66,19 +68,19 @@ Run = tuple[dict[str, Any], dict[str, Any]]
 def trace_of(name: str, limit: int | None, seed: int | None = None) -> Trace:
     """Return the first ``limit`` requests of a public trace, or those of a random mix or of random branches."""
     if name.endswith("branches"):
-        return branches(limit or MIX, seed or 0, 64 if name == "long branches" else 16)
+        return branches(limit or MIX, seed or 0, 64 if name == "long branches" else 16, name == "whole branches")
     return synthetic(limit or MIX, seed) if seed is not None else Trace.read(TRACES / FILES[name], limit)
 
 
-def branches(limit: int, seed: int, tokens: int = 16) -> Trace:
+def branches(limit: int, seed: int, tokens: int = 16, is_whole: bool = False) -> Trace:
     """Return random texts of a few blocks of ``tokens`` tokens, most of which part somewhere from one another: what they find
-    depends on what is evicted first."""
+    depends on what is evicted first. ``is_whole``: the last block is whole too, so that a state of a prompt's end is found."""
     rng = np.random.default_rng(seed)
     records: list[dict[str, Any]] = []
     for _ in range(limit):
         steps = (rng.geometric(0.6, rng.integers(2, 24)) - 1).clip(0, 3)
         ids = [hash((*steps[: i + 1].tolist(),)) % 2**40 for i in range(len(steps))]
-        length = tokens * len(ids) - int(rng.integers(0, tokens))
+        length = tokens * len(ids) - int(rng.integers(0, tokens)) * (not is_whole)
         output = int(rng.choice([1, 5, 40, 200 * tokens // 16], p=[0.5, 0.2, 0.2, 0.1]))
         records.append({"timestamp": 0, "input_length": length, "output_length": output, "hash_ids": ids})
     return Trace.read(records, block_size=tokens)
@@ -129,14 +131,19 @@ class Case:
 def cases(engine: str, quick: bool) -> Iterator[Case]:
     """Yield full attention on all traces, whole traces, of vLLM also those that it hashes, then models with groups."""
     named, modes = sources(quick), JUDGES[engine].modes
-    for title, given in named.items():
-        yield from (Case(title, given, size, mode) for size in BLOCKS for mode in modes)
+    for head, settings in STATES.get(engine, {"": {}}).items():
+        for title, given in named.items():
+            yield from (Case(head + title, given, size, mode, settings) for size in BLOCKS for mode in modes)
+        for name, limit in WHOLE.items() if not quick else ():
+            if name in named:
+                given = [{"name": name, "limit": limit}]
+                yield from (Case(f"{head}{name} whole", given, 64, mode, settings, (2,)) for mode in modes)
+        if settings:
+            given = [{"name": "whole branches", "limit": MIX, "seed": seed} for seed in range(2 if quick else MIXES)]
+            title = f"{head}{len(given)} whole branches"
+            yield from (Case(title, given, size, mode, settings) for size in (16, 64) for mode in modes)
     if quick:
         return
-    for name, limit in WHOLE.items():
-        if name in named:
-            given = [{"name": name, "limit": limit}]
-            yield from (Case(f"{name} whole", given, 64, mode, at=(2,)) for mode in modes)
     if engine.startswith("vllm"):
         for name in ("conversation", "synthetic"):
             if name in named:
@@ -146,12 +153,14 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
 
 
 def models(engine: str, named: dict[str, list[dict[str, Any]]]) -> Iterator[Case]:
-    """Yield the models with groups that the profile has: of vLLM all, with its retentions, of SGLang all but chunks."""
+    """Yield the models with groups that the profile has: of vLLM all, with its retentions, of SGLang all but chunks, of Dynamo
+    states."""
     retentions = RETENTIONS if engine.startswith("vllm") else {"": None}
     for (model, groups), (said, blocks) in product(MODELS.items(), retentions.items()):
         if blocks and "chunk" in groups:
             continue  # vLLM refuses it
-        if engine.startswith("dynamo") or (not said and "chunk" in groups):
+        is_unknown = engine.startswith("dynamo") and not (engine in STATES and "state" in groups)
+        if is_unknown or (not said and "chunk" in groups):
             continue
         for (title, given), size in product(named.items(), (16, 64)):
             if title == "agentic":

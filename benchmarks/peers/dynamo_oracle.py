@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import ROOT
+from kvpagoda.replay import Group
 from kvpagoda.replay.chains import Chains
 from kvpagoda.replay.driver import Schedule, Served
 from kvpagoda.units import ceil_div
@@ -30,11 +31,18 @@ LEAST_BLOCK = 1
 
 
 class Peer:
-    """Dynamo's model of ``backend`` ("vllm", "sglang" or "trtllm") with ``num_blocks`` blocks. ``settings``: more of its
-    engine's settings, such as ``state_cache``."""
+    """Dynamo's model of ``backend`` ("vllm", "sglang" or "trtllm") with ``num_blocks`` blocks. ``groups``: full attention,
+    with states of a block each, its setting ``state_cache``. ``settings``: more of its engine's settings."""
 
-    def __init__(self, chains: Chains, num_blocks: int, *, backend: str = "vllm", **settings: Any) -> None:
+    def __init__(
+        self, chains: Chains, num_blocks: int, *, backend: str = "vllm", groups: str = "full", **settings: Any
+    ) -> None:
         self.chains = chains
+        if states := len(Group.from_text(groups)) - 1:
+            settings |= {
+                "state_cache": {"bytes_per_request": states * chains.block_size},
+                "kv_cache_bytes_per_token": 1,
+            }
         self.engine = {"backend": backend, "num_gpu_blocks": num_blocks, "block_size": chains.block_size} | settings
 
     def serve(self, schedule: Schedule) -> Served:

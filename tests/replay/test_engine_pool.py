@@ -71,6 +71,8 @@ def test_what_has_no_profile_is_refused() -> None:
     for kinds in ((1, "chunk"), (1, "window")), ((3, "window"),), ((1, "full"), (1, "window"), (1, "state")):
         with pytest.raises(BadInput, match="SGLang's profile has full attention, and windows of one size"):
             pool(layers(*kinds), "64KiB", engine=SGLANG)
+    with pytest.raises(BadInput, match="divides 64KiB among states and tokens is not known here"):
+        pool(layers((1, "full"), (1, "state")), "64KiB", engine="dynamo-1.6.1")
     with pytest.raises(NeverFits, match="makes no block of 512 bytes of 600") as raised:
         pool(layers((1, "full")), 600)
     assert (raised.value.needed, raised.value.available) == (1024, 600)

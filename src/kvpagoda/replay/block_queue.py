@@ -99,6 +99,7 @@ class BlockPool:
         self._key_of = np.full(num_blocks + 1, -1, np.int64)
         self._found = np.zeros(num_keys, np.int32)
         self._has_more = np.zeros(num_keys, np.bool_)
+        self.lost = np.zeros(num_blocks + 1, np.int64)  #: how often each block could be found, and no longer
         self.num_evicted = 0  #: blocks that could be found, and were used again for others
         self._alike: dict[int, list[int]] = {}  # key -> its blocks, the first first, once there were several
 
@@ -121,8 +122,15 @@ class BlockPool:
         """Return ``count`` blocks from the front of the queue, held by one request. Their keys are forgotten."""
         blocks = self.queue.take(count)
         self.counts[blocks] = 1
-        self._forget(blocks)
+        self.num_evicted += self._forget(blocks)
         return blocks
+
+    def drop(self, blocks: Blocks) -> None:
+        """Let nobody find ``blocks`` any more. Those that no request holds are taken next."""
+        self._forget(blocks)
+        free = blocks[self.counts[blocks] == 0]
+        self.queue.remove(free)
+        self.queue.prepend(free)
 
     def release(self, blocks: Blocks) -> None:
         """Count one request less for each of ``blocks``; the ones that nobody holds any more become free, in this order:
@@ -146,14 +154,16 @@ class BlockPool:
             if block not in alike:
                 alike.append(block)
 
-    def _forget(self, blocks: Blocks) -> None:
+    def _forget(self, blocks: Blocks) -> int:
+        """Forget the keys of ``blocks``; return how many had one."""
         keys = self._key_of[blocks]
         blocks, keys = blocks[keys >= 0], keys[keys >= 0]
         self._key_of[blocks] = -1
-        self.num_evicted += len(blocks)
+        self.lost[blocks] += 1
         has_more = self._has_more[keys]
         self._found[keys[~has_more]] = NO_BLOCK
         for key, block in zip(keys[has_more].tolist(), blocks[has_more].tolist()):
             alike = self._alike[key]
             alike.remove(block)
             self._found[key] = alike[0] if alike else NO_BLOCK
+        return len(blocks)

@@ -81,6 +81,8 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
     if len(tokens) != 1:
         raise BadInput(f"{engine} has layers with as many bytes a token each; {plan.schema_name} has others")
     token = tokens.pop()
+    if state and not engine.startswith("vllm"):
+        raise BadInput(f"how {engine} divides {budget} among states and tokens is not known here; vLLM's way is")
     if state:
         needed = _LEAST_BLOCK * ceil_div(state, _LEAST_BLOCK * token)
         if block_size not in (None, needed):

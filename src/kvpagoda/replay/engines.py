@@ -16,6 +16,7 @@ from kvpagoda.replay.edge_states import StateLRU
 from kvpagoda.replay.edge_windows import WindowLRU
 from kvpagoda.replay.engine_pool import EnginePool, divided
 from kvpagoda.replay.groups import Group
+from kvpagoda.replay.moved_states import MovedStates
 from kvpagoda.replay.profiles import profile
 from kvpagoda.replay.queued import FULL, QueuedManager
 from kvpagoda.replay.readers import Source
@@ -67,7 +68,7 @@ def replay_engine(
 
     ``groups``: the groups of layers of the model, which share the blocks (default: full attention). vLLM has all kinds; SGLang
     windows of one size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
-    ``edge_states.slots``).
+    ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its ``state_cache`` of so many blocks.
     ``retention``: vLLM's ``prefix_cache_retention_interval``: of windows and states only what is needed to resume where a
     prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere else; None: all).
 
@@ -110,14 +111,18 @@ def manager_of(engine: str, chains: Chains, pool: EnginePool, schedule: Schedule
         return (
             WindowLRU(chains, pool.num_blocks, pool.num_apart, window) if window else EdgeLRU(chains, pool.num_blocks)
         )
+    if known.moves_states and len(groups) > 1:
+        return MovedStates(chains, pool.num_blocks, known, len(groups) - 1, schedule.step_tokens)
     return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens)
 
 
 def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:
     """Raise BadInput for groups that the engine does not have here, and for a retention that has no effect on them."""
-    if not groups or (tuple(groups) != FULL and not engine.startswith(("vllm", "sglang"))):
+    has_states = profile(engine).moves_states and tuple(groups) == FULL + (Group("state"),) * (len(groups) - 1)
+    if not groups or (tuple(groups) != FULL and not has_states and not engine.startswith(("vllm", "sglang"))):
         raise BadInput(
-            f"{engine} with {len(groups)} groups: at least one; of engines, only vLLM and SGLang have several kinds here"
+            f"{engine} with {len(groups)} groups: at least one; of engines, only vLLM and SGLang have several kinds here, and "
+            "Dynamo's backend vllm full attention with states: full+state"
         )
     if retention != 0 and not engine.startswith("vllm"):
         raise BadInput(f"{engine} with retention={retention}: a retention is vLLM's")

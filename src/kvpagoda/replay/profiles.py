@@ -19,6 +19,7 @@ class Profile:
     to be admitted: its "prompt", its first "chunk", or its "total", prompt and output, beside the total of all that run.
     ``shares``: when other requests can find a whole block: from the moment when its "chunk" has room, or when the request is
     complete ("end"). ``watermark``: the share of the memory that stays free when a request is admitted beside others.
+    ``moves_states``: of groups it has full attention with states, of which a request moves one along (``moved_states``).
     """
 
     engine: str
@@ -27,13 +28,14 @@ class Profile:
     reserves: Literal["total", "prompt", "chunk"] = "prompt"
     shares: Literal["chunk", "end"] = "chunk"
     watermark: float = 0.0
+    moves_states: bool = False
 
 
 PROFILES = {
     "kvpagoda": Profile("kvpagoda", store="tree"),
     "vllm-0.33": Profile("vllm 0.33.0"),
     "sglang-0.5.23": Profile("sglang 0.5.23", store="edges"),
-    "dynamo-1.6.1": Profile("ai-dynamo-runtime 1.6.1, backend vllm"),
+    "dynamo-1.6.1": Profile("ai-dynamo-runtime 1.6.1, backend vllm", moves_states=True),
     "dynamo-1.6.1-trtllm": Profile("ai-dynamo-runtime 1.6.1, backend trtllm", recomputes=0, reserves="total"),
 }
 """The engines by the name that ``replay(engine=)`` takes."""
