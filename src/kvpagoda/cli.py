@@ -269,7 +269,7 @@ def replay_trace(
 ) -> None:
     """Print the hit rate of a prefix cache at each capacity, evictions, reuse distances and the working set of a trace.
 
-    The policy opt is a bound: it knows the future.
+    The policy opt is a bound: it knows the future. With --schema it takes seconds, and runs if it is named.
 
     With --schema a cache with the model's layers serves the trace, without memory behind it.
 

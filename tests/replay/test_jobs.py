@@ -133,9 +133,9 @@ def test_several_traces_give_what_each_gives_alone(traces: list[Path], here: Com
 
 
 def test_a_grid_of_budgets_in_two_processes(here: Command) -> None:
-    options = ("replay", "--limit", "30", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB", "--json")
-    one, two = (json.loads(here(*options, "--jobs", jobs).stdout) for jobs in ("1", "2"))
-    assert one == two and len(one["results"]) == 4 and not one["partial"]
+    options = ("--limit", "30", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB", "--policy", "lru,s3fifo,opt", "--json")
+    one, two = (json.loads(here("replay", *options, "--jobs", jobs).stdout) for jobs in ("1", "2"))
+    assert one == two and len(one["results"]) == 6 and not one["partial"]
 
 
 def test_the_descriptions_of_one_and_of_several_traces_agree() -> None:
@@ -161,6 +161,15 @@ def test_an_interrupt_prints_what_is_done(traces: list[Path]) -> None:
     waits.unlink()
     done = interrupted([*arguments[:-1], f"{slow}:Slow"], lambda process: waits.exists())
     assert (done.returncode, done.stdout) == (130, ""), "nothing was done"
+
+
+def test_an_interrupt_leaves_the_bound_of_a_model_that_is_done(traces: list[Path]) -> None:
+    slow = traces[0].with_name("slow.py")
+    arguments = [str(traces[1]), "--schema", "qwen3-8b", "--budget", "2GiB", "--policy", f"opt,{slow}:Slow", "--json"]
+    done = interrupted(arguments, lambda process: slow.with_name("waits").exists())
+    figures = json.loads(done.stdout)
+    assert done.returncode == 130 and violations(figures, schema_of("replay_schema")) == [] and figures["partial"]
+    assert [result["policy"] for result in figures["results"]] == ["opt"]
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -214,7 +214,18 @@ BAD = {
     "jobs": (["t.jsonl", "--jobs", "0"], "jobs must be a positive whole number"),
     "requests folder": (["t.jsonl", "--requests", "nowhere/out.jsonl"], "nowhere/out.jsonl"),
     "tokens of an id": (["t.jsonl", "--tokens-per-id", "0"], "block_size must be a positive whole number"),
-    "bound to serve with": (["--schema", "qwen3-8b", "--policy", "opt"], "cannot serve requests"),
+    "no tree to serve with": (["--schema", "qwen3-8b", "--policy", "block-fifo"], "cannot serve requests"),
+    "bound to serve with": (["--schema", "qwen3-8b", "--policy", "opt", "--workers", "2"], "opt cannot serve requests"),
+    "bound of lines": (["--schema", "qwen3-8b", "--policy", "opt", "--json-lines", "-"], "opt"),
+    "trace of a bound": (
+        ["--schema", "qwen3-8b", "--policy", "opt", "--trace", "o.json"],
+        "opt is a bound that serves none",
+    ),
+    "report of a bound": (["--schema", "qwen3-8b", "--policy", "opt", "--report", "o.html"], "add a policy"),
+    "bound of ids of two sizes": (
+        ["sizes.jsonl", "--schema", "qwen3-8b", "--policy", "lru,opt"],
+        "stand for 2 to 3 tokens",
+    ),
     "plot ending": (["t.jsonl", "--plot", "rates.xyz"], "its suffix must be one of"),
     "plot folder": (["t.jsonl", "--plot", "nowhere/rates.png"], "there is no folder"),
 }
@@ -232,6 +243,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch.chdir(trace.parent)
     Path("bad.jsonl").write_text(trace.read_text().splitlines()[0] + '\n{"hash_ids": 3}\n')
     Path("text.txt").write_text("hello\n")
+    Path("sizes.jsonl").write_text(json.dumps({**RECORD, "hash_ids": [1, 2], "block_tokens": [2, 3]}))
     Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,5\n")
     arguments, message = BAD[case]
     done = kvpagoda_replay(*arguments) if case in OWN_PROCESS else here("replay", *arguments)
@@ -247,18 +259,46 @@ def test_help_names_what_there_is(width: int) -> None:
         assert name in done.stdout.split()
 
 
-def test_a_schema_is_served() -> None:
-    arguments = ("--schema", "deepseek-v4-flash", "--budget", "1GiB,4GiB", "--policy", "lru,opt", "--limit", "30")
-    done = kvpagoda_replay(*arguments)
+def test_a_schema_is_served(here: Command) -> None:
+    arguments = (
+        "replay",
+        "--schema",
+        "deepseek-v4-flash",
+        "--budget",
+        "1GiB,4GiB",
+        "--policy",
+        "lru,opt",
+        "--limit",
+        "30",
+    )
+    done = here(*arguments, width=80)
     assert done.returncode == 0 and not done.stderr, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["budget", "policy", "every", "hits", "found", "runs", "evicted", "unused"] in lines
-    assert [line[:3] for line in lines[-2:]] == [["1GiB", "lru", "-"], ["4GiB", "lru", "-"]]
-    assert all(len(line) <= 60 for line in kvpagoda_replay(*arguments, width=60).stdout.splitlines())
-    found = json.loads(kvpagoda_replay(*arguments, "--checkpoint-every", "0,4", "--json").stdout)
-    assert [(r["budget"], r["checkpoint_every"]) for r in found["results"]] == [
-        ("1GiB", 0), ("1GiB", 4), ("4GiB", 0), ("4GiB", 4)
+    assert [line[:3] for line in lines[-4:]] == [
+        ["1GiB", "lru", "-"], ["1GiB", "opt", "-"], ["4GiB", "lru", "-"], ["4GiB", "opt", "-"]
     ]  # fmt: skip
+    assert lines[-1][3].endswith("%") and lines[-1][4:] == ["-"] * 4 and "opt: no cache above" in done.stdout
+    assert all(len(line) <= 60 for line in here(*arguments, width=60).stdout.splitlines())
+    found = json.loads(here(*arguments, "--checkpoint-every", "0,4", "--json").stdout)
+    assert [(r["budget"], r["policy"], r["checkpoint_every"]) for r in found["results"]] == [
+        (budget, policy, every) for budget in ("1GiB", "4GiB") for policy in ("lru", "opt") for every in (0, 4)
+    ]
     assert all(0 <= r["hit_rate"] <= 1 and r["requests"] == 30 for r in found["results"])
-    done = kvpagoda_replay("--schema", "deepseek-v4-flash", "--capacity", "3")
+    done = here("replay", "--schema", "deepseek-v4-flash", "--capacity", "3")
     assert done.returncode == 2 and done.stderr.startswith("kvpagoda: --capacity counts blocks")
+
+
+@pytest.mark.parametrize("at_once", ["1", "8"])
+def test_opt_with_a_schema_is_the_bound_of_hybrid_models(at_once: str, here: Command) -> None:
+    from kvpagoda.replay import hit_bound, synthetic
+    from kvpagoda.schema import Schema
+
+    options = ("--limit", "60", "--schema", "gpt-oss-120b", "--budget", "512MiB", "--max-requests", at_once)
+    done = here("replay", *options, "--policy", "lru,opt", "--json")
+    lru, opt = json.loads(done.stdout)["results"]
+    trace, schema = synthetic(60), Schema.from_hf_config("gpt-oss-120b")
+    most = hit_bound(trace, schema, "512MiB", tokens_per_id=trace.block_size, max_requests=int(at_once))
+    assert opt == {"budget": "512MiB", "checkpoint_every": 0, **most.to_dict()}
+    assert 0 < lru["cached_tokens"] == opt["served_tokens"] < opt["bound_tokens"]
+    assert lru["hit_rate"] < opt["hit_rate"] == most.bound < most.unlimited

@@ -17,7 +17,7 @@ pytest.importorskip("plotly", reason="no plotly: the extra report")
 pytest.importorskip("typer")
 from browser import chromium
 from kvpagoda import MissingExtra
-from kvpagoda.replay import Trace, hit_rate_curve
+from kvpagoda.replay import Trace, hit_bound, hit_rate_curve, synthetic
 from kvpagoda.replay.page import Page, schema_sections, tree_sections
 from kvpagoda.replay.reuse import Reuse
 from kvpagoda.replay.serving import serve
@@ -88,6 +88,22 @@ def test_tokens_lost_with_a_model_by_cause_and_group() -> None:
     assert {name for budget in lost.figures for name in (one["name"] for one in lost.figures[budget][0])} >= {
         "limited by window", "evicted before, or not yet cached", "first seen"
     }  # fmt: skip
+
+
+def test_a_bound_is_shown_over_memory_alone() -> None:
+    """It serves no requests, so that no other section has it."""
+    trace, schema, policies = synthetic(60), Schema.from_hf_config("gpt-oss-120b"), ("lru", "opt")
+    jobs = [(budget, policy, 0) for budget in ("512MiB", "1GiB") for policy in policies]
+    results = [
+        (hit_bound if policy == "opt" else serve)(trace, schema, budget, tokens_per_id=64) for budget, policy, _ in jobs
+    ]
+    over, *others = schema_sections(trace, Reuse.of(trace), jobs, results)
+    lru, opt = over.figures[""][0]
+    assert opt["name"] == "opt (bound)" and opt["line"] == {"dash": "dash"} and "line" not in lru
+    assert opt["x"] == [0.5, 1.0] and opt["y"] == [round(100 * r.hit_rate, 4) for r in results[1::2]]
+    alone = schema_sections(trace, Reuse.of(trace), jobs[::2], results[::2])[1:]
+    assert others == alone and len(others) == 4
+    assert len(schema_sections(trace, Reuse.of(trace), jobs[1::2], results[1::2])) == 2  # after an interrupt
 
 
 def test_a_name_cannot_end_the_script(tmp_path: Path) -> None:

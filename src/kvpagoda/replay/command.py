@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import engine_sheet, live, report
+from kvpagoda.replay import engine_sheet, live, report, schema_sheet
 from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.report import Sheet, show
 from kvpagoda.schema import Schema
@@ -134,7 +134,7 @@ def _serve(options: Options, schema: Schema, sources: Sequence[report.Source]) -
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if options.workers is None:
         grid = [*product(words_of(budget), words_of(policy or "lru,s3fifo"), numbers)]
-        made = partial(report.measured_schema, timeline=options.timeline, page=options.page)
+        made = partial(schema_sheet.measured, timeline=options.timeline, page=options.page)
         work = [partial(made, source, schema, grid, settings) for source in sources]
         return _sheets(work, options.jobs, options.as_json)
     if others := _given(options, "jobs", "timeline", "page"):
@@ -142,7 +142,7 @@ def _serve(options: Options, schema: Schema, sources: Sequence[report.Source]) -
     if len(sources) > 1 or "," in budget + every + (policy or ""):
         raise BadInput("--workers takes one TRACE, --budget, --policy and --checkpoint-every")
     settings.update(policy=policy or "lru", checkpoint_every=numbers[0])
-    report.run_workers(sources[0], schema, budget, options.workers, options.store, settings, options.as_json)
+    schema_sheet.run_workers(sources[0], schema, budget, options.workers, options.store, settings, options.as_json)
     return False
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.replay.offline.bound import HitBound
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_histogram
 from kvpagoda.replay.run import BOUND, ReplayResult
 from kvpagoda.replay.serving import ServeResult
@@ -27,6 +28,8 @@ from kvpagoda.text import short_number
 
 Lines = dict[str, Any]
 """Data of a figure for plotly: one series."""
+Served = ServeResult | HitBound
+"""A result of a replay with a model's layers."""
 BINS = 60
 """Points of a line over time."""
 _CAPACITIES = 200  # of the line of lru
@@ -113,17 +116,17 @@ def _over_capacity(trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) 
 
 
 def schema_sections(
-    trace: Trace, reuse: Reuse, jobs: Sequence[tuple[str, str, int]], results: Sequence[ServeResult]
+    trace: Trace, reuse: Reuse, jobs: Sequence[tuple[str, str, int]], results: Sequence[Served]
 ) -> list[Section]:
     """Return the sections for replays with a model's layers. ``jobs``: (budget, policy, checkpoint interval) of each of
-    ``results``."""
+    ``results``. A bound serves no requests: it is in the first section alone."""
     over_time, lost = (
         Section("Hit rate over time", OVER_REQUESTS, "memory"),
         Section("Where tokens were lost", LOST_SCHEMA, "memory"),
     )
     groups = Section("What each group had", GROUPS, "memory")
-    names = [policy if not every else f"{policy}, every {every}" for _, policy, every in jobs]
-    budgets = dict.fromkeys(budget for budget, _, _ in jobs)
+    names = [_shown(policy) if not every else f"{_shown(policy)}, every {every}" for _, policy, every in jobs]
+    served = [(job[0], name, one) for job, name, one in zip(jobs, names, results) if isinstance(one, ServeResult)]
     over_budget: dict[str, list[tuple[float, float]]] = {}
     for name, result in zip(names, results):
         over_budget.setdefault(name, []).append((result.nbytes / 2**30, result.hit_rate * 100))
@@ -133,8 +136,8 @@ def schema_sections(
     layout = {"xaxis": axis, "yaxis": {"title": "hit rate, %", "rangemode": "tozero", "hoverformat": ".2f"}}
     sections = [Section("Hit rate over memory", OVER_BUDGET, figures={"": (series, layout)})]
     seen = trace.tokens_of(reuse.seen)
-    for budget in budgets:
-        mine = {name: result for job, name, result in zip(jobs, names, results) if job[0] == budget}
+    for budget in dict.fromkeys(budget for budget, _, _ in served):
+        mine = {name: one for size, name, one in served if size == budget}
         x, bins = _numbered(len(trace))
         rates = {name: _rates(bins, len(x), one.each[:, 2], one.each[:, 0]) for name, one in mine.items()}
         over_time.figures[budget] = _over(x, {"title": "requests", "tickformat": ","}, rates, "prompt tokens")
@@ -149,7 +152,8 @@ def schema_sections(
             for name, one in mine.items()
         ]  # fmt: skip
         groups.figures[budget] = (series, {"yaxis": {"title": "% of prompt tokens"}, "barmode": "group"})
-    return [*sections, over_time, *([_distances(trace, reuse)] if trace.num_refs else []), lost, groups]
+    distances = [_distances(trace, reuse)] if trace.num_refs else []
+    return [*sections, *(one for one in (over_time, *distances, lost, groups) if one.figures)]
 
 
 def _share(tokens: int, result: ServeResult) -> float:
@@ -174,7 +178,7 @@ def _causes(seen: Ints, results: Sequence[ServeResult]) -> dict[str, list[int]]:
 def _line(name: str, x: Any, y: Any, **more: Any) -> Lines:
     """Return a line through the points; NaN is a gap."""
     ys = [None if np.isnan(value) else round(float(value), 4) for value in y]
-    dashed = {"line": {"dash": "dash"}} if name == _shown(BOUND) else {}
+    dashed = {"line": {"dash": "dash"}} if name.startswith(_shown(BOUND)) else {}
     return {"type": "scatter", "name": name, "x": np.asarray(x).tolist(), "y": ys, **dashed, **more}
 
 

@@ -6,10 +6,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,29 +16,24 @@ from kvpagoda import console
 from kvpagoda.errors import BadInput
 from kvpagoda.recording import TraceFile
 from kvpagoda.replay.hinted import replay_hints
-from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.own_policy import policy_from_text
-from kvpagoda.replay.page import Page, draw, new_figure, schema_sections, tree_sections
+from kvpagoda.replay.page import Page, draw, new_figure, tree_sections
 from kvpagoda.replay.reuse import Reuse, WorkingSet, reuse_histogram, working_set
 from kvpagoda.replay.run import (
-    BLOCK_FIFO,
     BOUND,
     WITHOUT_TREE,
     AnyPolicy,
     ReplayResult,
     checked,
-    fresh,
     hit_rate_curve,
     known_policy,
 )  # fmt: skip
-from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 from kvpagoda.replay.timeline import write_timeline
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
 from kvpagoda.text import table
 
-T = TypeVar("T")
 Source = Callable[[int], Trace]
 """Returns the trace. The argument is the number of requests of a synthetic workload if no limit was set."""
 DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # default capacities, as shares of the distinct blocks
@@ -155,7 +149,7 @@ def measured(
     began = time.perf_counter()
     reuse = Reuse.of(trace)
     hinted = sizes if with_hints else []
-    at_once = _processes(trace.num_refs) if jobs is None else jobs
+    at_once = processes_for(trace.num_refs) if jobs is None else jobs
     results = _replayed(trace, sizes, chosen, hinted, quiet, warm_up=warm_up, jobs=at_once, reuse=reuse)
     num_asked = len(sizes) * len(chosen) + len(hinted)
     if is_partial := len(results) < num_asked:
@@ -216,7 +210,7 @@ def _cells(result: ReplayResult, trace: Trace) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _processes(num_refs: int) -> int:
+def processes_for(num_refs: int) -> int:
     """Return how many replays run at once: one per core for a trace of middle size. A small trace is not worth a process,
     and several copies of a large one would fill the memory."""
     return (os.cpu_count() or 1) if 200_000 < num_refs <= MANY_REFS else 1
@@ -239,139 +233,8 @@ def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -
             file.write(json.dumps(record) + "\n")
 
 
-def measured_schema(
-    source: Source, schema: Schema, grid: Sequence[tuple[str, str, int]], settings: dict[str, Any],
-    jobs: int | None = None, *, timeline: Path | None = None, page: Path | None = None, quiet: bool = False,
-) -> Sheet:  # fmt: skip
-    """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, in ``jobs``
-    processes at once, and return the results. An interrupt ends it as it ends ``measured``.
-
-    ``settings``: other arguments of ``serve``. An id stands for as many tokens as the trace says. ``opt`` and
-    ``block-fifo`` cannot serve requests, and are left out. ``timeline``: a file for trace events, if the grid is one.
-    ``page``: a file for a report. ``quiet``: no progress. Raises BadInput, also if no other policy is given, and
-    MissingExtra.
-    """
-    read = [(size, policy_from_text(policy), every) for size, policy, every in grid]
-    named = [(size, known_policy(policy), every, policy) for size, policy, every in read]
-    asked = [job for job in named if job[1] not in (BOUND, BLOCK_FIFO)]
-    if not asked:
-        raise BadInput(f"{BOUND} and {BLOCK_FIFO} cannot serve requests: give another policy")
-    if timeline is not None:
-        if len(asked) > 1:
-            raise BadInput("--trace shows one replay: give it one --budget, --policy and --checkpoint-every")
-        settings = {**settings, "record": timeline}
-    report = None if page is None else Page(page)
-    trace = source(500)
-    order, notes = order_of(trace)
-    settings = {"tokens_per_id": trace.block_size, **settings}
-    work = [partial(_served, schema, budget, policy, every, settings) for budget, _, every, policy in asked]
-    at_once = jobs if jobs is not None else _processes(trace.num_refs)
-    at_once = at_once if all(isinstance(policy, str) for *_, policy in asked) else 1
-    done = _served_all(trace, work, [f"{budget}, {name}" for budget, name, _, _ in asked], at_once, quiet)
-    if is_partial := len(done) < len(asked):
-        notes.append(partly(len(done), len(asked)))
-    asked = [job for number, job in enumerate(asked) if number in done]
-    results = [done[number] for number in sorted(done)]
-    rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every, _), r in zip(asked, results)]
-    figures = {"trace": trace.name, "schema": schema.name, **order, "results": rows, "partial": is_partial}
-    lines = [title(trace, schema), *notes]
-    if results[0].never_fit:
-        lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
-    lines.append(
-        "hits: prompt tokens not computed; found: in the tree; runs: mean requests at once; unused: memory of no use"
-    )
-    cells = [
-        (
-            budget, policy, str(every or "-"), f"{r.hit_rate:.1%}", f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}",
-            f"{r.mean_running:.1f}", f"{r.evicted_blocks:,}", f"{r.unusable_percent:.2f}%",
-        )
-        for (budget, policy, every, _), r in zip(asked, results)
-    ]  # fmt: skip
-    if report is not None:
-        known = replace(trace, block_size=settings["tokens_per_id"])
-        sections = schema_sections(known, Reuse.of(known), [job[:3] for job in asked], results)
-        report.write(f"Replay of {Path(trace.name).name}", lines[:-1], sections)
-    columns = ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused")
-    return Sheet(figures, lines, columns, cells, is_partial)
-
-
-def _served_all(
-    trace: Trace, work: Sequence[Callable[..., ServeResult]], names: Sequence[str], at_once: int, quiet: bool
-) -> dict[int, ServeResult]:
-    """Run ``work`` over ``trace`` and return number -> result; after an interrupt those that are done. The interrupt is
-    raised if there are none."""
-    done: dict[int, ServeResult] = {}
-    try:
-        with console.progress(len(trace) * len(work), "requests", quiet) as moved:
-
-            def tell(number: int, requests: int) -> None:
-                if moved is not None:
-                    moved(len(done) * len(trace) + requests, names[number])
-
-            run_jobs(work, trace, at_once, done.__setitem__, tell)
-    except KeyboardInterrupt:
-        if not done:
-            raise
-    return done
-
-
-def _served(
-    schema: Schema, budget: str, policy: AnyPolicy, every: int, settings: dict[str, Any], trace: Trace,
-    on_request: Callable[[int], None] | None = None,
-) -> ServeResult:  # fmt: skip
-    return serve(trace, schema, budget, policy=fresh(policy), checkpoint_every=every, on_request=on_request, **settings)
-
-
-def run_workers(
-    source: Source, schema: Schema, budget: str, workers: int, store: str | None, settings: dict[str, Any],
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Serve a trace with several workers that share a store, and print the hits of each worker, and of all together.
-
-    ``settings``: other arguments of ``serve``. Raises BadInput.
-    """
-    if isinstance(policy_from_text(settings["policy"]), type):
-        raise BadInput(f"{settings['policy']}: a policy of your own runs in one process; leave out --workers")
-    if known_policy(settings["policy"]) in (BOUND, BLOCK_FIFO):
-        raise BadInput(
-            f"{settings['policy']} cannot serve requests: it needs the whole trace or has no tree; give another policy"
-        )
-    trace = source(500)
-    settings = {"tokens_per_id": trace.block_size, **settings}
-    work = partial(serve_multi_worker, trace, schema, budget, workers=workers, store=store, **settings)
-    with console.progress(len(trace), "requests") as moved:
-
-        def done(count: int) -> None:
-            if moved is not None:
-                moved(count, f"{workers} workers")
-
-        results = work(on_request=done)
-    order, notes = order_of(trace)
-    hits, loaded = _shares(results)
-    figures = {
-        "trace": trace.name, "schema": schema.name, **order, "budget": budget, "workers": workers, "hit_rate": hits,
-        "from_store": loaded, "results": [result.to_dict() for result in results],
-    }  # fmt: skip
-    parts = {**{str(number): [result] for number, result in enumerate(results)}, "together": results}
-    cells = [
-        (
-            name, f"{sum(r.requests for r in part):,}", *(f"{share:.1%}" for share in _shares(part)),
-            f"{sum(r.evicted_blocks for r in part):,}",
-        )
-        for name, part in parts.items()
-    ]  # fmt: skip
-    lines = [f"{title(trace, schema)}, {budget} a worker", *notes]
-    show([Sheet(figures, lines, ("worker", "requests", "hits", "from store", "evicted"), cells)], as_json)
-
-
 def title(trace: Trace, schema: Schema) -> str:
     return f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}"
-
-
-def _shares(results: Sequence[ServeResult]) -> tuple[float, float]:
-    """Return the share of the prompt tokens that was cached, and the share that came from the store."""
-    prompt = max(1, sum(r.prompt_tokens for r in results))
-    return sum(r.cached_tokens for r in results) / prompt, sum(r.loaded_tokens for r in results) / prompt
 
 
 def _asked(trace: Trace, reuse: Reuse, windows: WorkingSet) -> list[str]:

@@ -56,6 +56,11 @@ class HitBound:
         return self._share(self.bound_tokens)
 
     @property
+    def hit_rate(self) -> float:
+        """``bound``, by the name that it has in all results of replays."""
+        return self.bound
+
+    @property
     def unlimited(self) -> float:
         """The share that a cache without limits finds."""
         return self._share(self.unlimited_tokens)
@@ -65,7 +70,7 @@ class HitBound:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, and the bound as the hit rate of the policy ``opt``, for JSON."""
-        return {"policy": BOUND, **asdict(self), "hit_rate": self.bound}
+        return {"policy": BOUND, **asdict(self), "hit_rate": self.hit_rate}
 
 
 def hit_bound(

@@ -85,13 +85,7 @@ class Texts:
     Raises BadInput for a trace whose ids have different numbers of tokens."""
 
     def __init__(self, trace: Trace, tokens_per_id: int) -> None:
-        if trace.block_tokens is not None:
-            least, most = int(trace.block_tokens.min()), int(trace.block_tokens.max())
-            raise BadInput.with_hint(
-                f"the ids of {trace.name} stand for {least:,} to {most:,} tokens, and the bound needs ids of one number of "
-                f"tokens",
-                "replay without opt, or give the trace other ids", needed=least, available=most,
-            )  # fmt: skip
+        check_ids(trace)
         self.tokens_per_id = tokens_per_id
         self.prompts = np.maximum(1, trace.input_lengths)
         nodes: dict[tuple[int, int], int] = {}
@@ -106,6 +100,16 @@ class Texts:
     def __len__(self) -> int:
         """The number of requests."""
         return len(self.paths)
+
+
+def check_ids(trace: Trace) -> None:
+    """Raise BadInput if the ids of ``trace`` have different numbers of tokens."""
+    if trace.block_tokens is not None:
+        least, most = int(trace.block_tokens.min()), int(trace.block_tokens.max())
+        raise BadInput.with_hint(
+            f"the ids of {trace.name} stand for {least:,} to {most:,} tokens, and the bound needs ids of one number of tokens",
+            "replay without opt, or give the trace other ids", needed=least, available=most,
+        )  # fmt: skip
 
 
 def demand_of(texts: Texts, lives: Lives, needs: Needs) -> Demand:
