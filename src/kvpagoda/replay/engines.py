@@ -59,10 +59,18 @@ class EngineResult:
 
 
 def replay_engine(
-    trace: Source | Trace, engine: str, capacity_blocks: int, *, block_size: int = 16, at_once: int = 1,
-    step_tokens: int | None = None, shared: bool = False, groups: Sequence[Group] = FULL, retention: int | None = 0,
+    trace: Source | Trace,
+    engine: str,
+    capacity_blocks: int,
+    *,
+    block_size: int = 16,
+    at_once: int = 1,
+    step_tokens: int | None = None,
+    shared: bool = False,
+    groups: Sequence[Group] = FULL,
+    retention: int | None = 0,
     on_request: Callable[[int], None] | None = None,
-) -> EngineResult:  # fmt: skip
+) -> EngineResult:
     """Serve a trace with the cache of ``engine``, a name of ``PROFILES``, of ``capacity_blocks`` blocks of ``block_size``
     tokens.
 

@@ -15,9 +15,12 @@ _shared: Any = None  # in a process of the pool
 
 
 def run_jobs(
-    jobs: Sequence[Callable[..., T]], shared: Any, processes: int, done: Callable[[int, T], object],
+    jobs: Sequence[Callable[..., T]],
+    shared: Any,
+    processes: int,
+    done: Callable[[int, T], object],
     moved: Callable[[int, int], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Call every job with ``shared``, in up to ``processes`` processes at once, and ``done(number, result)`` here for each,
     as it ends. Jobs and ``shared`` are pickled if there are several processes, and each process has ``shared`` once.
 

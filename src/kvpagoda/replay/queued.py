@@ -43,9 +43,14 @@ class QueuedManager:
     ``retention``: see ``Group.kept``. ``step_tokens``: the most tokens of a request that a step computes; None: all."""
 
     def __init__(
-        self, chains: Chains, num_blocks: int, profile: Profile, groups: Sequence[Group] = FULL, retention: int | None = 0,
+        self,
+        chains: Chains,
+        num_blocks: int,
+        profile: Profile,
+        groups: Sequence[Group] = FULL,
+        retention: int | None = 0,
         step_tokens: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.chains, self.profile, self.groups, self.retention = chains, profile, tuple(groups), retention
         self.size, self.step = chains.block_size, step_tokens or _ALL
         self.pool = BlockPool(num_blocks, chains.num_keys * len(self.groups))

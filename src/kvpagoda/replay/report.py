@@ -85,9 +85,14 @@ def show(sheets: Sequence[Sheet], as_json: bool) -> bool:
 
 
 def read(
-    path: Path | None, limit: int | None, keep_order: bool, seed: int, block_size: int | None, skip_bad: bool,
+    path: Path | None,
+    limit: int | None,
+    keep_order: bool,
+    seed: int,
+    block_size: int | None,
+    skip_bad: bool,
     made_up: int,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Return the requests to replay: those of the file ``path``, or of the synthetic workload ``seed`` if ``path`` is
     None.
 

@@ -101,9 +101,13 @@ def checked(policies: Sequence[AnyPolicy], capacities: Sequence[int], warm_up: f
 
 @overload
 def replay(
-    trace: Source | Trace, capacity_blocks: int, policy: str | EvictionPolicy = "lru", *, warm_up: float = 0.0,
+    trace: Source | Trace,
+    capacity_blocks: int,
+    policy: str | EvictionPolicy = "lru",
+    *,
+    warm_up: float = 0.0,
     on_request: Callable[[int], None] | None = None,
-) -> ReplayResult: ...  # fmt: skip
+) -> ReplayResult: ...
 
 
 @overload
@@ -111,9 +115,15 @@ def replay(trace: Source | Trace, capacity_blocks: int, *, engine: str, **settin
 
 
 def replay(
-    trace: Source | Trace, capacity_blocks: int, policy: str | EvictionPolicy = "lru", *, warm_up: float = 0.0,
-    on_request: Callable[[int], None] | None = None, engine: str | None = None, **settings: Any,
-) -> ReplayResult | EngineResult:  # fmt: skip
+    trace: Source | Trace,
+    capacity_blocks: int,
+    policy: str | EvictionPolicy = "lru",
+    *,
+    warm_up: float = 0.0,
+    on_request: Callable[[int], None] | None = None,
+    engine: str | None = None,
+    **settings: Any,
+) -> ReplayResult | EngineResult:
     """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
 
     A request is a chain of blocks, and a block hits only if every earlier block of its chain hits. (1) The longest
@@ -152,10 +162,16 @@ def replay(
 
 
 def hit_rate_curve(
-    trace: Source | Trace, capacities: Sequence[int], policies: Sequence[AnyPolicy], *, warm_up: float = 0.0,
-    jobs: int = 1, reuse: Reuse | None = None, on_progress: Told | None = None,
+    trace: Source | Trace,
+    capacities: Sequence[int],
+    policies: Sequence[AnyPolicy],
+    *,
+    warm_up: float = 0.0,
+    jobs: int = 1,
+    reuse: Reuse | None = None,
+    on_progress: Told | None = None,
     on_result: Callable[[ReplayResult], object] | None = None,
-) -> list[ReplayResult]:  # fmt: skip
+) -> list[ReplayResult]:
     """Return the results of ``replay`` at every capacity, in blocks, for every policy; capacities are the outer loop.
 
     ``policies``: names, or classes of your own, which are called for each capacity; an object serves one capacity alone.

@@ -29,9 +29,16 @@ LEGEND_OF_BOUND = f"{BOUND}: no cache above with the same steps, even if it know
 
 
 def measured(
-    source: Source, schema: Schema, grid: Sequence[tuple[str, str, int]], settings: dict[str, Any],
-    jobs: int | None = None, *, timeline: Path | None = None, page: Path | None = None, quiet: bool = False,
-) -> Sheet:  # fmt: skip
+    source: Source,
+    schema: Schema,
+    grid: Sequence[tuple[str, str, int]],
+    settings: dict[str, Any],
+    jobs: int | None = None,
+    *,
+    timeline: Path | None = None,
+    page: Path | None = None,
+    quiet: bool = False,
+) -> Sheet:
     """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, in ``jobs``
     processes at once, and return the results. An interrupt ends it as it ends ``report.measured``.
 
@@ -126,18 +133,28 @@ def _served_all(
 
 
 def _served(
-    schema: Schema, budget: str, policy: AnyPolicy, every: int, settings: dict[str, Any], trace: Trace,
+    schema: Schema,
+    budget: str,
+    policy: AnyPolicy,
+    every: int,
+    settings: dict[str, Any],
+    trace: Trace,
     on_request: Callable[[int], None] | None = None,
-) -> Served:  # fmt: skip
+) -> Served:
     if policy == BOUND:
         return hit_bound(trace, schema, budget, checkpoint_every=every, on_request=on_request, **settings)
     return serve(trace, schema, budget, policy=fresh(policy), checkpoint_every=every, on_request=on_request, **settings)
 
 
 def run_workers(
-    source: Source, schema: Schema, budget: str, workers: int, store: str | None, settings: dict[str, Any],
+    source: Source,
+    schema: Schema,
+    budget: str,
+    workers: int,
+    store: str | None,
+    settings: dict[str, Any],
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a trace with several workers that share a store, and print the hits of each worker, and of all together.
 
     ``settings``: other arguments of ``serve``. Raises BadInput.

@@ -71,9 +71,14 @@ class Trace:
 
     @classmethod
     def read(
-        cls, source: Source | Trace, limit: int | None = None, block_size: int | None = None, *,
-        keep_order: bool = False, skip_bad: bool = False,
-    ) -> Trace:  # fmt: skip
+        cls,
+        source: Source | Trace,
+        limit: int | None = None,
+        block_size: int | None = None,
+        *,
+        keep_order: bool = False,
+        skip_bad: bool = False,
+    ) -> Trace:
         """Read a source of ``read_requests``, at most its first ``limit`` requests, and order them by arrival if they are
         not, which ``out_of_order`` counts and a log line says. ``keep_order``: leave them in the order of the source. A
         Trace is left as it is. ``block_size``: tokens per id if the source does not say; None: 512. ``skip_bad``: leave
