@@ -114,6 +114,9 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size": (
         "match", "host_step", "evict]", "hits", "hybrid_peers", "one_budget", "victims", "policies",
     ),
+    "replay/offline/test_hit_bound.py::test_our_cache_finds_no_more": (
+        "Gemma-3-1]", "gpt-oss-16", "Qwen3-Next-16", "Llama-4-1]", "DeepSeek-V4-1]",
+    ),
     "replay/offline/test_prices.py::test_no_choice_beats_the_bound": ("states]", "window]", "all"),
     "test_draft_rows.py::test_without_pressure_hits_are_those_without_a_draft": ("mixed",),
     "test_draft_rows.py::test_a_draft_with_a_group_of_its_own_leaves_the_blocks_of_the_model": ("windows",),

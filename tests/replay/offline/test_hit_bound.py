@@ -67,6 +67,14 @@ def test_with_full_attention_alone_it_is_that_of_blocks() -> None:
         assert [one.never_fit for one in bounds] == [0, 0]
 
 
+def test_one_at_a_time_the_steps_do_not_matter() -> None:
+    """The bound is that of every cache that serves one request after the other, however long its steps are."""
+    trace, schema = synthetic(60), layers_of(GPT_OSS_120B)
+    settings = dict(tokens_per_id=64, max_requests=1, rounds=100)
+    short, long = (hit_bound(trace, schema, "2GiB", step_tokens=step, **settings) for step in (512, 4096))
+    assert short.bound_tokens == long.bound_tokens < short.unlimited_tokens
+
+
 def test_a_trace_without_requests_or_without_ids_finds_nothing() -> None:
     schema, request = layers_of(GPT_OSS_120B), {"timestamp": 0, "input_length": 99, "output_length": 9, "hash_ids": []}
     for at_once in (1, 4):
