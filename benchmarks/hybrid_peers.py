@@ -22,9 +22,10 @@ PEERS = {"vllm": "vllm_hybrid", "tokenspeed": "tokenspeed_hybrid"}
 MODELS: dict[str, dict[str, Any]] = {
     name: config for name, config in hits.MODELS.items() if config is not hits.FULL_ONLY
 }  # fmt: skip
-INTERVALS = {"all kept": None, **{f"every {n}": n for n in (1024, 2048, 4096, 8192, 16384, 32768)}}
+INTERVALS = {"all kept": None, **{f"every {n}": n for n in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)}}
 """vLLM's ``prefix_cache_retention_interval``. By default (0) it keeps blocks of windows and states for reuse only where
-another text is likely to continue; "every 1024" keeps those after every 1,024 tokens too, and "all kept" all."""
+another text is likely to continue; "every 1024" keeps those after every 1,024 tokens too (with states after every block, of
+some 1,000 tokens), and "all kept" all."""
 BFLOAT16 = {"Qwen3-Next-80B, its states in bfloat16": {**QWEN3_NEXT_80B, "mamba_ssm_dtype": "bfloat16"}}
 """vLLM's default. Ours are float32, as in transformers, and in ``MODELS`` vLLM is set to float32 too."""
 Case = tuple[str, str, dict[str, Any]]
