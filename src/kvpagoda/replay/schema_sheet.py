@@ -25,7 +25,7 @@ from kvpagoda.schema import Schema
 Job = tuple[str, str, int, AnyPolicy]
 """(budget, name of the policy, checkpoint interval, policy) of a replay."""
 LEGEND = "hits: prompt tokens not computed; found: in the tree; runs: mean requests at once; unused: memory of no use"
-LEGEND_OF_BOUND = f"{BOUND}: no cache above with the same steps, even if it knows the whole trace"
+LEGEND_OF_BOUND = f"{BOUND}: no cache above in the steps of lru, even one that knows the whole trace"
 
 
 def measured(
