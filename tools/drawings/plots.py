@@ -98,10 +98,11 @@ def hits() -> Picture:
     """Draw which share of its prompts a hybrid model finds cached, here and in vLLM's manager."""
     picture = Picture("The share of prompt tokens found cached in models with windows or states: vLLM and kvpagoda")
     models = ("Gemma-3-27B", "gpt-oss-120b", "Qwen3-Next-80B", "Mistral-7B, windows only")
+    theirs = [row for row in result("hybrid_peers")["rows"] if row["who"] == "vllm" and row["budget"] == "400GiB"]
     found = {
         model: [
             ("vLLM's default", value("hybrid_peers", "hit_percent", case=f"{model}, 400GiB", who="vllm")),
-            ("vLLM, all kept", value("hybrid_peers", "hit_percent", case=f"{model}, all kept, 400GiB", who="vllm")),
+            ("vLLM's best setting", max(row["hit_percent"] for row in theirs if row["model"] == model)),
             ("kvpagoda", value("hybrid_peers", "hit_percent", case=f"{model}, 400GiB", who="ours")),
         ]
         for model in models
@@ -111,7 +112,7 @@ def hits() -> Picture:
         bars(picture, model, [Bar(who, one, f"{one:.1f} %", who == "kvpagoda") for who, one in rows], most)
     text = (
         "Share of prompt tokens found cached: longer is better. 3,000 requests of the public conversation trace, 400 GiB, "
-        f"vLLM {result('hybrid_peers')['versions']['vllm']}. All kept: set to keep all windows and states, in the same bytes."
+        f"vLLM {result('hybrid_peers')['versions']['vllm']}, with its default and the best of ten intervals of retention."
     )
     note(picture, "hybrid_peers", text)
     return picture
