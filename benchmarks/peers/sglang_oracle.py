@@ -1,7 +1,8 @@
-"""SGLang's own cache as a judge: its radix tree, paged allocator and request table, called as its scheduler calls them.
+"""SGLang as a judge: its requests, radix tree, pools and request table, and the functions of its scheduler that use them.
 
-``Peer`` has the calls of ``kvpagoda.replay.driver`` for ``benchmarks.oracle``. SGLang is taken from the environment of
-this process, or from the folder of ``make consumers``; packages that it imports and never calls on this path are stand-ins.
+``Peer`` has the calls of ``kvpagoda.replay.driver`` for ``benchmarks.oracle``, which decides the order of admission and of
+chunks. SGLang is taken from the environment of this process, or from the folder of ``make consumers``; packages that it
+imports and never calls on this path are stand-ins.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from benchmarks.hits import QWEN3_NEXT_80B
 from benchmarks.peers import ROOT, stubs
 from kvpagoda.replay import Group
 from kvpagoda.replay.chains import Chains
@@ -45,15 +47,22 @@ def _make_importable() -> None:
 
 _make_importable()
 from benchmarks.peers import sglang as peer  # noqa: E402
-from benchmarks.peers import sglang_states  # noqa: E402
+from benchmarks.peers import sglang_settings, sglang_states  # noqa: E402
 
 allocation = import_module("sglang.srt.mem_cache.allocation")  # after the peer, which stands in for kernels
+common = import_module("sglang.srt.mem_cache.common")
 windows = import_module("sglang.srt.mem_cache.allocator.swa")
-environ = import_module("sglang.srt.environ")
+batches = import_module("sglang.srt.managers.schedule_batch")
+results = import_module("sglang.srt.managers.scheduler_components.batch_result_processor")
+Mode = import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+Speculation = import_module("sglang.srt.speculative.spec_info").SpeculativeAlgorithm
+Sampling = import_module("sglang.srt.sampling.sampling_params").SamplingParams
 VERSION = peer.VERSION
 LEAST_BLOCK = 1
 AT_ONCE = 64
 """Requests that may run at once."""
+MODEL = QWEN3_NEXT_80B
+"""With states, SGLang gets the settings that it chooses for this model."""
 FREE = 1 << 62
 """Pages of a pool that there is not."""
 
@@ -76,8 +85,12 @@ class Peer:
         )
         self.window = size - 1 if size else 0  # as its models give it: the tokens before the newest that are read
         self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page if size else 0
+        model = sglang_settings.publish(
+            MODEL if self.has_states else None, self.page, "torch_native"
+        )  # calls no kernel
+        self.most = sglang_states.most_requests(self.tokens, window_blocks) if self.has_states else AT_ONCE
         self.rows = (
-            sglang_states.States(AT_ONCE, longest, window_blocks, self.page)
+            sglang_states.States(AT_ONCE, longest, window_blocks)
             if self.has_states
             else peer.ReqToTokenPool(AT_ONCE, longest, "cpu", False)
         )
@@ -92,7 +105,13 @@ class Peer:
         )  # fmt: skip
         self.tree: Any = peer.RadixCache(params) if core == "old" else peer.UnifiedRadixCache(params)
         assert core == "old" or (core == "rust") == ("Rust" in type(self.tree.tree_core).__name__), "its other core"
-        self.running: dict[int, peer.Request] = {}
+        self.batch = batches.ScheduleBatch(
+            reqs=[], req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree,
+            model_config=model, device="cpu", enable_overlap=True, spec_algorithm=Speculation.NONE,
+        )  # fmt: skip
+        self.results = object.__new__(results.SchedulerBatchResultProcessor)
+        object.__setattr__(self.results, "tree_cache", self.tree)
+        self.running: dict[int, Any] = {}
         self.promised = 0
         self._asked: Any = None
         self._due: dict[int, tuple[int, int]] = {}
@@ -111,41 +130,35 @@ class Peer:
     def step_starts(self) -> None:
         self._allocate()
         for request, end in self._computed.items():
-            if end <= self.running[request].known:  # ``checkpoint_kv_cache``, after a chunk of a prompt
-                self._checkpoint(request, end)
+            if end <= self.running[request].known:  # after a chunk of a prompt
+                common.checkpoint_kv_cache(self.running[request], self.tree)
         self._computed.clear()
 
     def find(self, request: int, known: int) -> int:
-        """Match, as ``init_next_round_input`` does."""
-        text = tokens_of(self.chains, request)
-        made = peer.Request(str(request), text[: int(self.chains.prompts[request])])
-        made.full_untruncated_fill_ids, made.known = text, known
-        key = peer.RadixKey(text, limit=known - 1)
-        match = self.tree.match_prefix(peer.MatchPrefixParams(key=key, req=made, cow_mamba=self.has_states))
-        made.mamba_branching_seqlen = match.mamba_branching_seqlen
-        made.prefix_len = made.kv.cache_protected_len = match.device_prefix_len
-        made.last_node, made.swa_branching_seqlen = match.last_device_node, match.swa_branching_seqlen
-        made.kv.kv_allocated_len = made.prefix_len
+        text, prompt = tokens_of(self.chains, request), int(self.chains.prompts[request])
+        made = batches.Req(str(request), "", text[:prompt], Sampling(max_new_tokens=0))
+        made.text, made.known, made.output_ids = text, known, text[prompt:known]
+        made.init_next_round_input(self.tree)
         self._asked = request, made
-        return int(match.device_prefix_len)
+        return int(made.prefix_len)
 
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
-        """End a chunk within a prompt with a page, as ``floor_chunked_tokens`` does."""
+        """End a chunk within a prompt with a page, as ``PrefillAdder`` does when it admits a request."""
         whole = end // self.page * self.page
         is_output = request in self.running and end > self.running[request].known
         return whole if begin < whole and end < known and not is_output else end
 
     def start(self, request: int, end: int, known: int) -> bool:
-        """Lock what was matched, and see whether the rest of the prompt fits, as ``PrefillAdder`` does."""
+        """Lock what was matched, and see whether the rest of the prompt fits."""
         asked, made = self._asked
         assert asked == request
         made.lock = self.tree.lock(made.last_node)
         found = self._pages(made.prefix_len)
         fits = self._pages(known) - found <= self._left() and self._pages(end) - found <= self._left_in_windows()
-        if not fits or (self.has_states and not self.rows.fits(len(self.running) + 1)):
+        if not fits or len(self.running) >= self.most:
             self.tree.unlock(made.lock)
             if self.has_states:
-                self.rows.revert(made)
+                common.release_kv_cache(made, self.tree, checkpoint=False)
             return False
         self.running[request] = made
         self._promise(request, end)
@@ -153,14 +166,19 @@ class Peer:
 
     def grow(self, request: int, end: int, known: int) -> bool:
         made = self.running[request]
-        self._slide(made)
-        if self._pages(end) - self._pages(made.kv.kv_allocated_len) > min(self._left(), self._left_in_windows()):
+        length = made.kv.kv_allocated_len
+        if length >= made.known:
+            self._answer(made, length + 1)
+            self.batch.reqs, self.batch.forward_mode = [made], Mode.DECODE
+            made.decode_batch_idx = length - made.known
+            self.batch.maybe_evict_swa()
+        if self._pages(end) - self._pages(length) > min(self._left(), self._left_in_windows()):
             return False
         self._promise(request, end)
         return True
 
     def stop(self, request: int, is_complete: bool) -> None:
-        """``release_kv_cache``, of a complete request after what the batch computed before it was put in the tree."""
+        """Release a complete request after what the batch computed before it was put in the tree."""
         made = self.running[request]
         if is_complete:
             self._allocate()
@@ -168,19 +186,15 @@ class Peer:
                 other = next(iter(self._computed))
                 end = self._computed.pop(other)
                 if other == request:
+                    self._answer(made, end)
                     made.finished_reason = peer.FINISH_LENGTH(length=0)
-                if other == request or end <= self.running[other].known:
-                    self._checkpoint(other, end)
+                elif end <= self.running[other].known:
+                    common.checkpoint_kv_cache(self.running[other], self.tree)
         elif request in self._due:
             begin, end = self._due.pop(request)
             self.promised -= self._pages(end) - self._pages(begin)
         self._computed.pop(request, None)
-        if self.has_states:
-            self.tree.on_release(made, checkpointed=is_complete)
-        if made.kv.req_pool_idx is not None:
-            self.tree.free_kv_row(made.kv, [(made.kv.cache_protected_len, made.kv.kv_allocated_len)])
-            self.rows.free(made)
-        self.tree.unlock(made.lock)
+        common.release_kv_cache(made, self.tree, checkpoint=is_complete)
         del self.running[request]
 
     def check(self) -> None:
@@ -210,65 +224,45 @@ class Peer:
         tokens = self.allocator.swa_available_size() + self.tree.swa_evictable_size()
         return int(tokens) // self.page - self.promised
 
-    def _slide(self, made: Any) -> None:
-        """Free what left the window of an output, as ``maybe_evict_swa`` does before a step of outputs."""
-        length, interval = made.kv.kv_allocated_len, environ.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
-        decoded = length - made.known
-        if self.window and decoded >= 1:
-            if length - self.window >= made.kv.get_evicted_seqlen(peer.ComponentType.SWA) + interval:
-                self.tree.evict_sliding_windows(made, length)
-            if environ.envs.SGLANG_OPT_RELEASE_PREFILL_SWA.get() and decoded >= self.window:
-                self.tree.release_swa_prefix_lock(made)
-
-    def _checkpoint(self, request: int, end: int) -> None:
-        made = self.running[request]
-        made.extend_end = end
-        self.tree.checkpoint(made, up_to=end)
-
     def _promise(self, request: int, end: int) -> None:
-        begin = self.running[request].kv.kv_allocated_len
+        made = self.running[request]
+        begin = made.kv.kv_allocated_len if made.kv.holds_kv else made.prefix_len
         self._due[request] = begin, end
         self.promised += self._pages(end) - self._pages(begin)
 
+    def _answer(self, made: Any, end: int) -> None:
+        """Give ``made`` its output up to its token ``end``."""
+        prompt = len(made.origin_input_ids)
+        made.output_ids.extend(made.text[prompt + len(made.output_ids) : end])
+
     def _allocate(self) -> None:
+        """Allocate the memory of a step, and note where states are copied."""
         if not self._due:
             return
-        lasts = []
-        if self.has_states:
-            due = [self.running[request] for request in self._due]
-            allocation.ensure_mamba_capacity(self.rows, due, self.tree)
-            fresh = [made for made in due if made.kv.req_pool_idx is None]
-            if fresh:
-                self.rows.alloc(fresh)
-            for made in fresh:
-                if made.prefix_len:
-                    self.rows.write(
-                        (made.kv.req_pool_idx, slice(0, made.prefix_len)), self.tree.prefix_device_indices(made)
-                    )
-        for request, (begin, _) in self._due.items():
-            made = self.running[request]
-            if made.kv.req_pool_idx is None:
-                made.kv.req_pool_idx = self.rows.alloc_rows(1)[0]
-                if begin:
-                    self.rows.write((made.kv.req_pool_idx, slice(0, begin)), self.tree.prefix_device_indices(made))
-            row = self.rows.req_to_token[made.kv.req_pool_idx]
-            lasts.append(row[begin - 1 : begin].to(torch.int64) if begin else torch.full((1,), -1))
-        before, after = (torch.tensor(column) for column in zip(*self._due.values()))
-        count = int((after - before).sum())
-        if self.page == 1:
-            places = allocation.alloc_token_slots(self.tree, count)
-        else:
-            last = torch.cat(lasts)
-            places = allocation.alloc_paged_token_slots_extend(self.tree, before, before, after, after, last, count)
-        for (request, (begin, end)), slots in zip(self._due.items(), places.split((after - before).tolist())):
-            made = self.running[request]
-            self.rows.write((made.kv.req_pool_idx, slice(begin, end)), slots.to(torch.int32))
-            made.kv.kv_allocated_len = made.kv.kv_committed_len = end
+        batch = self.batch
+        batch.reqs, batch.forward_mode = [self.running[request] for request in self._due], Mode.EXTEND
+        for made, (begin, end) in zip(batch.reqs, self._due.values()):
+            made.prefix_len, made.extend_end = begin, end
+        batch.prefix_lens, ends = (list(column) for column in zip(*self._due.values()))
+        batch.extend_lens = [made.extend_len for made in batch.reqs]
+        batch.seq_lens = batch.seq_lens_cpu = torch.tensor(ends)
+        batch.extend_num_tokens = sum(batch.extend_lens)
+        allocation.alloc_for_extend(batch)
+        for request, (begin, end) in self._due.items():
             self._computed[request] = end
             if self.has_states:
-                self.rows.track(made, begin, end)
+                self._track(self.running[request], begin, end)
         self._due.clear()
         self.promised = 0
+
+    def _track(self, made: Any, begin: int, end: int) -> None:
+        if end <= made.known:
+            self.batch._mamba_radix_cache_v2_req_prepare_for_extend(made)
+            return
+        self.batch.mamba_decode_batch_idx_cpu = [made.decode_batch_idx]
+        for length in range(begin + 1, end + 1):  # of an output each token by itself
+            made.kv.kv_committed_len = length
+            self.results._mamba_prefix_cache_update(made, self.batch, None, 0)
 
 
 class NoMemory(windows.BaseSWAKVPool):  # type: ignore[misc, name-defined]

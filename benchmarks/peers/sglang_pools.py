@@ -5,30 +5,19 @@ What its planning asks of the object that loads a model is a few numbers, which 
 
 from __future__ import annotations
 
-import json
-import tempfile
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.peers import sglang_oracle
+from benchmarks.peers import sglang_oracle, sglang_settings
 
 planning = import_module(
     "sglang.srt.mem_cache.kv_cache_configurator"
 )  # after the oracle, which makes SGLang importable
 pools = import_module("sglang.srt.model_executor.pool_configurator")
-context = import_module("sglang.srt.runtime_context")
-settings = import_module("sglang.srt.server_args")
-models = import_module("sglang.srt.configs.model_config")
+context = sglang_settings.context
 VERSION, LEAST_BLOCK = sglang_oracle.VERSION, 1
 GIB = 1 << 30
-
-
-def publish(folder: str, block_size: int) -> None:
-    """Give SGLang the settings that it chooses for the model in ``folder`` on a GPU of NVIDIA."""
-    with context.override_platform(is_cuda=True):
-        context.publish(settings.ServerArgs(model_path=folder, device="cuda", page_size=block_size), role="scheduler")
 
 
 class Peer:
@@ -37,10 +26,7 @@ class Peer:
     @staticmethod
     def divide(config: dict[str, Any], budget: int, block_size: int) -> dict[str, Any]:
         """Return the blocks of full attention, of windows, and the slots for states in ``budget`` bytes."""
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(config))
-            publish(folder, block_size)
-            model = models.ModelConfig.from_server_args(context.get_server_args())
+        model = sglang_settings.publish(config, block_size)
         plain = SimpleNamespace(
             is_none=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False
         )

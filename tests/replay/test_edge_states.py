@@ -108,10 +108,11 @@ def test_its_tree_in_python(sglang: Process) -> None:
     assert of_the_engine(sglang, 64, "16 at once", "full+3*state", 3, core="python")["unequal"] == 0
 
 
-@pytest.mark.parametrize("wrong", ["use", "branch", "leaf", "own", "interval", "split"])
+@pytest.mark.parametrize("wrong", ["use", "branch", "leaf", "own", "least", "interval", "split"])
 def test_a_difference_would_be_seen(sglang: Process, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits are unequal if a look-up does not use the state, if none is copied where texts part, if a leaf stays without its
-    state, if a request has a slot less, if an output is copied more often, and if an edge keeps its state above a cut."""
+    state, if a request has a slot less, if more requests run than may, if an output is copied more often, and if an edge
+    keeps its state above a cut."""
     mode = "one at a time" if wrong == "split" else "16 share a budget"
     source, schedule = {"name": "long branches", "limit": 200, "seed": 3}, oracle.SCHEDULES[mode]
     run = source, oracle.asked(64, 288, schedule) | {"groups": "full+3*state"}
@@ -121,6 +122,7 @@ def test_a_difference_would_be_seen(sglang: Process, wrong: str, monkeypatch: py
         "branch": (StateLRU, "_branch", property(lambda self: 0, lambda self, value: None)),
         "leaf": (StateTree, "_is_leaf", lambda self, edge: False),
         "own": (edge_states, "OWN", 2),
+        "least": (edge_states, "LEAST", 4),
         "interval": (edge_states, "INTERVAL", 64),
         "split": (StateTree, "_split", WindowTree._split),
     }

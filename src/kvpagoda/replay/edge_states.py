@@ -21,10 +21,9 @@ from kvpagoda.units import ceil_div
 
 RATIO = 0.9
 """Memory for states, as a multiple of that for blocks (``--mamba-full-memory-ratio``)."""
-CHUNK, INTERVAL, OWN = 64, 256, 3
-"""Tokens of a chunk of the kernel, tokens of an output from one copy to the next, and slots of a running request."""
-LEAST = OWN + 3
-"""Slots with which one request can run."""
+CHUNK, INTERVAL, OWN, LEAST = 64, 256, 3, 5
+"""Tokens of a chunk of the kernel, tokens of an output from one copy to the next, slots of a running request, and slots that
+there must be for each request that runs."""
 
 
 def slots(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int]:
@@ -139,11 +138,11 @@ class StateLRU(EdgeLRU):
         return edge.end * self.size
 
     def start(self, request: int, end: int, known: int) -> bool:
-        """See ``driver.Manager``: the whole prompt must fit, and all that the requests may take and lock of the slots."""
+        """See ``driver.Manager``: the whole prompt must fit, and there must be ``LEAST`` slots for each request."""
         asked, keys, found, edge = self._asked
         assert asked == request, "a request is looked up before it starts"
         self._lock(edge)
-        fits = (OWN + 1) * (len(self.running) + 1) + 2 <= self.num_slots
+        fits = LEAST * (len(self.running) + 1) <= self.num_slots
         if not fits or ceil_div(known, self.size) - found > self.free + self.tree.num_unlocked:
             self._unlock(edge)
             self.free_slots += self._copied

@@ -42,11 +42,8 @@ def divided(engine: str, groups: Sequence[Group], block_size: int, num_blocks: i
     apart = 0
     if profile(engine).store == "edges" and Group("state") in groups:
         num_blocks, apart = edge_states.slots(num_blocks, groups)
-        least, most = sorted((block_size, edge_states.CHUNK))
-        if most % least:
-            raise BadInput(
-                f"with states SGLang's blocks divide {edge_states.CHUNK} tokens or are multiples of them, got {block_size}"
-            )
+        if edge_states.INTERVAL % block_size:
+            raise BadInput(f"with states SGLang's blocks divide {edge_states.INTERVAL} tokens, got {block_size}")
     elif profile(engine).store == "edges":
         num_blocks, apart, _ = edge_windows.pools(num_blocks, groups)
     return EnginePool(tuple(groups), block_size, num_blocks, 0, apart)
