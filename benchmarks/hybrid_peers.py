@@ -3,7 +3,8 @@
 All have the same memory. The first 3,000 requests of the conversation trace are served in the steps of
 ``kvpagoda.replay.serve``. See ``peers/vllm_hybrid.py`` for the part of vLLM. vLLM's time is that of its manager's calls
 and of its hashes. TokenSpeed's scheduler decides itself what a step is (``peers/tokenspeed_hybrid.py``); its time is that
-of all its calls. Ours includes everything, also the making of the texts.
+of all its calls. Ours includes everything, also the making of the texts. vLLM admits requests without room for their
+outputs, and preempts some: ``again_percent`` is what it computes again for that, in percent of the prompt tokens.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def measure(options: Options) -> list[Row]:
 def _served(process: Process, config: dict[str, Any], budget: str, limit: int) -> Row:
     """Serve the first ``limit`` requests in a peer and return its figures."""
     figures = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit)
-    kept = ("hit_percent", "mean_running", "steps", "preempted", "never_fit")
+    kept = ("hit_percent", "again_percent", "mean_running", "steps", "preempted", "never_fit")
     per_request = 1e6 * figures["seconds"] / figures["requests"]
-    return {"version": process.version, "us": per_request, **{key: figures[key] for key in kept}}
+    return {"version": process.version, "us": per_request, **{key: figures[key] for key in kept if key in figures}}
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class Peer:
         self.outputs: dict[str, list[int]] = {}
         self.taken = 0.0
         self.hits = self.prompts = self.never_fit = self.preempted = self.steps = self.running_steps = 0
+        self.again = 0  # tokens that are computed again after a preemption
 
     def run(self) -> dict[str, Any]:
         """Serve the whole trace and return its figures."""
@@ -86,6 +87,7 @@ class Peer:
             "hit_percent": 100 * self.hits / max(1, self.prompts), "never_fit": self.never_fit, "preempted": self.preempted,
             "mean_running": self.running_steps / max(1, self.steps), "steps": self.steps, "num_blocks": self.num_blocks,
             "block_size": self.block_size, "num_groups": self.num_groups,
+            "again_percent": 100 * self.again / max(1, self.prompts),
         }  # fmt: skip
 
     def _step(self) -> None:
@@ -126,6 +128,8 @@ class Peer:
             return False
         if first.status == RequestStatus.WAITING:
             self.hits, self.prompts = self.hits + hit, self.prompts + first.num_prompt_tokens
+        else:
+            self.again -= hit
         first.status, first.num_computed_tokens = RequestStatus.RUNNING, hit + count
         self.running.append(first)
         self.waiting.popleft()
@@ -148,6 +152,7 @@ class Peer:
         while self.manager.allocate_slots(request, count) is None:
             victim = self.running.pop()
             self.manager.free(victim)
+            self.again += victim.num_computed_tokens
             victim.status, victim.num_computed_tokens = RequestStatus.PREEMPTED, 0
             self.waiting.appendleft(victim)
             self.preempted += 1
