@@ -75,6 +75,8 @@ class Peer:
     ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows or states. The memory of a step is allocated
     for all its requests together, as ``alloc_for_extend`` does."""
 
+    finds_all = False
+
     def __init__(self, chains: Chains, num_blocks: int, *, core: str = "rust", groups: str = "full") -> None:
         torch.set_num_threads(1)
         self.chains, self.page = chains, chains.block_size

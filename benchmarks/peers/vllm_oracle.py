@@ -45,6 +45,8 @@ class Peer:
     much faster. ``watermark``, ``retention``: see vLLM's options. ``groups``: as
     ``kvpagoda.replay.Group.from_text`` reads them. ``in_flight``: the most tokens of a request that a step computes."""
 
+    finds_all = False
+
     def __init__(
         self, chains: Chains, num_blocks: int, *, hashed: bool = False, watermark: float = 0.0, retention: int | None = 0,
         groups: str = "full", in_flight: int | None = None,

@@ -13,6 +13,8 @@ from kvpagoda.replay.driver import Schedule, serve_with
 class Written:
     """A manager of ``room`` tokens that finds ``hit`` tokens, and writes its calls down."""
 
+    finds_all = False
+
     def __init__(self, room: int = 1_000, hit: int = 0, chunk: int | None = None) -> None:
         self.room, self.hit, self.calls, self.ends, self.each = (
             room,

@@ -197,6 +197,25 @@ def test_a_text_that_is_cached_as_a_whole_is_found_as_a_whole_by_trtllm() -> Non
     assert hits("dynamo-1.6.1", 9, "abc", "abc", "ab") == [0, 2, 1]
 
 
+def test_a_text_that_is_cached_as_a_whole_needs_no_tokens_of_a_step() -> None:
+    """The last text of the first is admitted beside the long one, which leaves no tokens to it, before "y" is evicted; of
+    two such texts the second waits for the next step. The third computes "cd" in the step in which it finds "ab"."""
+    assert hits(TRTLLM, 15, "xy", "rstuv", "cdefghijk", "xy", at_once=2, step_tokens=4, shared=True) == [0, 0, 0, 2]
+    texts = "ab", "xy", "ab", "a", "cdefghijk", "a"
+    assert hits(TRTLLM, 10, *texts, at_once=3, step_tokens=4, shared=True) == [0, 0, 2, 1, 0, 1]
+    settings = {"engine": TRTLLM, "block_size": 4, "at_once": 2, "step_tokens": 8, "shared": True}
+    assert replay(trace("ab", "ab", "cd"), 20, **settings).steps == 2  # type: ignore[call-overload]
+
+
+def test_a_text_cached_as_a_whole_in_the_mocker(dynamo: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule one of these requests finds something else."""
+    source = {"name": "long branches", "limit": 114, "seed": 13}
+    asked = oracle.asked(16, 623, oracle.SCHEDULES["16 share a budget"])
+    assert oracle.agreement(dynamo, TRTLLM, "", source, asked)["unequal"] == 0
+    monkeypatch.setattr(QueuedManager, "finds_all", property(lambda _: False, lambda _, wrong: None), raising=False)
+    assert oracle.agreement(dynamo, TRTLLM, "", source, asked)["unequal"] == 1
+
+
 def test_the_blocks_that_no_other_request_can_find_are_used_first() -> None:
     """Why the mocker finds more than a tree of the trace's ids: the block of the output is used for "c", not "ab"."""
     assert hits("dynamo-1.6.1", 4, "ab", "c", "abx", output=3) == [0, 0, 2]

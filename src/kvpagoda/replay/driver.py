@@ -1,8 +1,9 @@
 """Serves the requests of a trace with any manager of a cache: one order of admission and of chunks for all of them.
 
 Each step computes a chunk of every running request, then admits waiting ones in their order, as long as they fit, then ends
-those that are complete. A running request that does not fit preempts the youngest one, which starts again later, before
-those that wait. So the schedulers of engines do; what a manager answers decides nothing else.
+those that are complete. A text that is cached as a whole needs no tokens of the step: when they are spent, one such text is
+still admitted. A running request that does not fit preempts the youngest one, which starts again later, before those that
+wait. So the schedulers of engines do; what a manager answers decides nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from kvpagoda.units import whole_number
 
 class Manager(Protocol):
     """A manager of a cache without memory. ``request``: the number of a request in the trace."""
+
+    @property
+    def finds_all(self) -> bool:
+        """Whether ``find`` can find all that is known of a text, its last token included."""
 
     def step_starts(self) -> None:
         """A step begins."""
@@ -135,8 +140,9 @@ class Run:
             if request in self.running:
                 moved |= self._compute(request)
         left = len(self.waiting)
-        while self.waiting and self.left and len(self.running) < self.at_once and served.preempted == before:
-            if not self._admit():
+        while self.waiting and len(self.running) < self.at_once and served.preempted == before:
+            is_spent = not self.left  # then one text more that is cached as a whole
+            if (is_spent and not self.manager.finds_all) or not self._admit() or is_spent:
                 break
         served.steps += 1
         if not moved and left == len(self.waiting) and served.preempted == before:
@@ -166,7 +172,7 @@ class Run:
             self._done.admitted.append(request)
         self.running[request] = [end, known]
         self.waiting.popleft()
-        self.left -= self.shared * max(1, end - hit)
+        self.left -= self.shared * (end - hit)
         self._done.count(hit, end, int(self.chains.prompts[request]))
         return True
 

@@ -31,6 +31,8 @@ class EdgeLRU:
     computed is put in the tree after it, request by request; an output when its request is complete.
     """
 
+    finds_all = False
+
     def __init__(self, chains: Chains, num_blocks: int) -> None:
         self.chains, self.size, self.tree = chains, chains.block_size, TextTree()
         self.free = num_blocks  # below 0 while blocks are promised that are still to be evicted

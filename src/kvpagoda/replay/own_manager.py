@@ -18,6 +18,8 @@ class OwnManager:
     """Serves requests of ``chains`` with a ``KVCache`` of ``num_blocks`` blocks, without memory. What a step computes can be
     found from the next step on."""
 
+    finds_all = False
+
     def __init__(self, chains: Chains, num_blocks: int, at_once: int) -> None:
         self.chains, self.texts = chains, dict[int, Ids32]()
         self.running, self.due = dict[int, Sequence](), dict[int, int]()

@@ -61,6 +61,7 @@ class QueuedManager:
         self._running: dict[int, Request] = {}
         self._asked: dict[int, Request] = {}  # the last one that was looked up
         self._fresh: set[int] = set()  # keys of states that are computed in this step
+        self.finds_all = not profile.recomputes
         self._spare = int(profile.watermark * (num_blocks + 1))  # vLLM counts its block of zeros too
 
     def step_starts(self) -> None:
