@@ -68,6 +68,9 @@ class MovedStates(QueuedManager):
     def grow(self, request: int, end: int, known: int) -> bool:
         """See ``driver.Manager``."""
         state, own = self._running[request], self._states[request]
+        if state.length % self.size and state.length < end < -(-state.length // self.size) * self.size:
+            state.length = end  # within a block, with nothing to take or to share
+            return True
         copied = own.is_found or (end - 1) // self.size * self.size > max(state.length, own.text)
         more = ceil_div(end, self.size) - ceil_div(state.length, self.size) + copied * len(self._offsets)
         return more <= self.pool.queue.num_free and super().grow(request, end, known)
