@@ -15,12 +15,8 @@ import numpy as np
 from benchmarks.oracle import trace_of
 from benchmarks.peers import Absent, Process
 from benchmarks.timing import Options, Row, tell
-from kvpagoda.replay import Schedule, Trace, replay, replay_engine
+from kvpagoda.replay import Group, Schedule, Trace, replay, replay_engine
 from kvpagoda.replay.chains import Chains
-from kvpagoda.replay.driver import serve_with
-from kvpagoda.replay.edge_lru import EdgeLRU
-from kvpagoda.replay.profiles import profile
-from kvpagoda.replay.queued import QueuedManager
 from kvpagoda.replay.trace import Ints
 
 QUESTION = "By which rules does Dynamo's mocker differ?"
@@ -62,35 +58,39 @@ def mixes(options: Options) -> Iterator[tuple[dict[str, Any], Trace, int]]:
         yield from ((source, trace, capacity) for capacity in (3 * longest // 2, 3 * longest))
 
 
-def other_engines(process: Process, options: Options) -> Iterator[Row]:
-    """Compare its backends with the profiles that come nearest, and with SGLang's."""
-    vllm, trtllm = profile("dynamo-1.6.1"), profile("dynamo-1.6.1-trtllm")
-    for case, backend, schedule in (
-        ("sglang, one at a time", "sglang", Schedule()), ("trtllm, 16 share a budget", "trtllm", SHARED),
-    ):  # fmt: skip
+def other_settings(process: Process, options: Options) -> Iterator[Row]:
+    """Compare its backends and its states with the profiles that come nearest, and ``sglang`` with SGLang's too."""
+    cases = (
+        ("sglang, one at a time", "dynamo-1.6.1", {"backend": "sglang"}, Schedule()),
+        ("trtllm, 16 share a budget", "dynamo-1.6.1-trtllm", {"backend": "trtllm"}, SHARED),
+        ("states, one at a time", "dynamo-1.6.1", {"groups": "full+state"}, Schedule()),
+        ("states, 16 share a budget", "dynamo-1.6.1", {"groups": "full+state"}, SHARED),
+    )
+    for case, engine, settings, schedule in cases:
         requests = unequal = edges = 0
+        groups = Group.from_text(settings.get("groups", "full"))
         for source, trace, capacity in mixes(options):
-            chains = Chains(trace, SIZE)
-            theirs = asked(process, source, SIZE, capacity, schedule, backend=backend)
-            queue = QueuedManager(chains, capacity, vllm if backend == "sglang" else trtllm)
-            requests += len(chains)
-            unequal += int((serve_with(queue, chains, schedule).hits != theirs).sum())
-            if backend == "sglang":
-                edges += int((serve_with(EdgeLRU(chains, capacity), chains, schedule).hits != theirs).sum())
+            theirs = asked(process, source, SIZE, capacity, schedule, **settings)
+            ours = replay_engine(
+                trace, engine, capacity, block_size=SIZE, at_once=schedule.at_once, step_tokens=schedule.step_tokens,
+                shared=schedule.shared, groups=groups,
+            )  # fmt: skip
+            requests += len(trace)
+            unequal += int((ours.per_request != theirs).sum())
+            if "sglang" in case:
+                tree = replay_engine(trace, "sglang-0.5.23", capacity, block_size=SIZE)
+                edges += int((tree.per_request != theirs).sum())
         row = {"case": case, "requests": requests, "unequal": unequal}
-        yield {**row, "unequal_to_sglang": edges} if backend == "sglang" else row
+        yield {**row, "unequal_to_sglang": edges} if "sglang" in case else row
 
 
 def states(process: Process, options: Options) -> Row:
     """What is found with one state of a block's size a request, and without states, where nothing need be evicted."""
     found = without = requests = 0
-    more = {"kv_cache_bytes_per_token": 100}
     for source, trace, _ in mixes(options):
         ample = 4 * int(Chains(trace, SIZE).totals.sum()) // SIZE
-        found += int(
-            asked(process, source, SIZE, ample, Schedule(), state_cache={"bytes_per_request": 6_400}, **more).sum()
-        )
-        without += int(asked(process, source, SIZE, ample, Schedule(), **more).sum())
+        found += int(asked(process, source, SIZE, ample, Schedule(), groups="full+state").sum())
+        without += int(asked(process, source, SIZE, ample, Schedule()).sum())
         requests += len(trace)
     return {
         "case": "state_cache", "requests": requests, "found": found, "found_without": without,
@@ -104,7 +104,7 @@ def measure(options: Options) -> list[Row]:
     except Absent as reason:
         return [{"who": "dynamo-1.6.1", "absent": str(reason)}]
     with process:
-        rows = [by_ids(process, options), *other_engines(process, options), states(process, options)]
+        rows = [by_ids(process, options), *other_settings(process, options), states(process, options)]
         return [{**row, "who": "dynamo-1.6.1", "version": process.version} for row in rows]
 
 
