@@ -204,6 +204,7 @@ def simulate() -> Picture:
         "100, prefix-aware": ("100 workers, prefix-aware", 30_000),
         "windows": ("windows, 8 workers", 3_000),
         "states": ("states, 8 workers", 3_000),
+        "states, a million": ("states, a million requests", 1_000_000),
         "vLLM's cache": ("the cache of vLLM, 8 workers", 3_000),
         "SGLang's cache": ("the cache of SGLang, 8 workers", 3_000),
         "blocks of 512": ("blocks of 512, 8 workers", 3_000),
