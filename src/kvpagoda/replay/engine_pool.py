@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.replay import edge_states, edge_windows
 from kvpagoda.replay.groups import Group
 from kvpagoda.replay.profiles import profile
-from kvpagoda.schema import Growth, Schema
-from kvpagoda.schema.plan import Plan
 from kvpagoda.units import ceil_div, parse_bytes, whole_number
+
+if TYPE_CHECKING:  # a replay of blocks needs no models
+    from kvpagoda.schema import Growth, Schema
+    from kvpagoda.schema.plan import Plan
 
 _LEAST_BLOCK = 16
 
@@ -62,7 +64,7 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
     nothing; the rest is blocks. Raises BadInput, also for layers that no profile has, and NeverFits.
     """
     size, memory = whole_number(block_size or _LEAST_BLOCK, "block_size", at_least=1), parse_bytes(budget)
-    taken = dict[Growth, int]()
+    taken: dict[Growth, int] = {}
     for part in plan.groups:
         growth, payload = part.growth, part.layout.payload_nbytes
         if growth.slack or growth.is_optional or growth.is_at_rest:
