@@ -16,7 +16,7 @@ from benchmarks.oracle import trace_of
 from benchmarks.peers import Absent, Process
 from benchmarks.timing import Options, Row, tell
 from kvpagoda.replay import Group, Schedule, Trace, replay, replay_engine
-from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.trace import Ints
 
 QUESTION = "By which rules does Dynamo's mocker differ?"

@@ -19,7 +19,7 @@ from benchmarks.peers import Absent, Process
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import TRACES
 from kvpagoda.replay import Group, Schedule, Trace, replay_engine, synthetic
-from kvpagoda.replay.engines import EngineResult
+from kvpagoda.replay.engines.run import EngineResult
 
 QUESTION = "Does each request find what it finds in the engine's own manager?"
 FILES = {name: f"mooncake_{name}.jsonl.gz" for name in ("conversation", "synthetic")} | {

@@ -18,7 +18,7 @@ from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, workload
 from kvpagoda import Schema
 from kvpagoda.replay import Trace
-from kvpagoda.replay.fleet import Simulation
+from kvpagoda.replay.fleet.simulation import Simulation
 from kvpagoda.replay.setup import Fleet, Setup
 from kvpagoda.schema.presets import presets
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.peers import ROOT
 from kvpagoda.replay import Group
-from kvpagoda.replay.chains import Chains
-from kvpagoda.replay.driver import Schedule, Served
+from kvpagoda.replay.engines.chains import Chains
+from kvpagoda.replay.engines.driver import Schedule, Served
 from kvpagoda.units import ceil_div
 
 if find_spec("dynamo") is None:

@@ -1,7 +1,7 @@
 """SGLang as a judge: its requests, radix tree, pools and request table, and the functions of its scheduler that use them.
 
-``Peer`` has the calls of ``kvpagoda.replay.driver`` for ``benchmarks.oracle``, which decides the order of admission and of
-chunks. SGLang is taken from the environment of this process, or from the folder of ``make consumers``; packages that it
+``Peer`` has the calls of ``kvpagoda.replay.engines.driver`` for ``benchmarks.oracle``, which decides the order of admission
+and of chunks. SGLang is taken from the environment of this process, or from the folder of ``make consumers``; packages that it
 imports and never calls on this path are stand-ins.
 """
 
@@ -21,9 +21,9 @@ import torch.utils.data
 from benchmarks.hits import QWEN3_NEXT_80B
 from benchmarks.peers import ROOT, stubs
 from kvpagoda.replay import Group
-from kvpagoda.replay.chains import Chains
-from kvpagoda.replay.edge_states import slots as state_slots
-from kvpagoda.replay.edge_windows import pools
+from kvpagoda.replay.engines.chains import Chains
+from kvpagoda.replay.engines.edge_states import slots as state_slots
+from kvpagoda.replay.engines.edge_windows import pools
 
 _UNUSED = (
     "orjson", "psutil", "pybase64", "starlette", "IPython", "sentencepiece", "compressed_tensors", "gguf", "openai",

@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.workload import AT_ONCE, SOURCES, TRACES, VOCABULARY, Tokens, workload
 from kvpagoda.replay import Trace, synthetic
-from kvpagoda.replay.chains import Chains
-from kvpagoda.replay.driver import Schedule, serve_with
+from kvpagoda.replay.engines.chains import Chains
+from kvpagoda.replay.engines.driver import Schedule, serve_with
 
 Figures = dict[str, Any]
 TOGETHER = 64

@@ -1,4 +1,4 @@
-"""vLLM's own ``KVCacheManager`` behind the calls of ``kvpagoda.replay.driver``, for ``benchmarks.oracle``.
+"""vLLM's own ``KVCacheManager`` behind the calls of ``kvpagoda.replay.engines.driver``, for ``benchmarks.oracle``.
 
 vLLM is installed, or unpacked in the folder that ``KVPAGODA_BENCH_VLLM`` names, or there is the environment that ``make
 consumers`` fills. Nothing of it is replaced but packages that it imports and the manager never calls.
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.peers import vllm_here
 from kvpagoda.replay import Group
-from kvpagoda.replay.chains import Chains
+from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.texts import text_of
 
 vllm_here.prepare()

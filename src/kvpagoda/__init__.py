@@ -27,7 +27,7 @@ _PUBLIC = {
     "kvpagoda.batch.persistent": ("PersistentBatch",),
     "kvpagoda.policies.protocol": ("EvictionPolicy",),
     "kvpagoda.cache.sequence": ("Sequence",),
-    "kvpagoda.replay.fleet": ("simulate",),
+    "kvpagoda.replay.fleet.simulation": ("simulate",),
 }  # fmt: skip
 
 __all__ = sorted(name for names in _PUBLIC.values() for name in names)

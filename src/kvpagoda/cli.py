@@ -321,8 +321,9 @@ def simulate_trace(
     Steps take what --costs says; nothing of a GPU is modelled. Ctrl-C prints what is done so far, and exits with 130.
     """
     with one_line_errors():
-        from kvpagoda.replay import fleet_report, report
-        from kvpagoda.replay.costs import Costs
+        from kvpagoda.replay import report
+        from kvpagoda.replay.fleet import report as fleet_report
+        from kvpagoda.replay.fleet.costs import Costs
         from kvpagoda.replay.setup import Fleet, Setup
 
         layers = _schema(schema, None, "raw")

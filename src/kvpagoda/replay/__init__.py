@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from kvpagoda.loading import load_when_used
-from kvpagoda.replay.driver import Schedule
-from kvpagoda.replay.engines import EngineResult, replay_engine
-from kvpagoda.replay.groups import Group
-from kvpagoda.replay.profiles import PROFILES, Profile
+from kvpagoda.replay.engines.driver import Schedule
+from kvpagoda.replay.engines.groups import Group
+from kvpagoda.replay.engines.profiles import PROFILES, Profile
+from kvpagoda.replay.engines.run import EngineResult, replay_engine
 from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.run import POLICIES, ReplayResult, hit_rate_curve, replay
@@ -14,8 +14,8 @@ from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
 
 if TYPE_CHECKING:
-    from kvpagoda.replay.costs import Costs, TierCosts
-    from kvpagoda.replay.fleet import SimulateResult, simulate
+    from kvpagoda.replay.fleet.costs import Costs, TierCosts
+    from kvpagoda.replay.fleet.simulation import SimulateResult, simulate
     from kvpagoda.replay.offline.bound import HitBound, hit_bound
     from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 
@@ -27,8 +27,8 @@ __all__ = [
 ]  # fmt: skip
 
 _LATER = {
-    "kvpagoda.replay.costs": ("Costs", "TierCosts"),
-    "kvpagoda.replay.fleet": ("SimulateResult", "simulate"),
+    "kvpagoda.replay.fleet.costs": ("Costs", "TierCosts"),
+    "kvpagoda.replay.fleet.simulation": ("SimulateResult", "simulate"),
     "kvpagoda.replay.offline.bound": ("HitBound", "hit_bound"),
     "kvpagoda.replay.serving": ("ServeResult", "serve", "serve_multi_worker"),
 }  # imported when they are first used: they import a whole cache

@@ -8,10 +8,10 @@ from typing import Any
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput
-from kvpagoda.replay.engines import EngineResult, replay_engine
-from kvpagoda.replay.groups import Group
+from kvpagoda.replay.engines.groups import Group
+from kvpagoda.replay.engines.profiles import profile
+from kvpagoda.replay.engines.run import EngineResult, replay_engine
 from kvpagoda.replay.jobs import run_jobs
-from kvpagoda.replay.profiles import profile
 from kvpagoda.replay.report import Sheet, Source, order_of
 
 _SETTINGS: dict[str, Callable[[str], Any]] = {

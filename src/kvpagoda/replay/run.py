@@ -16,7 +16,7 @@ import numpy as np
 
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix import POLICY_NAMES, EvictionPolicy, policy_name
-from kvpagoda.replay.engines import EngineResult, replay_engine
+from kvpagoda.replay.engines.run import EngineResult, replay_engine
 from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.reuse import Reuse

@@ -10,7 +10,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.replay.batching import cache_for
-from kvpagoda.replay.costs import Costs
+from kvpagoda.replay.fleet.costs import Costs
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number

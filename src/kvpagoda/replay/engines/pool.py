@@ -1,0 +1,137 @@
+"""How an engine divides memory into blocks for the layers of a model: the groups, the tokens of a block, how many blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpagoda.errors import BadInput, NeverFits
+from kvpagoda.replay.engines import edge_states, edge_windows
+from kvpagoda.replay.engines.groups import Group
+from kvpagoda.replay.engines.profiles import profile
+from kvpagoda.units import ceil_div, parse_bytes, whole_number
+
+if TYPE_CHECKING:  # a replay of blocks needs no models
+    from kvpagoda.schema import Growth, Schema
+    from kvpagoda.schema.plan import Plan
+
+_LEAST_BLOCK = 16
+
+
+class EnginePool(NamedTuple):
+    """What an engine makes of its memory: ``num_blocks`` blocks of ``block_size`` tokens, which the ``groups`` share.
+
+    SGLang's are blocks of full attention, and ``num_apart`` is what it sets apart for the other layers: blocks of windows, or
+    slots of states. ``nbytes``: of all this together, with what holds nothing; 0 if it was not divided by bytes."""
+
+    groups: tuple[Group, ...]
+    block_size: int
+    num_blocks: int
+    nbytes: int = 0
+    num_apart: int = 0
+
+
+def divided(engine: str, groups: Sequence[Group], block_size: int, num_blocks: int) -> EnginePool:
+    """Return what ``engine`` makes of the memory of ``num_blocks`` blocks of one group each. Raises BadInput for groups, and
+    blocks of so many tokens with states, that SGLang does not have.
+
+    >>> pool = divided("sglang-0.5.23", Group.from_text("full+3*state"), 64, 1_900)
+    >>> pool.num_blocks, pool.num_apart
+    (1000, 300)
+    """
+    apart = 0
+    if profile(engine).store == "edges" and Group("state") in groups:
+        num_blocks, apart = edge_states.slots(num_blocks, groups)
+        if edge_states.INTERVAL % block_size:
+            raise BadInput(f"with states SGLang's blocks divide {edge_states.INTERVAL} tokens, got {block_size}")
+    elif profile(engine).store == "edges":
+        num_blocks, apart, _ = edge_windows.pools(num_blocks, groups)
+    return EnginePool(tuple(groups), block_size, num_blocks, 0, apart)
+
+
+def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_size: int | None = None) -> EnginePool:
+    """Return what ``engine`` makes of ``budget`` bytes. ``plan``: ours for ``schema``, which says what layers take.
+
+    vLLM's rules: a group is that many layers of one kind as there are of the rarest kind, or of the most frequent one if
+    that is less than 1.5 times as many; layers without a partner are padded. A block holds ``block_size`` tokens of one
+    group's layers (None: 16); with states the fewest tokens, a multiple of 16, that take as many bytes as a state. One block
+    holds nothing.
+
+    SGLang's: a block holds ``block_size`` tokens of all layers with full attention. Blocks of all layers with windows hold 0.8
+    times as many tokens. With states, 9/19 of the memory are slots, each of a state of every layer, of which one holds
+    nothing; the rest is blocks. Raises BadInput, also for layers that no profile has, and NeverFits.
+    """
+    size, memory = whole_number(block_size or _LEAST_BLOCK, "block_size", at_least=1), parse_bytes(budget)
+    taken: dict[Growth, int] = {}
+    for part in plan.groups:
+        growth, payload = part.growth, part.layout.payload_nbytes
+        if growth.slack or growth.is_optional or growth.is_at_rest:
+            raise BadInput(f"no profile of an engine has layers like {part.name} of {plan.schema_name}")
+        taken[growth] = payload if growth.is_state else payload // part.block_size
+    if profile(engine).store == "edges":
+        return _sglang(engine, taken, size, memory)
+    counts = Counter(layer.growth for layer in schema.layers if layer.growth is not None)
+    for growth in (growth for growth in taken if growth.is_state):
+        counts[growth] = sum(bool(layer.state_rows()) for layer in schema.layers)
+    tokens = {nbytes // counts[growth] for growth, nbytes in taken.items() if not growth.is_state}
+    state = max((nbytes // counts[growth] for growth, nbytes in taken.items() if growth.is_state), default=0)
+    if len(tokens) != 1:
+        raise BadInput(f"{engine} has layers with as many bytes a token each; {plan.schema_name} has others")
+    token = tokens.pop()
+    if state and not engine.startswith("vllm"):
+        raise BadInput(f"how {engine} divides {budget} among states and tokens is not known here; vLLM's way is")
+    if state:
+        needed = _LEAST_BLOCK * ceil_div(state, _LEAST_BLOCK * token)
+        if block_size not in (None, needed):
+            raise BadInput(
+                f"a block has as many bytes as a state of {plan.schema_name}: {needed} tokens, got {block_size}",
+                needed=needed, available=block_size,
+            )  # fmt: skip
+        size = needed
+    least, most = min(counts.values()), max(counts.values())
+    layers = most if most < 1.5 * least else least
+    groups = [_group(growth) for growth, count in counts.items() for _ in range(ceil_div(count, layers))]
+    block = layers * size * token
+    if memory < 2 * block:
+        raise NeverFits(f"{engine} makes no block of {block} bytes of {memory}", needed=2 * block, available=memory)
+    return EnginePool(tuple(groups), size, memory // block - 1, memory // block * block)
+
+
+def _sglang(engine: str, taken: Mapping[Growth, int], size: int, memory: int) -> EnginePool:
+    """Return SGLang's blocks of ``size`` tokens and what it sets apart in ``memory`` bytes. ``taken``: the bytes of a token,
+    or of a state, of all layers of a kind."""
+    groups = tuple(_group(growth) for growth in taken)
+    divided(engine, groups, size, 0)  # raises BadInput
+    of = {group.kind: nbytes for group, nbytes in zip(groups, taken.values())}
+    token, window, state = of["full"], of.get("window", 0), of.get("state", 0)
+    least, apart, ratio = 0, 0, edge_windows.RATIO
+    if state:
+        ratio, least = edge_states.RATIO, edge_states.LEAST
+        apart, unit = int(memory * ratio / (1 + ratio) // state) - 1, state
+        spent = (apart + 1) * state
+        blocks = (memory - spent) // (token * size)
+        needed = max((least + 2) * state / ratio, token * size) * (1 + ratio)
+    else:
+        cell, unit = token + ratio * window if window else token, window * size
+        blocks = int(memory // cell) // size
+        if window:
+            apart, least = int(blocks * size * ratio) // size, (max(group.size for group in groups) - 1) // size + 2
+        spent = apart * unit
+        needed = cell * size * (1 + least / ratio)
+    if blocks < 1 or apart < least:
+        raise NeverFits(
+            f"{engine} makes {max(blocks, 0)} blocks of {token * size} bytes of {memory}, and of the rest {max(apart, 0)} of "
+            f"{unit} bytes for windows or states: too few for a request",
+            needed=ceil(needed), available=memory,
+        )  # fmt: skip
+    return EnginePool(groups, size, blocks, spent + blocks * token * size, apart)
+
+
+def _group(growth: Growth) -> Group:
+    if growth.is_state:
+        return Group("state")
+    if growth.window is not None:
+        return Group("window", growth.window)
+    return Group() if growth.chunk is None else Group("chunk", growth.chunk)

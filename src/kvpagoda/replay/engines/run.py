@@ -1,0 +1,142 @@
+"""Replays a trace as an engine's own manager of the cache would serve it: which tokens each request finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.errors import BadInput
+from kvpagoda.replay.engines.chains import Chains
+from kvpagoda.replay.engines.driver import Manager, Schedule, serve_with
+from kvpagoda.replay.engines.edge_lru import EdgeLRU
+from kvpagoda.replay.engines.edge_states import StateLRU
+from kvpagoda.replay.engines.edge_windows import WindowLRU
+from kvpagoda.replay.engines.groups import Group
+from kvpagoda.replay.engines.moved_states import MovedStates
+from kvpagoda.replay.engines.pool import EnginePool, divided
+from kvpagoda.replay.engines.profiles import profile
+from kvpagoda.replay.engines.queued import FULL, QueuedManager
+from kvpagoda.replay.readers import Source
+from kvpagoda.replay.trace import Ints, Trace, readable
+from kvpagoda.units import whole_number
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What the requests of a trace find in the cache of an engine.
+
+    ``never_fit``: requests that did not fit into an empty cache; they find nothing. ``preempted``: how often a running
+    request had to give its memory to another; what it finds when it starts again is not counted. ``per_request`` int64
+    ``[requests]``: the tokens of its prompt that each request found.
+    """
+
+    trace: str
+    engine: str
+    capacity_blocks: int
+    block_size: int
+    at_once: int
+    step_tokens: int | None
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    never_fit: int
+    preempted: int
+    steps: int
+    per_request: Ints = field(default_factory=lambda: np.empty(0, np.int64), compare=False, repr=False)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the tokens of the prompts that were found, 0 to 1."""
+        return self.hit_tokens / max(1, self.prompt_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields but the array, and the hit rate, for JSON."""
+        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.compare}
+        return {**plain, "hit_rate": self.hit_rate}
+
+
+def replay_engine(
+    trace: Source | Trace,
+    engine: str,
+    capacity_blocks: int,
+    *,
+    block_size: int = 16,
+    at_once: int = 1,
+    step_tokens: int | None = None,
+    shared: bool = False,
+    groups: Sequence[Group] = FULL,
+    retention: int | None = 0,
+    on_request: Callable[[int], None] | None = None,
+) -> EngineResult:
+    """Serve a trace with the cache of ``engine``, a name of ``PROFILES``, of ``capacity_blocks`` blocks of ``block_size``
+    tokens.
+
+    ``groups``: the groups of layers of the model, which share the blocks (default: full attention). vLLM has all kinds; SGLang
+    windows of one size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
+    ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its ``state_cache`` of so many blocks.
+    ``retention``: vLLM's ``prefix_cache_retention_interval``: of windows and states only what is needed to resume where a
+    prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere else; None: all).
+
+    Requests run in their order, ``at_once`` of them at once, of each ``step_tokens`` tokens in a step, or of all of them if
+    ``shared`` (see ``Schedule``); their times are not used. The rest of a prompt that has no id, and every output, are tokens
+    that no other request has. ``on_request`` is called after each step with the number of finished requests. Raises BadInput
+    before anything runs.
+
+    >>> chains = [1, 2], [1, 2], [1, 3]
+    >>> records = [{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": ids} for ids in chains]
+    >>> replay_engine(records, "vllm-0.33", capacity_blocks=100).per_request.tolist()  # the last token is computed again
+    [0, 1008, 512]
+    """
+    profile(engine)
+    schedule = Schedule(at_once, step_tokens, shared)
+    capacity = whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31 - 1)
+    columns = readable(trace)
+    chains = Chains(columns, block_size)
+    pool = divided(engine, groups, chains.block_size, capacity)
+    manager = manager_of(engine, chains, pool, schedule, retention)
+    served = serve_with(manager, chains, schedule, on_request)
+    return EngineResult(
+        columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
+        int(chains.prompts.sum()), int(served.hits.sum()), served.never_fit, served.preempted, served.steps, served.hits,
+    )  # fmt: skip
+
+
+def manager_of(engine: str, chains: Chains, pool: EnginePool, schedule: Schedule, retention: int | None) -> Manager:
+    """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``. Raises BadInput."""
+    known, groups = profile(engine), pool.groups
+    _check_groups(engine, groups, retention, chains.block_size)
+    if known.store == "tree":
+        from kvpagoda.replay.engines.own_manager import OwnManager  # imports a whole cache
+
+        return OwnManager(chains, pool.num_blocks, schedule.at_once)
+    if known.store == "edges":
+        if Group("state") in groups:
+            return StateLRU(chains, pool.num_blocks, pool.num_apart)
+        window = max(group.size for group in groups)
+        return (
+            WindowLRU(chains, pool.num_blocks, pool.num_apart, window) if window else EdgeLRU(chains, pool.num_blocks)
+        )
+    if known.moves_states and len(groups) > 1:
+        return MovedStates(chains, pool.num_blocks, known, len(groups) - 1, schedule.step_tokens)
+    return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens)
+
+
+def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:
+    """Raise BadInput for groups that the engine does not have here, and for a retention that has no effect on them."""
+    has_states = profile(engine).moves_states and tuple(groups) == FULL + (Group("state"),) * (len(groups) - 1)
+    if not groups or (tuple(groups) != FULL and not has_states and not engine.startswith(("vllm", "sglang"))):
+        raise BadInput(
+            f"{engine} with {len(groups)} groups: at least one; of engines, only vLLM and SGLang have several kinds here, and "
+            "Dynamo's backend vllm full attention with states: full+state"
+        )
+    if retention != 0 and not engine.startswith("vllm"):
+        raise BadInput(f"{engine} with retention={retention}: a retention is vLLM's")
+    kinds = {group.kind for group in groups}
+    if retention and (whole_number(retention, "retention", 1) % block_size or kinds <= {"full", "chunk"}):
+        text = "a multiple of the tokens of a block, for groups with windows or states"
+        raise BadInput(
+            f"retention must be {text}; got {retention} with blocks of {block_size} and {', '.join(sorted(kinds))}"
+        )

@@ -1,0 +1,133 @@
+"""How engines divide memory: by hand, and by vLLM's own planning."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from judges import judge
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from benchmarks.hits import MODELS, schema_of
+from benchmarks.peers import Process
+
+from kvpagoda import Schema
+from kvpagoda.errors import BadInput, NeverFits
+from kvpagoda.replay import Group
+from kvpagoda.replay.batching import cache_for
+from kvpagoda.replay.engines.pool import EnginePool, pool_of
+from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
+from kvpagoda.units import parse_bytes
+
+VLLM, SGLANG = "vllm-0.33", "sglang-0.5.23"
+
+
+def layers(*counts: tuple[int, str]) -> Schema:
+    """A model of so many layers of each kind, each of 32 bytes a token, or with a state of 1,000 bytes."""
+    kinds = {
+        "full": (Attention(1, 8, 8, "float16"),),
+        "window": (Attention(1, 8, 8, "float16", Growth(window=40)),),
+        "wide": (Attention(1, 16, 16, "float16", Growth(window=40)),),
+        "chunk": (Attention(1, 8, 8, "float16", Growth(chunk=64)),),
+        "state": (Recurrent((Rows("r", (5, 50), "float32"),)),),
+    }
+    names = [kind for count, kind in counts for _ in range(count)]
+    return Schema(tuple(Layer(i, name, kinds[name]) for i, name in enumerate(names)), "layers")
+
+
+def pool(schema: Schema, budget: int | str, block_size: int | None = None, engine: str = VLLM) -> EnginePool:
+    return pool_of(engine, schema, cache_for(None, schema, "1GiB", 64).plan, budget, block_size)
+
+
+def test_groups_have_as_many_layers_each_and_share_the_blocks() -> None:
+    assert pool(layers((3, "full")), 10 * 1536 + 1) == EnginePool(Group.from_text("full"), 16, 9, 10 * 1536)
+    assert pool(layers((3, "full")), 10 * 1536, 64) == EnginePool(Group.from_text("full"), 64, 1, 2 * 6144)
+    assert pool(layers((2, "full"), (5, "window")), "64KiB").groups == Group.from_text("full+3*window:40")
+    assert pool(layers((2, "full"), (5, "window")), "64KiB").num_blocks == 63  # of 1,024 bytes
+    assert pool(layers((2, "full"), (3, "window")), "64KiB").groups == Group.from_text("full+2*window:40")
+    assert pool(layers((3, "chunk"), (4, "full")), "64KiB")[:2] == (Group.from_text("chunk:64+full"), 16)
+    assert pool(layers((3, "chunk"), (4, "full")), "64KiB").num_blocks == 31  # padded to four layers
+
+
+def test_a_block_has_as_many_bytes_as_a_state() -> None:
+    schema = layers((1, "full"), (3, "state"))
+    assert (
+        pool(schema, "64KiB")
+        == EnginePool(Group.from_text("full+3*state"), 32, 63, 1 << 16)
+        == pool(schema, "64KiB", 32)
+    )
+    with pytest.raises(BadInput, match="as many bytes as a state of layers: 32 tokens, got 64"):
+        pool(schema, "64KiB", 64)
+
+
+def test_what_has_no_profile_is_refused() -> None:
+    with pytest.raises(BadInput, match="as many bytes a token each; layers has others"):
+        pool(layers((1, "full"), (1, "wide")), "64KiB")
+    with pytest.raises(BadInput, match="unknown engine 'vllm'"):
+        pool(layers((1, "full")), "64KiB", engine="vllm")
+    for kinds in ((1, "chunk"), (1, "window")), ((3, "window"),), ((1, "full"), (1, "window"), (1, "state")):
+        with pytest.raises(BadInput, match="SGLang's profile has full attention, and windows of one size"):
+            pool(layers(*kinds), "64KiB", engine=SGLANG)
+    with pytest.raises(BadInput, match="divides 64KiB among states and tokens is not known here"):
+        pool(layers((1, "full"), (1, "state")), "64KiB", engine="dynamo-1.6.1")
+    with pytest.raises(NeverFits, match="makes no block of 512 bytes of 600") as raised:
+        pool(layers((1, "full")), 600)
+    assert (raised.value.needed, raised.value.available) == (1024, 600)
+
+
+def test_sglang_has_a_pool_for_each_kind_of_layers() -> None:
+    """A token takes 32 bytes in a layer, and a state 1,000."""
+    found = pool(layers((3, "full"), (1, "window")), 128 * 1600 + 8, engine=SGLANG)
+    assert found == EnginePool(Group.from_text("full+window:40"), 16, 105, 105 * 1536 + 84 * 512, 84)
+    assert pool(layers((2, "full"), (1, "wide")), "64KiB", engine=SGLANG).num_apart == 28  # windows of 64 bytes a token
+    found = pool(layers((1, "full"), (3, "state")), 100_000, 64, SGLANG)
+    assert found == EnginePool(Group.from_text("full+state"), 64, 26, 15 * 3000 + 26 * 2048, 14)
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "state"])
+def test_what_sglang_divides_is_never_more_than_the_budget(kind: str) -> None:
+    schema = layers((3, "full"), (2, kind))
+    with pytest.raises(NeverFits, match="too few for a request") as raised:
+        pool(schema, 900, engine=SGLANG)
+    for budget in (raised.value.needed, *range(50_000, 90_000, 997)):
+        found = pool(schema, budget, engine=SGLANG)
+        assert 0.9 * budget < found.nbytes <= budget or budget < 50_000
+        assert found.num_blocks > 0 and (found.num_apart > 0) == (kind != "full")
+
+
+def test_blocks_that_sglang_refuses_with_states() -> None:
+    with pytest.raises(BadInput, match="SGLang's blocks divide 256 tokens, got 48"):
+        pool(layers((1, "full"), (3, "state")), "64KiB", 48, SGLANG)
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Process]:
+    yield from judge("vllm_hybrid")
+
+
+def test_vllm_plans_the_same(vllm: Process) -> None:
+    hybrids = {name: config for name, config in MODELS.items() if "full attention" not in name}
+    for name, config in hybrids.items():
+        planned = vllm.ask("serve", config=config, budget=parse_bytes("20GiB"), limit=1)
+        ours = pool(schema_of(config), "20GiB")
+        assert planned["num_blocks"] == ours.num_blocks + 1, name  # its block of zeros
+        assert (planned["block_size"], planned["num_groups"]) == (ours.block_size, len(ours.groups)), name
+    assert len(hybrids) == 5
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Process]:
+    yield from judge("sglang_pools")
+
+
+@pytest.mark.parametrize(("budget", "block_size"), [("20GiB", 16), ("33GiB", 64)])
+def test_sglang_plans_the_same(sglang: Process, budget: str, block_size: int) -> None:
+    for config in MODELS.values():
+        if config["model_type"] in ("gpt_oss", "qwen3_next", "nemotron_h", "llama"):
+            planned = sglang.ask("divide", config=config, budget=parse_bytes(budget), block_size=block_size)
+            ours = pool(schema_of(config), budget, block_size, SGLANG)
+            assert (planned["blocks"], planned["windows"] + planned["slots"]) == (ours.num_blocks, ours.num_apart)
+            assert (planned["slots"] > 0) == (config["model_type"] in ("qwen3_next", "nemotron_h"))
