@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpagoda.cache.event_log import EventLog
-from kvpagoda.replay import fleet
+from kvpagoda.replay.fleet import simulation
 from kvpagoda.replay.texts import text_of
 
 
@@ -39,7 +39,7 @@ class FollowedCaches:
 
 def watch(monkeypatch: pytest.MonkeyPatch, told: Callable[[list[int], list[int]], None]) -> None:
     """Call ``told`` at each choice with what the caches have and with what their followers know."""
-    made = fleet.OwnCaches
+    made = simulation.OwnCaches
 
     class Both:
         def __init__(self, *given: Any) -> None:
@@ -50,5 +50,5 @@ def watch(monkeypatch: pytest.MonkeyPatch, told: Callable[[list[int], list[int]]
             told(own, followed)
             return own
 
-    monkeypatch.setattr(fleet, "OwnCaches", Both)
+    monkeypatch.setattr(simulation, "OwnCaches", Both)
     monkeypatch.setattr(fleet, "Untold", EventLog)
