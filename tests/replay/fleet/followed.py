@@ -51,4 +51,4 @@ def watch(monkeypatch: pytest.MonkeyPatch, told: Callable[[list[int], list[int]]
             return own
 
     monkeypatch.setattr(simulation, "OwnCaches", Both)
-    monkeypatch.setattr(fleet, "Untold", EventLog)
+    monkeypatch.setattr(simulation, "Untold", EventLog)
