@@ -48,6 +48,11 @@ def from_path(peer: str, module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+def look_in_consumers() -> None:
+    """Let packages be imported too from the environment that ``make consumers`` fills, after those of this process."""
+    sys.path += [str(folder) for folder in sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages"))]
+
+
 class Absent(Exception):
     """Raised for a peer that cannot be imported here; the message is the reason."""
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import ROOT
+from benchmarks.peers import look_in_consumers
 from kvpagoda.replay import Group
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import Schedule, Served
 from kvpagoda.units import ceil_div
 
 if find_spec("dynamo") is None:
-    sys.path += [str(folder) for folder in sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages"))]
+    look_in_consumers()
 
 from dynamo._core import run_mocker_trace_replay
 

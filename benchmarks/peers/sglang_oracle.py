@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from benchmarks.hits import QWEN3_NEXT_80B
-from benchmarks.peers import ROOT, stubs
+from benchmarks.one_budget import QWEN3_NEXT_80B
+from benchmarks.peers import look_in_consumers, stubs
 from kvpagoda.replay import Group
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.edge_states import slots as state_slots
@@ -35,7 +35,7 @@ def _make_importable() -> None:
     """Let ``import sglang`` find the package of ``make consumers``, and stand-ins for what is missing beside it."""
     from importlib.util import find_spec
 
-    sys.path += [str(path) for path in (ROOT / ".venv-consumers").glob("lib/python3*/site-packages")]
+    look_in_consumers()
     stubs.install(*(name for name in _UNUSED if find_spec(name) is None))
     if find_spec("dill") is None:  # it pickles classes of samplers while they are imported
         dill: Any = ModuleType("dill")
@@ -87,9 +87,8 @@ class Peer:
         )
         self.window = size - 1 if size else 0  # as its models give it: the tokens before the newest that are read
         self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page if size else 0
-        model = sglang_settings.publish(
-            MODEL if self.has_states else None, self.page, "torch_native"
-        )  # calls no kernel
+        settings = MODEL if self.has_states else None
+        model = sglang_settings.publish(settings, self.page, attention="torch_native")  # calls no kernel
         self.most = sglang_states.most_requests(self.tokens, window_blocks) if self.has_states else AT_ONCE
         self.rows = (
             sglang_states.States(AT_ONCE, longest, window_blocks)

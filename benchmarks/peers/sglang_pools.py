@@ -11,9 +11,8 @@ from typing import Any
 
 from benchmarks.peers import sglang_oracle, sglang_settings
 
-planning = import_module(
-    "sglang.srt.mem_cache.kv_cache_configurator"
-)  # after the oracle, which makes SGLang importable
+# the oracle, which is imported before, makes SGLang importable
+planning = import_module("sglang.srt.mem_cache.kv_cache_configurator")
 pools = import_module("sglang.srt.model_executor.pool_configurator")
 context = sglang_settings.context
 VERSION, LEAST_BLOCK = sglang_oracle.VERSION, 1

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 
-from benchmarks.peers import ROOT, stubs
+from benchmarks.peers import look_in_consumers, stubs
 
 _HEAVY = (
     "torchvision", "xgrammar", "llguidance", "openai_harmony", "openai", "uvloop", "aiohttp", "psutil", "cbor2", "pybase64",
@@ -20,6 +20,6 @@ def prepare() -> None:
     ``make consumers`` fills; with stand-ins for the heavy packages that are missing."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if find_spec("vllm") is None:
-        unpacked = [str(folder) for folder in sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages"))]
-        sys.path += [folder for folder in (os.environ.get("KVPAGODA_BENCH_VLLM"), *unpacked) if folder]
+        sys.path += filter(None, [os.environ.get("KVPAGODA_BENCH_VLLM")])
+        look_in_consumers()
     stubs.install(*(name for name in _HEAVY if find_spec(name) is None))

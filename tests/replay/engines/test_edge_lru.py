@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from judges import judge
+from judges import SGLANG, judge
 from letters import hits, trace
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -20,8 +20,6 @@ from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import serve_with
 from kvpagoda.replay.engines.edge_lru import EdgeLRU
 from kvpagoda.replay.engines.text_tree import Edge, TextTree
-
-SGLANG = "sglang-0.5.23"
 
 
 def test_all_but_the_block_of_the_last_token_is_found() -> None:

@@ -123,6 +123,12 @@ def sglang() -> Iterator[Process]:
     yield from judge("sglang_pools")
 
 
+def test_the_numbers_of_the_documents() -> None:
+    qwen = next(config for config in MODELS.values() if config["model_type"] == "qwen3_next")
+    made = pool(schema_of(qwen), "20GiB", 16, SGLANG)
+    assert (made.num_apart, made.num_blocks) == (130, 28_871)  # docs/simulate.md
+
+
 @pytest.mark.parametrize(("budget", "block_size"), [("20GiB", 16), ("33GiB", 64)])
 def test_sglang_plans_the_same(sglang: Process, budget: str, block_size: int) -> None:
     for config in MODELS.values():

@@ -30,7 +30,7 @@ class _State:
 
     blocks: Blocks
     is_found: bool = False
-    kept: Blocks = field(default_factory=lambda: np.empty(0, np.int32))
+    kept: Blocks = field(default_factory=lambda: _NO_BLOCKS)
     lost: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     place: int = 0
     text: int = 1 << 62
@@ -68,7 +68,7 @@ class MovedStates(QueuedManager):
     def grow(self, request: int, end: int, known: int) -> bool:
         """See ``driver.Manager``."""
         state, own = self._running[request], self._states[request]
-        if state.length % self.size and state.length < end < -(-state.length // self.size) * self.size:
+        if state.length % self.size and state.length < end < ceil_div(state.length, self.size) * self.size:
             state.length = end  # within a block, with nothing to take or to share
             return True
         copied = own.is_found or (end - 1) // self.size * self.size > max(state.length, own.text)
