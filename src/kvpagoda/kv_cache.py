@@ -33,6 +33,7 @@ from kvpagoda.cache.settling import Settler
 from kvpagoda.cache.stats import CacheStats, stats_of
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.memory.remote_memory import RemoteMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Plan, Schema
@@ -550,12 +551,12 @@ def _tiers(
 
 
 def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool, backing: Backing | None) -> NoMemory:
-    """Return memory for ``plan`` on ``device``, provided by ``backing``; ``NoMemory`` for ``"none"``. Raises BadInput, and
-    MissingExtra without torch."""
+    """Return memory for ``plan`` on ``device``, provided by ``backing``; for ``"none"`` that of a worker, or with tiers, which
+    need the bytes, none. Raises BadInput, and MissingExtra without torch."""
     if isinstance(device, str) and device == NO_DEVICE:
         if backing is not None:
             raise BadInput("device='none' is a cache without memory; give it no memory=")
-        return NoMemory([group.layout.nbytes for group in plan.groups])
+        return NoMemory([group.layout.nbytes for group in plan.groups]) if has_tiers else RemoteMemory(plan, poison)
     lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
     with MissingExtra.unless("torch", lacking):
         from kvpagoda.memory.device_memory import DeviceMemory

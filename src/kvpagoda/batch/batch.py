@@ -18,8 +18,9 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.step_states import Named
-from kvpagoda.errors import BadInput, StaleHandle, unknown_name
+from kvpagoda.errors import BadInput, NeedsReset, StaleHandle, unknown_name
 from kvpagoda.layouts.judge import judge
+from kvpagoda.memory.copies import Copies, Noted
 from kvpagoda.schema import Layer, Schema
 from kvpagoda.schema.kernel_forms import rows_named
 from kvpagoda.units import MOST, items_of, whole_number
@@ -413,6 +414,25 @@ class Batch:
         state_rows = buffers.put("state_rows", states if rows.one_each else states[rows.row_of])
         self.step = Step(slots, positions, ids, state_rows, is_by_id=True)
         self._arrays: dict[str, GroupArrays] = {}
+        self.noted: Noted | None = None  #: set last, so that a call that raises loses none of it
+
+    @property
+    def copies(self) -> Copies:
+        """What must be done to the memory before the step, where a worker has it: for ``Worker.apply``. Each batch has those
+        since the batch before it, also after it is over. Empty in a cache with memory, which has done all. Raises BadInput
+        in a cache with tiers but without memory, and NeedsReset if there were too many to be kept."""
+        core, noted = self.core, self.noted
+        if noted is None and not core.memory.has_memory:
+            hint = "keep the cache in the process that has the memory, or leave out tiers"
+            raise BadInput(f"what tiers load and store, a worker's memory lacks; {hint}", hint=hint)
+        if noted is None:
+            return Copies(core.agreement, 0, 0, ())
+        if noted.operations is None:
+            raise NeedsReset.with_hint(
+                f"batch {noted.number} has more copies before it than are kept: too much was run without a batch",
+                "call reset() before the first batch for a worker", needed=noted.number,
+            )  # fmt: skip
+        return Copies(core.agreement, noted.resets, noted.number, tuple(noted.operations))
 
     @property
     def positions(self) -> Any:
@@ -505,6 +525,7 @@ def batch_of(
         raise
     for request, end in zip(requests, ends):
         request.written = max(request.written, end)
+    batch.noted = lifecycle.core.memory.take()
     return batch
 
 

@@ -154,6 +154,7 @@ class PersistentBatch:
             self._steps = {n: StepRows(self._slots, counts, len(self._members), width is not None)}
         steps = self._steps[n]
         self._batch = Batch(self._core, self._buffers, self._schema, self._requests, steps, rows.lengths)
+        self._batch.noted = self._core.memory.take()
         return self._batch
 
     @exclusive

@@ -298,7 +298,7 @@ class Capacity:
         if is_moving:
             decided = group.moving(sources, targets)
             self._memory.finish_copies(group.index)
-            self._memory.copy(group.index, sources, targets)
+            self._memory.move(group.index, sources, targets)
         self._guard.is_torn = True
         if is_moving:
             group.move(*decided)

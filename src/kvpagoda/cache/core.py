@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockPlaces, places_for
@@ -24,6 +25,7 @@ from kvpagoda.cache.states import NoStates, States
 from kvpagoda.cache.step_states import StepStates
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.memory.copies import agreement_of
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
@@ -141,6 +143,11 @@ class Core:
             ", ".join(f"{group.num_blocks} blocks of {group.name}" for group in plan.groups),
         )  # fmt: skip
 
+    @cached_property
+    def agreement(self) -> str:
+        """What a worker that has the memory of this cache must have in common with it, as text."""
+        return agreement_of(self.plan, self.settings.fingerprint, self.swap.num_rows, self.swap.width)
+
     def check_open(self) -> None:
         """Raise StaleHandle if the cache is closed."""
         if not self.is_open:
@@ -251,6 +258,7 @@ class Core:
         self.media.clear()
         self.tiers.clear()
         self.memory.forget_copies()
+        self.memory.restart()
         for group in self.groups:
             self.memory.freed(group.index, group.free.free_ids())
         self.events.restart()

@@ -194,7 +194,8 @@ class Lifecycle:
                 freed, is_new = group.own_places(slot), group in taking
                 own = BlockPlaces(group.free.peek(1) if is_new else freed[:is_copied])
                 if is_copied:
-                    core.memory.copy(group.index, group.places_between(slot, columns, columns + 1), own)
+                    last = group.places_between(slot, columns, columns + 1)
+                    core.memory.copy(group.index, last, own, length % core.block_size)
                 cuts.append((group, own, freed if is_new else BlockPlaces(freed[len(own) :]), is_new))
         except BaseException:
             if not core.guard.is_torn:

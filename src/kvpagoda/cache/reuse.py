@@ -97,6 +97,7 @@ class Reuse:
             slots = sorted(core.running)
             text = f"{len(slots)} requests run, in slots {slots[:16]}, {len(core.suspended)} are suspended"
             raise RetryLater.with_hint(text, "close them first", available=slots)
+        core.memory.restart()
         for pin in core.prefix.pins_of():
             core.guard.change(core.prefix.unpin, pin)
         core.capacity.forget(core.prefix.clear)

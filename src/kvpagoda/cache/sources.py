@@ -84,7 +84,8 @@ class Cached:
         core, partial, checkpoint = self._core, holding.partial, self.found.checkpoint
         if partial is not None and core.full is not None:
             source = core.full.places_of(BlockNames(core.prefix.tree.last_ids(partial)[:1]))
-            core.memory.copy(core.full.index, source, own[core.full.index][:1])
+            rows = self.found.resumable % core.block_size
+            core.memory.copy(core.full.index, source, own[core.full.index][:1], rows)
         if checkpoint is None:
             core.states.reset(own)
         else:
@@ -170,6 +171,7 @@ class Forked:
         for group, span, places in zip(self._core.groups, self.shared, own):
             if len(places) and group is not states.group:
                 last = group.places_between(slot, span.stop, span.stop + len(places))
-                self._core.memory.copy(group.index, last, places)
+                rows = self.found.resumable - span.stop * group.block_size
+                self._core.memory.copy(group.index, last, places, min(rows, len(places) * group.block_size))
         states.fork(slot, self.found.resumable, own)
         return self.found

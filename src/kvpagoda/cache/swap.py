@@ -84,6 +84,11 @@ class Swap:
         self.rate = Rate(1e-3, 1e6)
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows of ``width`` bytes."""
+        return self._rows.num_ids
+
+    @property
     def nbytes(self) -> int:
         """The most bytes that it takes."""
         return self._rows.num_ids * self.width
@@ -168,20 +173,23 @@ class Swap:
             for group, all_of_it in zip(self._groups, are_whole)
         ]
 
-    def _copy(self, parts: Iterable[Part], ids: Iterable[Ids], *, is_out: bool) -> None:
-        """Copy blocks ``ids[i]`` of group i to (``is_out``) or from the rows of its part."""
-        if self._table is None and self.nbytes:
+    def table(self) -> Bytes:
+        """Return the host memory: uint8 ``[num_rows, width]``. Raises OutOfBlocks if it cannot be allocated."""
+        if self._table is None:
             # The C library's large copies are several times slower if the target lies a little further into its page
             # than the source, so the table begins at the same offset as the blocks.
             offset = self._memory.page_offset
             memory = self._memory.host_memory(offset + self.nbytes)
             self._table = memory[offset : offset + self.nbytes].reshape(-1, self.width)
+        return self._table
+
+    def _copy(self, parts: Iterable[Part], ids: Iterable[Ids], *, is_out: bool) -> None:
+        """Copy blocks ``ids[i]`` of group i to (``is_out``) or from the rows of its part."""
         copy = self._memory.to_host if is_out else self._memory.from_host
         start, nbytes = perf_counter(), 0
         for group, part, block_ids in zip(self._groups, parts, ids):
             if len(block_ids):
-                assert self._table is not None, "there are rows of it"
-                copy(group.index, block_ids, self._table, part.rows.tolist())
+                copy(group.index, block_ids, self.table(), part.rows.tolist())
                 nbytes += len(block_ids) * _width(group)
         self.rate.add(perf_counter() - start, nbytes)
 

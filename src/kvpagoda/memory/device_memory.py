@@ -127,7 +127,7 @@ class DeviceMemory(NoMemory):
             self._pools[layer.index] = blocks, states
         return self._pools[layer.index]
 
-    def copy(self, group: int, sources: Ids, targets: Ids) -> None:
+    def copy(self, group: int, sources: Ids, targets: Ids, rows: int | None = None) -> None:
         if self.is_copying:
             self.finish_copies(group)
         try:

@@ -1,6 +1,6 @@
 """A cache without memory: requests run as usual, but no bytes are stored. Needs no torch.
 
-For simulators, and for a scheduler in a process of its own.
+For simulators. ``RemoteMemory`` is for a scheduler in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.memory.copies import Noted
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.schema import Layer
 from kvpagoda.units import format_bytes
@@ -70,8 +71,13 @@ class NoMemory:
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
-    def copy(self, group: int, sources: Ids, targets: Ids) -> None:
-        """Copy blocks ``sources`` of one group to blocks ``targets``, int32 ``[n]`` each."""
+    def copy(self, group: int, sources: Ids, targets: Ids, rows: int | None = None) -> None:
+        """Copy blocks ``sources`` of one group to blocks ``targets``, int32 ``[n]`` each. ``rows``: how many tokens' rows of
+        them are used, from the first source on (None: all); whole blocks may be copied."""
+
+    def move(self, group: int, sources: Ids, targets: Ids) -> None:
+        """Copy blocks ``sources``, whose sectors another group gets, to blocks ``targets``, int32 ``[n]`` each."""
+        self.copy(group, sources, targets)
 
     def convert(self, group: int, sources: Ids, other: int, targets: Ids) -> None:
         """Copy states in blocks ``sources`` of ``group`` to blocks ``targets`` of the group ``other``, which may be the same
@@ -99,6 +105,13 @@ class NoMemory:
 
     def get_again(self) -> None:
         """Provide memory again, at the same addresses, as new memory is. May be repeated. Raises Exhausted."""
+
+    def take(self) -> Noted | None:
+        """Return what a worker must do to its memory before the step that begins now; None where no worker has it."""
+        return None
+
+    def restart(self) -> None:
+        """Note that no block is held any more: what was to be done before needs no longer be done."""
 
     # -- host memory -------------------------------------------------------------------------------------------------
 
