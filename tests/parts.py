@@ -131,6 +131,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "test_persistent_batch.py::test_random_traffic": 6,
     "test_preemption.py::test_every_request_of_ten_thousand_random_mixes_ends": 1,
     "test_random_traffic.py::test_random_traffic_reads_its_own_bytes": ("-0]", "-3]"),
+    "test_random_traffic.py::test_a_worker_reads_its_own_bytes": ("-1]",),
     "test_shared_store.py::test_what_one_cache_computed_another_loads": ("mixed",),
     "test_sleeping.py::test_a_tree_in_tiers_is_found_again": 4,
     "test_sleeping.py::test_rows_of_running_and_cached_texts_are_those_written": 8,

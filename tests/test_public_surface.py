@@ -41,6 +41,7 @@ NAMES = [
     "Sequence",
     "StaleHandle",
     "TicketRefused",
+    "Worker",
     "simulate",
 ]
 COMPAT = [

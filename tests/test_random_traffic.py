@@ -9,16 +9,18 @@ import pytest
 from options import shuffled_places
 from random_driver.caches import has_xxhash, settings_of
 from random_driver.driver import drive
+from random_driver.faults import Fault
 from random_driver.schemas import SCHEMA_NAMES
+from random_driver.split import SplitBatch
 
 OPERATIONS, SEEDS = 500, 5  # over 8 schemas: 20,000 operations
 MANY_OPERATIONS, MANY_SEEDS = 5_000, 40
 
 
-def traffic(schema: str, seed: int, num_operations: int) -> None:
+def traffic(schema: str, seed: int, num_operations: int, *, split: bool = False) -> None:
     """Run the driver once, and check that it opened, stepped and closed requests. With odd seeds no block has its name for
-    its place."""
-    settings = settings_of(schema, seed)
+    its place. ``split``: scheduler and worker have the cache together."""
+    settings = settings_of(schema, seed, split=split)
     if "disk" in settings.tiers and not has_xxhash():
         pytest.skip("records on disk need xxhash for their checksums: pip install kvpagoda[disk]")
     with shuffled_places(seed) if seed % 2 else nullcontext():
@@ -33,9 +35,38 @@ def test_random_traffic_reads_its_own_bytes(schema: str, seed: int) -> None:
     traffic(schema, seed, OPERATIONS)
 
 
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_a_worker_reads_its_own_bytes(schema: str, seed: int) -> None:
+    traffic(schema, seed, OPERATIONS, split=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "seed"),
+    [
+        ("block", "full", 1), ("state", "wide", 2), ("move", "mixed", 0), ("reset", "mixed", 1), ("swap_out", "mixed", 1),
+        ("swap_in", "mixed", 1),
+    ],
+)  # fmt: skip
+def test_a_copy_that_a_worker_does_not_get_is_seen(
+    kind: str, schema: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other kinds change no row that is read: these are in test_split.py."""
+    monkeypatch.setattr(SplitBatch, "without", kind)
+    with pytest.raises(Fault, match="WrongBytes"):
+        traffic(schema, seed, OPERATIONS, split=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS, SEEDS + MANY_SEEDS))
 @pytest.mark.parametrize("schema", SCHEMA_NAMES)
 def test_long_random_traffic_reads_its_own_bytes(schema: str, seed: int) -> None:
     """These are 1.6 million operations; ``python -m random_driver`` runs other seeds."""
     traffic(schema, seed, MANY_OPERATIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SEEDS, SEEDS + MANY_SEEDS // 4))
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_a_worker_reads_its_own_bytes_in_long_traffic(schema: str, seed: int) -> None:
+    traffic(schema, seed, MANY_OPERATIONS, split=True)

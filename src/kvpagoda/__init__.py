@@ -22,6 +22,7 @@ _PUBLIC = {
     "kvpagoda.cache.options": ("Identity", "Limits", "Retention"),
     "kvpagoda.cache.stats": ("CacheStats",),
     "kvpagoda.kv_cache": ("KVCache",),
+    "kvpagoda.worker": ("Worker",),
     "kvpagoda.cache.namespace": ("Namespace",),
     "kvpagoda.scheduling": ("PreemptionPolicy",),
     "kvpagoda.batch.persistent": ("PersistentBatch",),

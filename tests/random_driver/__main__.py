@@ -4,6 +4,7 @@ python -m random_driver full 7                             run seed 7 of schema 
 python -m random_driver full 7 --operations 20000
 python -m random_driver all 0 --seeds 50                   50 seeds of every schema; prints each fault and continues
 python -m random_driver full 7 --without pin fence         leave operations out
+python -m random_driver full 7 --split                     a scheduler without memory, and a worker
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--operations", type=int, default=500)
+    parser.add_argument("--split", action="store_true")
     parser.add_argument("--memory-fails", type=float, default=0.01)
     parser.add_argument("--without", nargs="*", default=[], choices=OPERATIONS, metavar="OPERATION")
     given = parser.parse_args()
@@ -38,7 +40,7 @@ def main() -> None:
     begin, faults = perf_counter(), 0
     for schema in SCHEMA_NAMES if given.schema == "all" else [given.schema]:
         for seed in range(given.seed, given.seed + given.seeds):
-            settings = settings_of(schema, seed)
+            settings = settings_of(schema, seed, split=given.split)
             if "disk" in settings.tiers and not has_xxhash():
                 continue
             try:

@@ -6,13 +6,14 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from kvpagoda import Identity, KVCache, Limits, Retention
+from kvpagoda import Identity, KVCache, Limits, Retention, Worker
 from kvpagoda.cache.request import State
 from kvpagoda.errors import NeverFits
 from kvpagoda.prefix import POLICY_NAMES
@@ -20,6 +21,7 @@ from kvpagoda.schema import Schema
 from kvpagoda.tiers import Driver, Lease, RecordBuffer, TierSpec, disk_tier, host_tier
 
 from .schemas import SCHEMA_NAMES, schema_named
+from .split import SplitCache
 
 MAX_CONTEXT = 72
 LAYOUTS = {
@@ -37,7 +39,7 @@ class Settings:
     ``settled``: after each operation the driver waits until tiers have stored everything, so that the run of a seed is
     always the same; otherwise threads race. ``num_long``: how many requests of 48 tokens fit at once. ``coarse``,
     ``slack``: constants of ``cache.resume_points``, in tokens: its own, which matter for long texts, or so few tokens that
-    they matter for texts of 48."""
+    they matter for texts of 48. ``split``: a scheduler without memory, and a worker that has the rows."""
 
     schema: str
     seed: int
@@ -60,10 +62,12 @@ class Settings:
     slack: int
     step_checkpoints: int
     checkpoint_format: str | None
+    split: bool = False
 
 
-def settings_of(schema: str, seed: int) -> Settings:
-    """Return the settings of run ``seed`` over ``schema``. Seeds 0, 1, 2 .. go through all policies and tiers."""
+def settings_of(schema: str, seed: int, *, split: bool = False) -> Settings:
+    """Return the settings of run ``seed`` over ``schema``. Seeds 0, 1, 2 .. go through all policies and tiers; a cache that
+    is split has no tiers."""
     random = np.random.default_rng([seed, SCHEMA_NAMES.index(schema)])
     number = seed + 3 * SCHEMA_NAMES.index(schema)
 
@@ -90,6 +94,8 @@ def settings_of(schema: str, seed: int) -> Settings:
         step_checkpoints=one(0, 1, 3),
         checkpoint_format="int8" if schema == "wide" else one(None, None, "bfloat16", "int8"),
     )  # fmt: skip
+    if split:
+        settings = replace(settings, tiers="none", split=True)
     return replace(settings, order=None) if settings.layout in ("vllm-lhbnc", "vllm-bhlnc") else settings
 
 
@@ -110,14 +116,15 @@ def budget_of(settings: Settings, schema: Schema) -> int:
         nbytes += nbytes // 8
 
 
-def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[KVCache, list[Counting]]:
+def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[Any, list[Counting]]:
     """Make the cache of a run, and return it and the drivers of its tiers. ``folder``: for a disk tier."""
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []
     with patch.multiple("kvpagoda.cache.resume_points", _COARSE=settings.coarse, _SLACK=settings.slack):
-        cache = KVCache(
-            schema, budget_of(settings, schema), device="cpu", block_size=settings.block_size,
+        made = partial(
+            KVCache,
+            schema, budget_of(settings, schema), block_size=settings.block_size,
             max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
             policy=settings.policy,
             tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
@@ -129,6 +136,7 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[K
                 checkpoint_format=settings.checkpoint_format,
             ),
         )  # fmt: skip
+        cache = SplitCache(made(device="none"), Worker(made(device="cpu"))) if settings.split else made(device="cpu")
     return cache, drivers
 
 

@@ -40,6 +40,7 @@ class Driver:
         self.documents = Documents(self.random)
         self.log: deque[str] = deque(maxlen=40)
         self.counts: Counter[str] = Counter()
+        without |= {*handing.OPERATIONS} if settings.split else set()
         self._names = [name for name in OPERATIONS if name not in without]
         weights = np.array([OPERATIONS[name][0] for name in self._names])
         self._ends = np.cumsum(weights / weights.sum())
@@ -54,7 +55,7 @@ class Driver:
         self.oracle = Oracle(schema, self.cache.plan.kernel_page, self.settings.checkpoint_format is not None)
         self.draft_width, self.rewind_width = draft_width(schema), rewind_width(schema)
         self.transfer = SharedMemory("1MiB")
-        self.sender = self.cache.sender(self.transfer)
+        self.sender = None if self.settings.split else self.cache.sender(self.transfer)
         self.epochs = Epochs(self.weights)
         self.requests: dict[Any, Request] = {}  # the open ones, by handle
         self.lingering: set[Request] = set()  # closed inside a fence that has not ended
