@@ -348,7 +348,8 @@ class Batch:
       1  qo_indptr               [B + 1]      where the new tokens of each row begin
       2  positions               [T]          the position of each new token in its request
       3  state_indices           [B]          the state that each row begins with: its record in the state pools; 0
-                                              for padded rows
+                                              for padded rows. Of a new request: the initial values of its fields,
+                                              mostly zeros
       4  state_writes            [B, places]  the records for the states that the step leaves; 0 for padded rows
       5  step.request_ids        [T]          the row of each new token
       6  step.request_slots      [T]          the slot of its request; -1 for padded rows
@@ -364,7 +365,7 @@ class Batch:
      14  kv_start                [B]          position of the row's first token in kv_indices        windows and chunks
 
     All are int32 (10 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
-    no memory. They are in static buffers and valid until the next batch; 4 and 8 to 14 are built on first access. A
+    no memory; then a worker applies ``copies`` before the step. They are in static buffers and valid until the next batch; 4 and 8 to 14 are built on first access. A
     persistent batch with ``tokens_per_row`` has the same shapes in every step: 8 then has all columns of the table, 12
     as many cells as all rows can have.
 
