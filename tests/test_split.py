@@ -490,11 +490,40 @@ def test_fields_of_other_types_are_refused(change: dict[str, Any]) -> None:
         Copies.from_json(json.dumps({**data, **change}))
 
 
-def test_copies_of_a_model_without_states_are_not_rounded() -> None:
-    scheduler, worker = made()
-    data = json.loads(three_batches(scheduler)[0].to_json())
-    with pytest.raises(BadInput, match="there is no copy 'round'"):
-        worker.apply(json.dumps({**data, "operations": [["round", 0, [], [1], 0, 0]]}))
+STATE, AT_REST, FULL = "state", "state at rest", "full"
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "into", "is_possible"),
+    [
+        ("state", STATE, AT_REST, True), ("state", AT_REST, STATE, True), ("round", STATE, AT_REST, True),
+        ("state", FULL, STATE, False), ("block", STATE, AT_REST, False), ("round", AT_REST, STATE, False),
+        ("round", STATE, STATE, False), ("round", FULL, FULL, False), ("round", FULL, AT_REST, False),
+        ("swap_out", STATE, AT_REST, False), ("reset", STATE, AT_REST, False), ("clear", STATE, AT_REST, False),
+    ],
+)  # fmt: skip
+def test_states_are_copied_to_states_alone(kind: str, group: str, into: str, is_possible: bool) -> None:
+    settings: dict[str, Any] = dict(num_blocks=16, max_requests=4, retention=Retention(checkpoint_format="int8"))
+    worker = Worker(KVCache(STATES, device="cpu", **settings))
+    groups = worker.plan.groups
+    index = {
+        STATE if one.growth.is_state else FULL: i for i, one in enumerate(groups) if not one.growth.is_at_rest
+    } | {AT_REST: next(i for i, one in enumerate(groups) if one.growth.is_at_rest)}  # fmt: skip
+    first, second = (groups[index[name]].first_id for name in (group, into))
+    scheduler = KVCache(STATES, device="none", **settings)
+    data = json.loads(scheduler.batch([scheduler.open([1], capacity=1)], [1]).copies.to_json())
+    source = [] if kind in ("round", "reset", "clear") else [first]
+    target = second if kind == "state" else first
+    for wrong in (0, groups[index[into if kind == "state" else group]].num_rows):
+        with pytest.raises(BadInput):
+            copies = [[kind, index[group], source, [wrong], 0, index[into]]]
+            worker.apply(json.dumps({**data, "operations": copies}))
+    text = json.dumps({**data, "operations": [[kind, index[group], source, [target], 0, index[into]]]})
+    if is_possible:
+        worker.apply(text)
+        return
+    with pytest.raises(BadInput, match="there is no copy"):
+        worker.apply(text)
 
 
 def test_other_objects_are_no_copies() -> None:

@@ -16,7 +16,7 @@ KVPagodaError
 ├── HandoverMiss      (RuntimeError)  what a ticket names is gone, or cannot be had: compute the request instead
 ├── MissingExtra      (ImportError)   the name needs a package that is not installed; says which extra installs it
 ├── ConcurrentUse     (RuntimeError)  two threads called one cache at the same time
-├── NeedsReset        (RuntimeError)  an interrupt arrived in the middle of a change of the cache
+├── NeedsReset        (RuntimeError)  an interrupt arrived in the middle of a change of the cache, or a worker missed a batch
 └── CheckFailed       (AssertionError) ``check()`` found ids that break the law of ownership
 """
 
@@ -139,7 +139,8 @@ class RetryLater(Exhausted):
 
 
 class StaleHandle(KVPagodaError, RuntimeError):
-    """Use of a sequence after ``close``, or of a batch after one of its sequences was closed."""
+    """Use of a sequence after ``close``, of a batch after one of its sequences was closed, or of copies that a worker has
+    applied."""
 
 
 class Asleep(KVPagodaError, RuntimeError):
@@ -168,7 +169,8 @@ class ConcurrentUse(KVPagodaError, RuntimeError):
 class NeedsReset(KVPagodaError, RuntimeError):
     """A signal interrupted the assignments that commit a change, so the owners of blocks are uncertain.
 
-    Call ``reset`` or ``close``.
+    Call ``reset`` or ``close``. Or the copies of a batch did not come to the ``Worker`` that has the memory, so that its rows
+    are not those of the scheduler: close the scheduler's requests, and call its ``reset``.
     """
 
 

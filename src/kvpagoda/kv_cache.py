@@ -63,8 +63,9 @@ class KVCache:
     such as ``"2GiB"``; all of it is allocated here, none later. ``num_blocks``: instead of ``budget``, the number of
     blocks of every group. ``device``: a torch device; None: CUDA if a GPU is present, else the CPU; ``"none"``: no
     memory, for simulators and for schedulers in a process of their own; works without torch, and batches give numpy
-    arrays. A ``kvpagoda.Worker`` then has the memory, and must apply ``batch.copies`` before each step. ``max_requests``: requests that run at once. ``block_size``: tokens in a block (default: what suits the
-    schema's layers). ``policy``: the eviction policy, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an
+    arrays. A ``kvpagoda.Worker`` then has the memory, and must apply ``batch.copies`` before each step.
+    ``max_requests``: requests that run at once. ``block_size``: tokens in a block (default: what suits the schema's
+    layers). ``policy``: the eviction policy, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an
     ``EvictionPolicy``. ``tiers``: where blocks and checkpoints are stored below the device, the fastest first
     (``kvpagoda.tiers.host_tier`` and others). ``dtype``: of what the schema keeps, instead of the model's own.
     ``retention``, ``identity``, ``limits``: what is kept for reuse, which records in shared tiers this process may use,

@@ -77,7 +77,7 @@ class Worker:
         If it raises what a copy raises, such as OutOfBlocks, call it again with the same copies: it goes on where it stopped.
         Otherwise nothing was done. Raises BadInput for what are no copies, or those of another plan; StaleHandle for those
         that were applied already; NeedsReset if those of an earlier batch are missing: apply them first, or, if they are
-        lost, ``reset`` the scheduler, after which it begins anew."""
+        lost, close the scheduler's requests and ``reset`` it, after which it begins anew."""
         core = self._core
         given = Copies.from_json(copies) if isinstance(copies, str | bytes) else instance_of(copies, Copies, "copies")
         if given.plan != core.agreement:
@@ -91,7 +91,7 @@ class Worker:
         if number < due:
             raise StaleHandle(f"the copies of batch {number} (resets, number) were applied already; {due} is next")
         if number != due and not begins:
-            hint = "apply those first, or reset() the scheduler"
+            hint = "apply those first, or close the scheduler's requests and reset() it"
             raise NeedsReset.with_hint(
                 f"the copies of batch {number} (resets, number) came, but those of {due} are next", hint,
                 needed=due, available=number,

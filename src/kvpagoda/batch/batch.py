@@ -365,8 +365,8 @@ class Batch:
      14  kv_start                [B]          position of the row's first token in kv_indices        windows and chunks
 
     All are int32 (10 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
-    no memory; then a worker applies ``copies`` before the step. They are in static buffers and valid until the next batch; 4 and 8 to 14 are built on first access. A
-    persistent batch with ``tokens_per_row`` has the same shapes in every step: 8 then has all columns of the table, 12
+    no memory; then a worker applies ``copies`` before the step. They are in static buffers and valid until the next
+    batch; 4 and 8 to 14 are built on first access. A persistent batch with ``tokens_per_row`` has the same shapes in every step: 8 then has all columns of the table, 12
     as many cells as all rows can have.
 
     ``places`` is 1, and 4 is 3 as a column, unless the schema can rewind states (``Schema.rewindable``). Then it is
@@ -431,7 +431,7 @@ class Batch:
         if noted.operations is None:
             raise NeedsReset.with_hint(
                 f"batch {noted.number} has more copies before it than are kept: too much was run without a batch",
-                "call reset() before the first batch for a worker", needed=noted.number,
+                "close all requests and call reset() before the first batch for a worker", needed=noted.number,
             )  # fmt: skip
         return Copies(core.agreement, noted.resets, noted.number, tuple(noted.operations))
 
