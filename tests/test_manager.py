@@ -373,7 +373,7 @@ class CopyFailed(RetryLater, BadInput):
 def test_an_error_while_copying_leaves_everything_owned_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_copies = 0
 
-    def copy(group: int, sources: Ids, targets: Ids) -> None:
+    def copy(group: int, sources: Ids, targets: Ids, rows: int | None = None) -> None:
         nonlocal num_copies
         num_copies += 1
         if num_copies % 3 == 0:

@@ -366,8 +366,8 @@ class Batch:
 
     All are int32 (10 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
     no memory; then a worker applies ``copies`` before the step. They are in static buffers and valid until the next
-    batch; 4 and 8 to 14 are built on first access. A persistent batch with ``tokens_per_row`` has the same shapes in every step: 8 then has all columns of the table, 12
-    as many cells as all rows can have.
+    batch; 4 and 8 to 14 are built on first access. A persistent batch with ``tokens_per_row`` has the same shapes in
+    every step: 8 then has all columns of the table, 12 as many cells as all rows can have.
 
     ``places`` is 1, and 4 is 3 as a column, unless the schema can rewind states (``Schema.rewindable``). Then it is
     ``verify_width + 1``. A step reads the state of a row once, from 3, and leaves the states after each of its last

@@ -97,10 +97,8 @@ class Copies:
             plan, operations = data["plan"], data["operations"]
             if type(plan) is not str or type(operations) is not list:
                 raise BadInput(f"plan is text and operations a list, got {shown(plan)} and {shown(operations)}")
-            resets, number = (
-                whole_number(data["resets"], "resets"),
-                whole_number(data["number"], "the number of a batch"),
-            )
+            resets = whole_number(data["resets"], "resets")
+            number = whole_number(data["number"], "the number of a batch")
             return cls(plan, resets, number, tuple(map(_read, operations)))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, BadInput):
