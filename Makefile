@@ -11,6 +11,8 @@
 # make browser  as root on Debian: chromium and Perfetto, for tests that open recordings and pages; without them those tests skip
 # make vllm   vLLM's CPU build in a folder of its own (some gigabytes, minutes), its tests and ours of kvpagoda inside it, and
 #             a short table of benchmarks/vllm_engine.py
+# make versions  the short tests of each extra, with the newest and with the oldest versions that pyproject.toml allows, each in a
+#             fresh environment: minutes; other sides alone: make versions WHICH=newest
 # make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip
 PYTHON ?= python3
 PYTHONS ?= $(PYTHON)
@@ -19,12 +21,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONSUMERS := .venv-consumers
 VLLM := .venv-vllm
+WHICH ?= newest oldest
 VLLM_VERSION := 0.32.0
 VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_scheduler prefix_caching \
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
 
-.PHONY: run test check long format gpu slow package docs servers browser consumers vllm clean
+.PHONY: run test check long format gpu slow package docs versions servers browser consumers vllm clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -63,6 +66,9 @@ $(READY): pyproject.toml constraints.txt
 	@echo "2 of 2: kvpagoda, transformers and the tools of the dev extra: minutes too"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+versions:
+	set -e; for which in $(WHICH); do $(PYTHON) tools/try_versions.py $$which; done
 
 docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict

@@ -115,10 +115,16 @@ def _codes(y, x, s, C: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit()
+def _below(index, end, live):  # type: ignore[no-untyped-def]
+    """Return ``index < end`` where ``live``, a scalar; False elsewhere."""
+    return index < tl.where(live, end, 0)  # Triton 3.9's interpreter refuses masks in which a scalar condition is spread
+
+
+@jit()
 def _elements(group, live, SIZE: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (index of each element [groups, BLOCK] of groups of SIZE elements, whether it is there and ``live``)."""
     element = tl.arange(0, BLOCK)
-    inside = (group < C.GROUPS)[:, None] & live
+    inside = _below(group, C.GROUPS, live)[:, None]
     if SIZE != BLOCK:
         inside = inside & (element < SIZE)[None, :]
     return group[:, None] * SIZE + element[None, :], inside
@@ -140,11 +146,11 @@ def _store_codes(target, code, group, live, C: tl.constexpr):  # type: ignore[no
 def _store_scales(target, stored, group, live, C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store the scale of each group at its place, and zeros in the padding after them."""
     if C.SCALE == "float32":
-        tl.store(target.to(tl.pointer_type(tl.int32)) + group, stored, mask=(group < C.GROUPS) & live)
+        tl.store(target.to(tl.pointer_type(tl.int32)) + group, stored, mask=_below(group, C.GROUPS, live))
     else:
         place = tl.where(group < C.GROUPS, group % C.LANES * (C.GROUPS // C.LANES) + group // C.LANES, group)
         value = tl.where(group < C.GROUPS, stored, 0)
-        tl.store(target + place, value.to(tl.uint8), mask=(group < C.GROUPS + C.SCALE_PAD) & live)
+        tl.store(target + place, value.to(tl.uint8), mask=_below(group, C.GROUPS + C.SCALE_PAD, live))
 
 
 @jit()
@@ -201,14 +207,14 @@ def _write(source, codes, scales, kept, reads, writes, C: tl.constexpr):  # type
     _store_scales(scales, stored, group, writes, C)
     if C.KEPT > 0:
         index = tl.arange(0, C.KEPT_BLOCK)
-        inside = index < C.KEPT
-        value = tl.load(source + C.GROUPS * C.GROUP + index, mask=inside & reads, other=0.0).to(tl.int16, bitcast=True)
+        there = _below(index, C.KEPT, reads)
+        value = tl.load(source + C.GROUPS * C.GROUP + index, mask=there, other=0.0).to(tl.int16, bitcast=True)
         if C.KEPT_NBYTES == 2:
-            tl.store(kept.to(tl.pointer_type(tl.int16)) + index, value, mask=inside & writes)
+            tl.store(kept.to(tl.pointer_type(tl.int16)) + index, value, mask=_below(index, C.KEPT, writes))
         else:
             a = (value.to(tl.int32) << 16) & 0x7FFFFFFF
             code = tl.where(a > 0x7F800000, 0x7F, e4m3_magnitude(a)) | ((value.to(tl.int32) >> 8) & 0x80)
-            tl.store(kept + index, code.to(tl.uint8), mask=inside & writes)
+            tl.store(kept + index, code.to(tl.uint8), mask=_below(index, C.KEPT, writes))
 
 
 @jit(do_not_specialize=["num_slots"])
@@ -280,7 +286,8 @@ def gather_rows_kernel(  # type: ignore[no-untyped-def]
         byte = tl.load(codes + pairs, mask=there, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (C.GROUPS_BLOCK, C.GROUP_BLOCK))
     else:
-        code = tl.load(codes + index, mask=inside & live, other=0).to(tl.int32)
+        _, there = _elements(group, live, C.GROUP, C.GROUP_BLOCK, C)
+        code = tl.load(codes + index, mask=there, other=0).to(tl.int32)
     if C.CODES == "e4m3":
         value = e4m3_value(code)
     elif C.CODES == "e2m1":
@@ -289,11 +296,11 @@ def gather_rows_kernel(  # type: ignore[no-untyped-def]
         value = ((code << (24 if C.CODES == "int8" else 28)) >> (24 if C.CODES == "int8" else 28)).to(tl.float32)
 
     if C.SCALE == "float32":
-        stored = tl.load(scales.to(tl.pointer_type(tl.int32)) + group, mask=(group < C.GROUPS) & live, other=0)
+        stored = tl.load(scales.to(tl.pointer_type(tl.int32)) + group, mask=_below(group, C.GROUPS, live), other=0)
         s = stored.to(tl.float32, bitcast=True)
     else:
         lane = group % C.LANES * (C.GROUPS // C.LANES) + group // C.LANES
-        stored = tl.load(scales + lane, mask=(group < C.GROUPS) & live, other=0).to(tl.int32)
+        stored = tl.load(scales + lane, mask=_below(group, C.GROUPS, live), other=0).to(tl.int32)
         s = e8m0_value(stored) if C.SCALE == "e8m0" else e4m3_value(stored)
     value = value * s[:, None]
     if C.HALF:
@@ -303,10 +310,11 @@ def gather_rows_kernel(  # type: ignore[no-untyped-def]
     if C.KEPT > 0:
         index = tl.arange(0, C.KEPT_BLOCK)
         inside = index < C.KEPT
+        there = _below(index, C.KEPT, live)
         if C.KEPT_NBYTES == 2:
-            half = tl.load(kept.to(tl.pointer_type(tl.int16)) + index, mask=inside & live, other=0)
+            half = tl.load(kept.to(tl.pointer_type(tl.int16)) + index, mask=there, other=0)
             wide = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         else:
-            wide = e4m3_value(tl.load(kept + index, mask=inside & live, other=0).to(tl.int32))
+            wide = e4m3_value(tl.load(kept + index, mask=there, other=0).to(tl.int32))
             half = bfloat16_bits(wide).to(tl.int16)
         tl.store(target + C.GROUPS * C.GROUP + index, half if C.HALF else wide, mask=inside)

@@ -7,7 +7,9 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Any
 
+from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.tiers.driver import Lease
 from kvpagoda.tiers.level import Level
 
@@ -52,9 +54,9 @@ class TierHit:
         """Return the key of the text's record ``number`` in ``level``."""
         return level.key(self.block_hashes[(number + 1) * level.unit])
 
-    def checkpoint_key(self, level: Level, end: int, part: int = 0) -> bytes:
-        """Return the key of record ``part`` of the checkpoint after ``end`` blocks."""
-        return level.key(self.block_hashes[end], checkpoint_part(part))
+    def bounded_key(self, level: Level, group: int, end: int, part: int = 0) -> bytes:
+        """Return the key of record ``part`` of what bounded group ``group`` has at the end of ``end`` blocks."""
+        return level.key(self.block_hashes[end], bounded_part(group, part))
 
     def deadline(self, level: Level) -> float:
         """Return when a call to ``level`` must end: its timeout after the request began, however many calls there were
@@ -126,6 +128,13 @@ def _release(future: Future[TierHit | None]) -> None:
         hit.release()
 
 
-def checkpoint_part(number: int) -> bytes:
-    """Return the kind (see ``Level.key``) of record ``number`` of a checkpoint."""
-    return b"checkpoint %d" % number
+def bounded_part(group: int, part: int) -> bytes:
+    """Return the kind (see ``Level.key``) of record ``part`` of a block of bounded group ``group``: a window's block, found
+    by the text up to its last token, or a copy of states, found by the text that they are of."""
+    return b"bounded %d %d" % (group, part)
+
+
+def num_needed(group: BlockGroup, length: Any) -> Any:
+    """Return how many blocks of bounded ``group`` a text reads to go on after ``length`` tokens, whole blocks of it. The
+    last ends there. Takes ints or arrays."""
+    return -(-length // group.block_size) - group.growth.first_needed(length) // group.block_size

@@ -31,7 +31,8 @@ from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
-from kvpagoda.offload.hit import Prefetch, TierHit, checkpoint_part
+from kvpagoda.memory.pages import Bytes
+from kvpagoda.offload.hit import Prefetch, TierHit, bounded_part
 from kvpagoda.offload.reader import TierReader
 from kvpagoda.offload.watch import watches_of
 from kvpagoda.prefix.hybrid import Freed, Kept
@@ -45,6 +46,8 @@ from kvpagoda.units import real_number
 _NONE = BlockNames(np.empty(0, np.int32))
 Unit = tuple[BlockNames, bytes]
 """The names of the blocks of one record, and their hashes concatenated."""
+StoredPart = tuple[BlockGroup, BlockPlaces, int, Bytes]
+"""A group, the places of its blocks, the number of records that they take, and the table of staging memory that has them."""
 _CLOSING = 0.1  # share of its timeout that close() keeps for closing the tiers
 
 
@@ -93,7 +96,9 @@ class Offloader(NoTiers):
         at reuse it was sent."""
         self._hashes: npt.NDArray[np.uint8] = self._blocks["hash"]
         self._sent = {level: self._blocks["sent"][:, i] for i, level in enumerate(writers)}
-        self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block before it
+        self._checkpoints: dict[
+            int, list[bytes]
+        ] = {}  # checkpoint -> hashes of the last blocks before it, as many as it keeps
         self._reused: set[int] = set()  # checkpoints sent to levels that write at reuse
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
         self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory, prefix.points.grid)
@@ -222,11 +227,11 @@ class Offloader(NoTiers):
             level: dict.fromkeys([level.key(one) for one in texts], (level.unit, level.unit * width))
             for level in self.levels
         }
-        for name, block_hash in self._checkpoints.items():
-            counts = [len(names) for names in index.needed_by(self._prefix.kept[name])]
-            nbytes = sum(n * group.plan.layout.nbytes for n, group in zip(counts, self._bounded))
-            for level, keys in found.items():
-                keys[level.key(block_hash, checkpoint_part(0))] = sum(counts), nbytes
+        for name, ends in self._checkpoints.items():
+            for number, (blocks, _) in enumerate(index.blocks_of(self._prefix.kept[name])):
+                kind, width = bounded_part(number, 0), self._bounded[number].plan.layout.nbytes
+                for level, keys in found.items():
+                    keys.update((level.key(one, kind), (1, width)) for one in ends[len(ends) - len(blocks) :])
         return found
 
     def _evicted(self, names: BlockNames) -> None:
@@ -249,18 +254,19 @@ class Offloader(NoTiers):
             names = BlockNames(np.concatenate([names for names, _ in keys.values()]))
             watch = self._watches.get(level)
             told = None if watch is None else partial(watch.stored, {key: hashes for key, (_, hashes) in keys.items()})
-            self.store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))], told=told)
+            part = self._full, self._full.places_of(names), len(keys), level.buffer.payloads
+            self.store(level, [*keys], [part], told=told)
 
     @observable
     def store(
         self,
         level: Level,
         keys: Many[bytes],
-        parts: Many[tuple[BlockGroup, BlockPlaces, int]],
+        parts: Many[StoredPart],
         sizes: Many[int] | None = None,
         told: Callable[[list[Status]], None] | None = None,
     ) -> None:
-        """Copy ``parts``, (group, places, number of records), to staging memory, and store them under ``keys``. They
+        """Copy ``parts`` to staging memory, and store them under ``keys``. They
         are dropped if that fails. ``sizes``: bytes of each record (None: whole records). ``told``: see ``Level.store``."""
         try:
             rows, at = level.buffer.acquire(len(keys), owner=level), 0
@@ -268,8 +274,8 @@ class Offloader(NoTiers):
             level.dropped += len(keys)
             return
         try:
-            for group, places, count in parts:
-                self._memory.to_host(group.index, places, level.buffer.payloads, rows[at : at + count])
+            for group, places, count, table in parts:
+                self._memory.to_host(group.index, places, table, rows[at : at + count])
                 at += count
             level.store(keys, rows, sizes, told)
         except BaseException as error:
@@ -291,31 +297,36 @@ class Offloader(NoTiers):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
-        self._checkpoints[checkpoint] = self.hashes_of(request, num_blocks)[num_blocks]
+        blocks = self._prefix.index.blocks_of(self._prefix.kept[checkpoint])
+        first = num_blocks - max((len(names) for names, _ in blocks), default=0)
+        self._checkpoints[checkpoint] = self.hashes_of(request, num_blocks)[first + 1 : num_blocks + 1]
 
     def store_checkpoint(self, checkpoint: int, kept: Kept, when: str) -> None:
-        copies, block_hash = self._prefix.index.needed_by(kept), self._checkpoints.get(checkpoint)
+        """As ``NoTiers`` says. Blocks before those that are needed, which serve texts that part a little earlier, are stored
+        as far as staging memory goes, the last first."""
+        hashes = self._checkpoints.get(checkpoint)
+        if hashes is None:
+            return
+        blocks = self._prefix.index.blocks_of(kept)
         for level in self.levels:
-            if block_hash is None or level.spec.write != when:
+            if level.spec.write != when:
                 continue
-            sizes = [self._row_sizes(group, len(names), level) for group, names in zip(self._bounded, copies)]
-            count = sum(map(len, sizes))
-            if count > level.num_writable:
+            widths = [self._memory.record_nbytes(group.index) for group in self._bounded]
+            pieces = [level.pieces(width) for width in widths]
+            count = sum(n * len(one) for (_, n), one in zip(blocks, pieces))
+            room = level.num_writable - count
+            if room < 0:
                 level.dropped += count
                 continue
-            parts = [
-                (group, group.places_of(names), len(rows)) for group, names, rows in zip(self._bounded, copies, sizes)
-            ]
-            keys = [level.key(block_hash, checkpoint_part(i)) for i in range(count)]
-            self.store(level, keys, parts, [size for rows in sizes for size in rows])
-
-    def _row_sizes(self, group: BlockGroup, n: int, level: Level) -> list[int]:
-        """Return the bytes in each staging row that ``n`` blocks of ``group`` take."""
-        width, payload = self._memory.record_nbytes(group.index), level.payload_nbytes
-        if width > payload:
-            return [min(payload, width - at) for _ in range(n) for at in range(0, width, payload)]
-        each = payload // width
-        return [min(each, n - at) * width for at in range(0, n, each)]
+            more = room // max(1, sum(map(len, pieces)))
+            keys, parts, sizes = list[bytes](), list[StoredPart](), list[int]()
+            for number, (group, (names, n), one) in enumerate(zip(self._bounded, blocks, pieces)):
+                last = BlockNames(names[max(0, len(names) - n - more) :])
+                ends = hashes[len(hashes) - len(last) :]
+                keys += [level.key(end, bounded_part(number, part)) for end in ends for part in range(len(one))]
+                parts.append((group, group.places_of(last), len(last) * len(one), level.table(widths[number])))
+                sizes += len(last) * one
+            self.store(level, keys, parts, sizes)
 
     def checkpoint_dropped(self, checkpoint: int) -> None:
         self._checkpoints.pop(checkpoint, None)

@@ -16,19 +16,22 @@ from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, product
 from time import monotonic
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.swap import Rate
 from kvpagoda.memory.no_memory import NoMemory, Part
-from kvpagoda.offload.hit import Prefetch, Record, TierHit
+from kvpagoda.offload.hit import Prefetch, Record, TierHit, num_needed
 from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.level import Level, Loading
-from kvpagoda.units import ceil_div, table_rows
+from kvpagoda.units import ceil_div
 
+Number = TypeVar("Number", int, tuple[int, int])
 _HOLD = 10.0  # seconds that a tier keeps the records that a lookup found, to be loaded
 _FIRST_STEP = 64  # blocks in the first lookup; four times as many in the next if all are found
 _LEAST_TOKENS = 4096  # tokens computed before loading is compared with computing
@@ -152,15 +155,15 @@ class TierReader:
 
     @staticmethod
     def _look_up(
-        hit: TierHit, asked: Mapping[Level, Many[int]], key: Callable[[Level, int], bytes]
-    ) -> dict[Level, set[int]]:
+        hit: TierHit, asked: Mapping[Level, Many[Number]], key: Callable[[Level, Number], bytes]
+    ) -> dict[Level, set[Number]]:
         """Return for each level the numbers of those records in ``asked`` that it has. All levels are asked at once."""
         futures = {
             level: level.tier.lookup([key(level, number) for number in numbers], hit.deadline(level), _HOLD)
             for level, numbers in asked.items()
             if numbers
         }
-        found: dict[Level, set[int]] = {level: set() for level in asked}
+        found: dict[Level, set[Number]] = {level: set() for level in asked}
         for level, future in futures.items():
             lease = future.result()
             hit.leases.append(lease)
@@ -168,34 +171,37 @@ class TierReader:
         return found
 
     def _find_checkpoint(self, hit: TierHit, resumable: int) -> None:
-        """Read the furthest checkpoint after ``resumable`` blocks that the found blocks reach, and set ``hit.end``, a
-        multiple of the grid, to its position."""
-        ends, hit.end = range(hit.end, resumable, -self._grid), 0
-        found = self._look_up(hit, dict.fromkeys(self._levels, ends), hit.checkpoint_key)
-        for end, level in product(ends, self._levels):
-            is_first = level is self._levels[0]  # taken for a checkpoint without rows, which no level stores
-            if end not in found[level] and (not is_first or any(rows for _, rows in self._checkpoint(level, end))):
+        """Read what the text needs of each bounded group to go on at the furthest position after ``resumable`` blocks that
+        the found blocks reach, and set ``hit.end``, a multiple of the grid, to that position."""
+        ends, hit.end = np.arange(hit.end, resumable, -self._grid), 0
+        if not len(ends):
+            return
+        needed = [num_needed(group, ends * self._size) for group in self._bounded]
+        asked = [(number, end) for number, counts in enumerate(needed) for end in _last(ends, counts)]
+        found = self._look_up(hit, dict.fromkeys(self._levels, asked), lambda level, one: hit.bounded_key(level, *one))
+        allowed = {level: _resumable(ends, needed, there) for level, there in found.items()}
+        for at, level in product(range(len(ends)), self._levels):
+            if not allowed[level][at]:
                 continue
-            num_rows, deadline = sum(rows for _, rows in self._checkpoint(level, end)), hit.deadline(level)
-            rows = level.acquire(num_rows, hit, deadline)
+            end, deadline = int(ends[at]), hit.deadline(level)
+            keys = [
+                hit.bounded_key(level, number, one, part)
+                for number, counts in enumerate(needed)
+                for one in range(end + 1 - int(counts[at]), end + 1)
+                for part in range(self._num_pieces(level, self._bounded[number]))
+            ]
+            rows = level.acquire(len(keys), hit, deadline)
             if rows is None:
                 continue
             hit.checkpoint, hit.end = (level, rows), end
-            keys = [hit.checkpoint_key(level, end, part) for part in range(num_rows)]
             if not level.finish_load(level.start_load(keys, rows, deadline)):
                 return
             hit.checkpoint, hit.end = None, 0
             level.buffer.release(rows)
 
-    def _checkpoint(self, level: Level, end: int) -> list[tuple[int, int]]:
-        """Return for each bounded group the number of blocks in a checkpoint after ``end`` blocks, and of the staging
-        rows that they take."""
-        at, found = end * self._size, []
-        for group in self._bounded:
-            count = ceil_div(at, group.block_size) - group.growth.first_needed(at) // group.block_size
-            width = self._memory.record_nbytes(group.index)
-            found.append((count, table_rows(count, width, level.payload_nbytes)))
-        return found
+    def _num_pieces(self, level: Level, group: BlockGroup) -> int:
+        """Return how many records of ``level`` a block of bounded ``group`` takes."""
+        return len(level.pieces(self._memory.record_nbytes(group.index)))
 
     def _is_worth_it(self, hit: TierHit, resumable: int) -> bool:
         """Return whether loading is expected to be faster than computing, as far as both were measured. Where the
@@ -304,10 +310,33 @@ class TierReader:
         raises."""
         assert hit.checkpoint is not None
         level, rows = hit.checkpoint
-        for group, ids, (count, num_rows) in zip(self._bounded, targets, self._checkpoint(level, hit.end)):
+        for group, ids in zip(self._bounded, targets):
+            count = num_needed(group, hit.end * self._size)
+            num_rows = count * self._num_pieces(level, group)
             if count:
-                self._memory.from_host(group.index, ids[:count], level.buffer.payloads, rows[:num_rows])
+                table = level.table(self._memory.record_nbytes(group.index))
+                self._memory.from_host(group.index, ids[:count], table, rows[:num_rows])
             rows = rows[num_rows:]
+
+
+def _last(ends: Ids, counts: Ids) -> list[int]:
+    """Return the numbers that are among the last ``counts[i]`` up to ``ends[i]`` for any i, ascending. ``ends`` descend."""
+    marks = np.zeros(int(ends[0]) + 2, np.intp)
+    np.add.at(marks, ends + 1 - counts, 1)
+    np.add.at(marks, ends + 1, -1)
+    numbers: list[int] = np.flatnonzero(np.cumsum(marks)).tolist()
+    return numbers
+
+
+def _resumable(ends: Ids, needed: Many[Ids], there: set[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Return after which of ``ends`` a text can go on with the blocks ``there``, (group, end of the block), if it needs the
+    last ``needed[group][i]`` of each group there: bool ``[len(ends)]``."""
+    allowed = np.ones(len(ends), np.bool_)
+    for number, counts in enumerate(needed):
+        missing = np.arange(int(ends[0]) + 1)
+        missing[[end for group, end in there if group == number]] = 0
+        allowed &= ends - np.maximum.accumulate(missing)[ends] >= counts
+    return allowed
 
 
 def _count(records: Many[Record], first: int, end: int) -> None:

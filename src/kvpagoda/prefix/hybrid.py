@@ -536,13 +536,13 @@ class HybridIndex:
         self.tree.checkpoints.drop(name)
         return self._forget((name,))
 
-    def needed_by(self, kept: Kept) -> list[BlockNames]:
-        """Return for each bounded group that is not optional, in the order of the groups, the blocks that a text needs
-        to be resumed at a checkpoint that keeps ``kept``."""
-        needed = zip(self.windows, kept.tails, kept.needed)
-        by_window = iter([BlockNames(names[len(names) - n :]) for one, names, n in needed if one in self.required])
+    def blocks_of(self, kept: Kept) -> list[tuple[BlockNames, int]]:
+        """Return for each bounded group that is not optional, in the order of the groups, the blocks that a checkpoint with
+        ``kept`` keeps, and how many of these, the last, a text needs to be resumed there."""
+        tails = zip(self.windows, kept.tails, kept.needed)
+        by_window = iter([(names, n) for one, names, n in tails if one in self.required])
         return [
-            kept.states if part is self.states else next(by_window)
+            (kept.states, len(kept.states)) if part is self.states else next(by_window)
             for part in self.parts
             if part is not self.texts and part not in self.optional and not isinstance(part, Private)
         ]

@@ -16,13 +16,13 @@ from kvpagoda.tiers.keys import layout_fingerprint, record_key
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.tiers.tier import Tier
-from kvpagoda.units import ceil_div, format_bytes, parse_bytes, table_rows
+from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
 BLOCKS = b"blocks"
 _STAGING = 64 << 20
 _BATCH_NBYTES = 8 << 20
 LAYOUT = 1
-"""Version of the payload's layout: adjacent blocks, or a checkpoint, each group of which begins with a new record."""
+"""Version of the payload's layout: adjacent blocks, or a block of a checkpoint, which begins with a new record."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Level:
     """A tier below a cache, with its staging memory.
 
     ``block_nbytes``: bytes of a block; 0 if the cache has no blocks. ``parts``: for every group of a checkpoint,
-    (number of records, bytes of each). ``memory(nbytes)`` returns page-aligned host memory.
+    (number of blocks, bytes of each). ``memory(nbytes)`` returns page-aligned host memory.
 
     One thread stores; any thread loads. Raises BadInput if staging memory is too small, and whatever making the driver
     raises.
@@ -127,7 +127,7 @@ class Level:
                 f"write='commit', or record_nbytes of at most {block_nbytes}"
             )
         record = RecordBuffer.nbytes_for(1, self.payload_nbytes)
-        count = self._num_staged(record, sum(table_rows(n, nbytes, self.payload_nbytes) for n, nbytes in parts))
+        count = self._num_staged(record, sum(n * len(self.pieces(nbytes)) for n, nbytes in parts))
         self.buffer = RecordBuffer(count, self.payload_nbytes, memory(count * record))
         self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records per call
         self._kept_free = count // 2  # rows that stores leave free for loads
@@ -160,6 +160,17 @@ class Level:
     def set_identity(self, identity: RecordIdentity) -> None:
         """Store and load records of ``identity`` from now on."""
         self.tier.fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
+
+    def pieces(self, nbytes: int) -> list[int]:
+        """Return the bytes in each record of a block of a checkpoint, which has ``nbytes``: it begins with a new record."""
+        payload = self.payload_nbytes
+        return [min(payload, nbytes - at) for at in range(0, nbytes, payload)]
+
+    def table(self, nbytes: int) -> Bytes:
+        """Return the staging memory as a table in which a block of ``nbytes`` takes one row for each of its ``pieces``: uint8
+        ``[records, width]``, a view."""
+        table: Bytes = self.buffer.payloads[:, : min(nbytes, self.payload_nbytes)]
+        return table
 
     def key(self, block_hash: bytes, kind: bytes = BLOCKS) -> bytes:
         """Return the key of the record of ``kind`` whose last block has ``block_hash``."""

@@ -1,0 +1,77 @@
+"""A text that parts from a stored one inside of it: after a restart as many whole blocks are found as memory had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpagoda import Identity, KVCache, Limits, Schema
+from kvpagoda.tiers import disk_tier
+
+BASE = dict(
+    vocab_size=1000, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=4096,
+)  # fmt: skip
+WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
+CONFIGS = {
+    "windows": dict(BASE, model_type="mistral", sliding_window=24),
+    "windows and full attention": dict(BASE, model_type="gemma3_text", sliding_window=24, layer_types=WINDOWS),
+    "chunks": dict(BASE, model_type="llama4_text", attention_chunk_size=32, no_rope_layers=[1, 1, 1, 0]),
+    "states": dict(
+        BASE, model_type="qwen3_next", linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_conv_kernel_dim=4,
+    ),
+}  # fmt: skip
+TEXT = [(7 * i) % 900 for i in range(149)]
+CUTS = (17, 48, 49, 64, 97, 128, 130, 144, 149)
+
+
+@pytest.mark.parametrize(("name", "record_nbytes"), [*((name, 1) for name in CONFIGS), ("windows", 20_000)])
+def test_a_branch_is_found_as_in_memory(name: str, record_nbytes: int, tmp_path: Path) -> None:
+    schema = Schema.from_hf_config(CONFIGS[name], dtype="float32")
+
+    def start() -> KVCache:
+        tier = disk_tier(tmp_path, "64MiB", staging="8MiB", admit_all=True, record_nbytes=record_nbytes)
+        return KVCache(
+            schema, "16MiB", "cpu", max_requests=2, block_size=16, identity=Identity("w"), tiers=[tier],
+            limits=Limits(step_tokens=2048),
+        )  # fmt: skip
+
+    first = start()
+    with first.open(TEXT) as sequence:
+        while sequence.length < len(TEXT):
+            n = min(len(TEXT) - sequence.length, int(first.step_limit(sequence)))
+            sequence.commit(TEXT[sequence.length : sequence.length + n])
+    warm = [first.lookup([*TEXT[:cut], 950]).resumable // 16 for cut in CUTS]
+    first.flush()
+    first.close()
+    assert warm[-1] == 9 and (name == "states" or warm[1] > 0)
+    again = start()
+    blocks = []
+    for cut in CUTS:
+        with again.open([*TEXT[:cut], 950]) as sequence:
+            blocks.append(sequence.cached_tokens // 16)
+        again.reset()
+    assert blocks == warm
+    again.check()
+    again.close()
+
+
+def test_blocks_for_branches_leave_room_for_those_that_are_needed(tmp_path: Path) -> None:
+    """Staging memory of two checkpoints: the checkpoint itself is stored, and what it keeps for branches as far as it goes."""
+    schema = Schema.from_hf_config(CONFIGS["windows"], dtype="float32")
+    least = KVCache(schema, "16MiB", "cpu", tiers=[disk_tier(tmp_path / "a", "64MiB")], identity=Identity("w"))
+    (level,) = least.core.tiers.levels
+    record = level.buffer.record_nbytes
+    least.close()
+    tier = disk_tier(tmp_path / "b", "64MiB", staging=8 * record, admit_all=True)
+    cache = KVCache(schema, "16MiB", "cpu", block_size=16, tiers=[tier], identity=Identity("w"))
+    with cache.open(TEXT) as sequence:
+        sequence.commit(TEXT)
+    cache.flush()
+    cache.reset()
+    with cache.open([*TEXT, 950]) as sequence:
+        assert sequence.cached_tokens == 144
+    assert cache.stats().tiers[0].dropped == 0
+    cache.close()
