@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from time import time
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.batch.persistent import PersistentBatch
@@ -22,7 +23,7 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.lookup import look_up, prefetch
+from kvpagoda.cache.lookup import Lookup, look_up, prefetch
 from kvpagoda.cache.namespace import Media, Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin, PrefixCache
@@ -34,13 +35,15 @@ from kvpagoda.cache.stats import CacheStats, stats_of
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
+    import torch
+
     from kvpagoda.handover.receiver import Receiver
     from kvpagoda.handover.sender import Sender
     from kvpagoda.handover.ticket import Ticket
@@ -93,7 +96,7 @@ class KVCache:
         self,
         schema: Schema,
         budget: int | str | None = None,
-        device: Any = None,
+        device: str | torch.device | None = None,
         max_requests: int = 64,
         block_size: int | None = None,
         policy: str | EvictionPolicy = "lru",
@@ -148,7 +151,7 @@ class KVCache:
         return self._core.plan
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device | None:
         """The torch device of the memory; None without memory."""
         return self._core.memory.arrays.device
 
@@ -184,7 +187,7 @@ class KVCache:
     @exclusive
     def open(
         self,
-        token_ids: Any,
+        token_ids: TokenIds,
         namespace: AnyNamespace = None,
         priority: SupportsIndex = 0,
         *,
@@ -195,8 +198,8 @@ class KVCache:
         layerwise: bool = False,
         lookup: bool = True,
         publish: bool = True,
-        checkpoints: Any = None,
-        hints: Any = None,
+        checkpoints: TokenIds | None = None,
+        hints: object = None,
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
@@ -262,7 +265,7 @@ class KVCache:
         return self._hints
 
     @exclusive
-    def apply(self, envelope: Any, namespace: AnyNamespace = None) -> list[Outcome]:
+    def apply(self, envelope: object, namespace: AnyNamespace = None) -> list[Outcome]:
         """Do what the actions of an envelope of hints ask for, and return one ``Outcome`` for each.
 
         ``envelope``: as vLLM's and SGLang's ``KvHintsEnvelope``: an object of theirs, a mapping, or JSON. ``namespace``: of
@@ -320,7 +323,7 @@ class KVCache:
 
     @exclusive
     def prefetch(
-        self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+        self, token_ids: TokenIds, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
     ) -> Prefetch:
         """Begin to look up this prompt in the tiers, and to read their records into host memory, before ``open``.
 
@@ -329,8 +332,22 @@ class KVCache:
         begun: Prefetch = prefetch(self._core, token_ids, namespace, media)
         return begun
 
+    @overload
     @even_asleep
-    def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
+    def lookup(
+        self,
+        token_ids: Many[TokenIds],
+        namespace: AnyNamespace | Many[AnyNamespace] = None,
+        *,
+        media: Mapping[int, bytes] | Many[Mapping[int, bytes] | None] | None = None,
+    ) -> list[Lookup]: ...
+    @overload
+    @even_asleep
+    def lookup(
+        self, token_ids: TokenIds, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+    ) -> Lookup: ...
+    @even_asleep
+    def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Lookup | list[Lookup]:
         """Return the ``Lookup`` of this prompt: what ``open`` would find, and what running requests will soon publish.
 
         Admits nothing, takes no slot, pins nothing, and does not count as a use. For a list or tuple of prompts, return
@@ -340,8 +357,14 @@ class KVCache:
         self._settler.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
+    @overload
     @exclusive
-    def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> Any:
+    def step_limit(self, sequences: Sequence) -> int: ...
+    @overload
+    @exclusive
+    def step_limit(self, sequences: Iterable[Sequence]) -> npt.NDArray[np.int64]: ...
+    @exclusive
+    def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> int | npt.NDArray[np.int64]:
         """Return the most tokens that the next step of a sequence should compute; for several sequences int64 ``[n]``.
 
         The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
@@ -410,7 +433,9 @@ class KVCache:
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     @exclusive
-    def pin(self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None) -> Pin:
+    def pin(
+        self, token_ids: TokenIds, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+    ) -> Pin:
         """Pin what is cached of this text, and its last checkpoint: evicted only if a request could not run otherwise.
 
         ``unpin`` ends the pin; ``pin.is_held`` is False once it has ended. Raises BadInput, and OutOfBlocks if pins
@@ -549,7 +574,9 @@ def _tiers(
     return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret, log)
 
 
-def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool, backing: Backing | None) -> NoMemory:
+def _memory(
+    plan: Plan, device: str | torch.device | None, poison: bool, has_tiers: bool, backing: Backing | None
+) -> NoMemory:
     """Return memory for ``plan`` on ``device``, provided by ``backing``; ``NoMemory`` for ``"none"``. Raises BadInput, and
     MissingExtra without torch."""
     if isinstance(device, str) and device == NO_DEVICE:

@@ -13,7 +13,7 @@ import pytest
 
 from kvpagoda import KVCache, Retention, RetryLater, Schema
 from kvpagoda.hints import HintLimits, Hints, Outcome
-from kvpagoda.hints.outcome import ANSWERS, ENDS
+from kvpagoda.cache.outcome import ANSWERS, ENDS
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 from kvpagoda.tiers import host_tier
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import BadInput, StaleHandle, shown
-from kvpagoda.prefix.tokens import MOST_TOKENS, as_tokens
+from kvpagoda.prefix.tokens import MOST_TOKENS, TokenIds, as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
@@ -157,7 +157,7 @@ class PersistentBatch:
         return self._batch
 
     @exclusive
-    def commit(self, token_ids: Any, counts: Any = None) -> None:
+    def commit(self, token_ids: TokenIds, counts: TokenIds | None = None) -> None:
         """Declare the rows of one more token of each sequence written: ``token_ids``, int32 ``[len(sequences)]``.
 
         With ``counts``: of ``counts[i]`` tokens, 0 or more, of sequence ``i``; ``token_ids`` has them one row after
@@ -197,7 +197,7 @@ class PersistentBatch:
         if due:
             self._settle_due()
 
-    def _counted(self, counts: Any) -> Array:
+    def _counted(self, counts: TokenIds) -> Array:
         """Return ``counts`` as int64 ``[num_rows]``, 0 for padded rows. Raises BadInput."""
         given, n = counts, len(self._members)
         if type(counts) is not np.ndarray:
