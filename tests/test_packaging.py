@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
@@ -121,6 +123,152 @@ def test_what_is_built_says_its_commit(built: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["version"] == kvpagoda.__version__ and said["commit"] == commit
+
+
+USER = """
+import numpy as np
+import kvpagoda
+from kvpagoda import Batch, EvictionPolicy, KVCache, KVPool, LayerView, Namespace, PreemptionPolicy, Schema, Sequence, simulate
+from kvpagoda import KVCahce  # E: has no attribute "KVCahce"
+from kvpagoda.adapters.vllm import KVCacheManager, Options
+from kvpagoda.compat import BlockAllocator, build_schema
+from kvpagoda.events import EventLog, Router
+from kvpagoda.formats import encode
+from kvpagoda.handover import SharedMemory
+from kvpagoda.hf import Generator
+from kvpagoda.layouts import pack, pak  # E: has no attribute "pak"
+from kvpagoda.metrics import CacheCollector, dashboard
+from kvpagoda.replay import Trace, hit_bound, replay
+from kvpagoda.tiers import disk_driver, host_tier
+
+
+class NoMethods(EvictionPolicy): ...
+
+
+class NoVictim(PreemptionPolicy): ...
+
+
+NoMethods()  # E: Cannot instantiate abstract class "NoMethods"
+NoVictim()  # E: Cannot instantiate abstract class "NoVictim"
+
+
+def step(cache: KVCache, sequence: Sequence, batch: Batch, view: LayerView) -> int:
+    cache.free_bloks  # E: "KVCache" has no attribute "free_bloks"
+    sequence.lenght  # E: "Sequence" has no attribute "lenght"
+    batch.layer(0).blok_table  # E: "LayerView" has no attribute "blok_table"
+    cache.open("a text")  # E: Argument 1 to "open" of "KVCache" has incompatible type "str"
+    cache.open([1, 2], reserv=9)  # E: Unexpected keyword argument "reserv"
+    sequence.commit(7)  # E: Argument 1 to "commit" of "Sequence" has incompatible type "int"
+    host_tier(b"1GiB")  # E: Argument 1 to "host_tier" has incompatible type "bytes"
+    reveal_type(cache.open(np.arange(3), Namespace("a")))  # N: kvpagoda.cache.sequence.Sequence
+    reveal_type(cache.lookup([1, 2, 3]))  # N: kvpagoda.cache.lookup.Lookup
+    reveal_type(cache.lookup(range(3)))  # N: kvpagoda.cache.lookup.Lookup
+    reveal_type(cache.lookup(np.arange(3)))  # N: kvpagoda.cache.lookup.Lookup
+    reveal_type(cache.lookup([[1, 2], [3]], ["a", None]))  # N: list[kvpagoda.cache.lookup.Lookup]
+    reveal_type(cache.lookup((np.arange(3),)))  # N: list[kvpagoda.cache.lookup.Lookup]
+    reveal_type(cache.step_limit(sequence))  # N: int
+    reveal_type(cache.step_limit([sequence, sequence]))  # N: numpy.ndarray[
+    reveal_type(sequence.hints)  # N: list[kvpagoda.cache.outcome.Outcome]
+    reveal_type(cache.stats().running)  # N: int
+    reveal_type(replay([], 8))  # N: kvpagoda.replay.run.ReplayResult
+    return sequence.length
+
+
+KVCache(1, 2, 3, nonsense=True)  # E: Unexpected keyword argument "nonsense" for "KVCache"
+reveal_type(simulate)  # N: -> kvpagoda.replay.fleet.simulation.SimulateResult
+reveal_type(kvpagoda.__version__)  # N: str
+reveal_type(CacheCollector)  # N: -> kvpagoda.metrics.prometheus.CacheCollector
+reveal_type(BlockAllocator)  # N: -> kvpagoda.compat.block_allocator.BlockAllocator
+reveal_type(KVPool)  # N: -> kvpagoda.compat.kv_pool.KVPool
+reveal_type(KVCacheManager)  # N: -> kvpagoda.adapters.vllm.simulated.KVCacheManager
+reveal_type(Generator)  # N: -> kvpagoda.hf.generator.Generator
+reveal_type(hit_bound)  # N: -> kvpagoda.replay.offline.bound.HitBound
+reveal_type(SharedMemory)  # N: -> kvpagoda.handover.shared_memory.SharedMemory
+reveal_type(disk_driver)  # N: -> kvpagoda.tiers.
+reveal_type(EventLog)  # N: -> kvpagoda.cache.event_log.EventLog
+"""
+"""A user's program for mypy: a line ends with ``# E:`` and the error there, or with ``# N:`` and a part of its type."""
+ARRAYS = """
+import torch
+from kvpagoda import KVCache
+from kvpagoda.layouts import pack
+
+
+def bind(cache: KVCache) -> None:
+    batch = cache.batch([cache.open([1])], [1])
+    view = batch.layer(0)
+    reveal_type(cache.lookup(torch.arange(3)))  # N: kvpagoda.cache.lookup.Lookup
+    reveal_type(cache.lookup([torch.arange(3)]))  # N: list[kvpagoda.cache.lookup.Lookup]
+    reveal_type(cache.device)  # N: torch._C.device | None
+    reveal_type(view["k"])  # N: torch._tensor.Tensor
+    reveal_type(view.block_table)  # N: torch._tensor.Tensor
+    reveal_type(view.state_indices)  # N: torch._tensor.Tensor | None
+    reveal_type(batch.state_indices)  # N: torch._tensor.Tensor
+    reveal_type(batch.state_writes)  # N: torch._tensor.Tensor
+    reveal_type(batch.positions)  # N: torch._tensor.Tensor
+    reveal_type(view.kernel_tensor("fa2"))  # N: torch._tensor.Tensor
+    reveal_type(pack)  # N: -> torch._tensor.Tensor
+
+
+KVCache(1, device=0)  # E: incompatible type "int"; expected "str | device | None"
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path) -> Path:
+    """A folder with what the wheel installs, and the installed numpy: no checkout, and no torch."""
+    import numpy
+
+    (wheel,), folder = built.glob("*.whl"), built / "installed"
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    (packages / "numpy").symlink_to(Path(numpy.__file__).parent)
+    return folder
+
+
+def judged(program: str, installed: Path, folder: Path) -> None:
+    """Run ``mypy --strict`` on ``program`` as a user of the installed package does, and compare what it says of each line."""
+    pytest.importorskip("mypy", reason="reads the types; pip install 'kvpagoda[dev]'")
+    (folder / "program.py").write_text(program)
+    command = [
+        sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-pretty", "--hide-error-context",
+        f"--python-executable={installed / 'bin' / 'python'}", f"--cache-dir={folder / 'cache'}", "program.py",
+    ]  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=300)
+    assert not done.stderr and done.returncode == 1, done.stderr + done.stdout
+    said: dict[int, str] = {}
+    for line in done.stdout.splitlines()[:-1]:
+        file, number, kind, text = line.split(":", 3)
+        assert file == "program.py", line
+        said[int(number)] = said.get(int(number), "") + f"{kind.strip()[0].upper()}:{text}\n"
+    for number, line in enumerate(program.splitlines(), start=1):
+        kind, _, wanted = line.rpartition("# ")[2].partition(": ")
+        if kind not in ("E", "N"):
+            assert number not in said, f"{line.strip()}: mypy says {said[number]}"
+            continue
+        heard = said.get(number, "nothing")
+        assert f"{kind}:" in heard and wanted in heard, f"{line.strip()}: mypy says {heard}"
+        assert kind == "E" or f'Revealed type is "{wanted}' in heard or wanted.startswith("->") or "def (" in heard, (
+            heard
+        )
+
+
+def test_a_type_checker_reports_the_mistakes_of_a_user(installed: Path, tmp_path: Path) -> None:
+    judged(USER, installed, tmp_path)
+
+
+@pytest.mark.long
+def test_a_type_checker_knows_the_arrays_as_tensors(installed: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="has the type of tensors; pip install 'kvpagoda[torch]'")
+    (packages,) = installed.glob("lib/python*/site-packages")
+    (packages / "torch").symlink_to(Path(torch.__file__).parent)
+    try:
+        judged(ARRAYS, installed, tmp_path)
+    finally:
+        (packages / "torch").unlink()
 
 
 PLAN = {"errors", "loading", "text", "units", "formats", "layouts", "schema"}

@@ -38,8 +38,9 @@ from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
+from kvpagoda.text import in_brackets
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
+from kvpagoda.units import all_of, format_bytes, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -63,11 +64,11 @@ class KVCache:
 
     ``schema``: what each layer keeps (``Schema.from_hf_config``). ``budget``: bytes of memory, as a number or as text
     such as ``"2GiB"``; all of it is allocated here, none later. ``num_blocks``: instead of ``budget``, the number of
-    blocks of every group. ``device``: a torch device; None: CUDA if a GPU is present, else the CPU; ``"none"``: no
-    memory, for simulators and for schedulers in a process of their own; works without torch, and batches give numpy
-    arrays. ``max_requests``: requests that run at once. ``block_size``: tokens in a block (default: what suits the
-    schema's layers). ``policy``: the eviction policy, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an
-    ``EvictionPolicy``. ``tiers``: where blocks and checkpoints are stored below the device, the fastest first
+    blocks of every group. ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:0"`` or another of torch's; None: CUDA if a GPU
+    is present, else the CPU; ``"none"``: no memory, for simulators and for schedulers in a process of their own; works without
+    torch, and batches give numpy arrays. ``max_requests``: requests that run at once. ``block_size``: tokens in a block
+    (default: what suits the schema's layers). ``policy``: the eviction policy, by name (``kvpagoda.prefix.POLICY_NAMES``) or
+    as an ``EvictionPolicy``. ``tiers``: where blocks and checkpoints are stored below the device, the fastest first
     (``kvpagoda.tiers.host_tier`` and others). ``dtype``: of what the schema keeps, instead of the model's own.
     ``retention``, ``identity``, ``limits``: what is kept for reuse, which records in shared tiers this process may use,
     how large requests may be. ``order``, ``kernels``, ``kernel_page``: see ``Schema.plan``; several groups share one
@@ -144,6 +145,22 @@ class KVCache:
             self._hear(hints)
         if self._recording is not None:
             self._recording.follow(core)
+
+    @in_brackets
+    def __repr__(self) -> str:
+        core, plan, guard = self._core, self._core.plan, self._core.guard
+        state = "open" if core.is_open else "closed"
+        if core.is_open and (guard.is_torn or guard.aside is not None):
+            state = "needs reset" if guard.is_torn else "asleep"
+        where = "without memory" if self.device is None else f"on {self.device}"
+        blocks = (
+            f"{group.growth.name} {group.free.num_free:,} + {part.num_evictable:,} of {group.plan.num_blocks:,}"
+            for group, part in zip(core.groups, core.prefix.cached)
+        )
+        return (
+            f"of {plan.schema_name}, {format_bytes(plan.nbytes)} {where}, {state}: {len(core.running)} of "
+            f"{plan.max_requests} requests, blocks free + cached: {', '.join(blocks)}"
+        )
 
     @property
     def plan(self) -> Plan:
@@ -395,12 +412,12 @@ class KVCache:
     ) -> Batch:
         """Return the index arrays of a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``.
 
-        ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one
-        token, slot -1, length 0, and writes to block 0. ``firsts``: the position of each sequence's first token in the
-        step (None: its length), for steps of a draft: before that it computes rows of committed tokens that its own group
-        lacks (``seq.match.lacking_from``; rows of other groups are shared and must not be written), behind it those of
-        the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static buffers: they
-        are valid until the next ``batch``. Raises BadInput, StaleHandle."""
+        ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one token,
+        length 0 and -1 in ``request_slots``, and writes to block 0 (``slot_mapping`` 0). ``firsts``: the position of
+        each sequence's first token in the step (None: its length), for steps of a draft: before that it computes rows of
+        committed tokens that its own group lacks (``seq.match.lacking_from``; rows of other groups are shared and must
+        not be written), behind it those of the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static
+        buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to, firsts)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Many
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 
@@ -18,10 +18,11 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.step_states import Named
-from kvpagoda.errors import BadInput, StaleHandle, unknown_name
+from kvpagoda.errors import BadInput, StaleHandle, shown, unknown_name
 from kvpagoda.layouts.judge import judge
 from kvpagoda.schema import Layer, Schema
 from kvpagoda.schema.kernel_forms import rows_named
+from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, whole_number
 
 if TYPE_CHECKING:
@@ -144,7 +145,13 @@ class _OfGroup:
     def __init__(self, name: str) -> None:
         self._name, self.__doc__ = name, getattr(GroupArrays, name).__doc__
 
-    def __get__(self, view: LayerView, owner: type) -> StepArray:
+    @overload
+    def __get__(self, view: None, owner: type) -> _OfGroup: ...
+    @overload
+    def __get__(self, view: LayerView, owner: type) -> StepArray: ...
+    def __get__(self, view: LayerView | None, owner: type) -> StepArray | _OfGroup:
+        if view is None:
+            return self
         array: StepArray = getattr(view.arrays, self._name)
         return array
 
@@ -175,9 +182,16 @@ class LayerView:
         self.page_size = core.plan.kernel_page
         self.blocks, self.state = core.memory.pools(layer)
         self.step: Step | None = None if batch is None else batch.step
-        self.state_indices = None if batch is None else batch.state_indices
-        self.qo_indptr = None if batch is None else batch.qo_indptr
+        self.state_indices: StepArray | None = None if batch is None else batch.state_indices
+        self.qo_indptr: StepArray | None = None if batch is None else batch.qo_indptr
+        self._has_memory = core.memory.has_memory
         self._group = next((group for group in core.groups if group.growth == layer.growth), None)
+
+    @in_brackets
+    def __repr__(self) -> str:
+        fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
+        memory = f"fields {', '.join(fields)}" if self._has_memory else "without memory"
+        return f"of {self._name}: {memory}, pages of {self.page_size} tokens, of {self._batch or 'no batch'}"
 
     @property
     def state_writes(self) -> StepArray:
@@ -209,6 +223,12 @@ class LayerView:
             f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays"
         )
 
+    def _check_memory(self, what: str) -> None:
+        """Raise BadInput if the cache has no memory, so that this layer has no ``what``."""
+        if not self._has_memory:
+            text = f"this cache has no memory (device='none'), so {self._name} has no {what}"
+            raise BadInput.with_hint(text, "make a KVCache with another device=, such as 'cpu' or 'cuda'")
+
     def write(self, **rows: Tensor) -> None:
         """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
 
@@ -223,6 +243,7 @@ class LayerView:
         slots, pool, size = self.slot_mapping, self.blocks, self.block_size
         assert self._batch is not None
         self._batch.check_current()
+        self._check_memory("rows to write")
         kept = {} if pool is None else pool.rows
         joined = rows if pool is None else pool.joined(rows)
         for name, values in joined.items():
@@ -235,7 +256,7 @@ class LayerView:
                 raise BadInput(
                     f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {got}"
                 )
-        assert pool is not None  # else it has no rows
+        assert pool is not None  # a layer with a block table has one
         for name in joined:
             if not joined.keys() >= pool.together.get(name, frozenset()):
                 raise BadInput(
@@ -250,6 +271,7 @@ class LayerView:
         Its first axis is the kernel page or the state slot. Raises BadInput for rows that are not in memory or have no
         such tensor.
         """
+        self._check_memory(f"tensor of {shown(rows)}")
         pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
         if not pools:
             raise BadInput(f"{self._name} has no rows {rows!r} in memory")
@@ -265,6 +287,7 @@ class LayerView:
         layer in their form.
         """
         rows, arch = rows_named(kernel)
+        self._check_memory(f"tensors for kernel {kernel!r}")
         found = [
             (row, tensors)
             for row in rows
@@ -330,6 +353,7 @@ class LayerView:
     def __getitem__(self, field: str) -> Tensor:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
         if pool is None or field not in pool.fields:
+            self._check_memory(f"field {shown(field)}")
             fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
             raise unknown_name(f"field of {self._name}", field, fields)
         return pool[field]
@@ -428,6 +452,13 @@ class Batch:
         self.step = Step(slots, positions, ids, state_rows, is_by_id=True)
         self._arrays: dict[str, GroupArrays] = {}
 
+    @in_brackets
+    def __repr__(self) -> str:
+        rows = self.rows
+        padded, tokens = len(rows.slots) - rows.num_sequences, int(rows.indptr[rows.num_sequences])
+        text = f"of {len(rows.slots):,} rows ({padded:,} padded), {tokens:,} new tokens"
+        return text if self._is_current() else f"{text}, over"
+
     @property
     def positions(self) -> StepArray:
         """int32 ``[T]``: the position of each new token in its request."""
@@ -462,15 +493,18 @@ class Batch:
 
     def check_current(self) -> None:
         """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""
-        core, stopped = self.core, self._stopped
-        is_newest = self._current == (self.buffers.number, core.capacity.num_moves)
-        if not is_newest or (
-            stopped != core.counters.stopped
-            and not all(request.state is State.RUNNING and request.resumed_at <= stopped for request in self._requests)
-        ):
+        if not self._is_current():
             raise StaleHandle(
                 "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
             )
+
+    def _is_current(self) -> bool:
+        core, stopped = self.core, self._stopped
+        is_newest = self._current == (self.buffers.number, core.capacity.num_moves)
+        return is_newest and (
+            stopped == core.counters.stopped
+            or all(request.state is State.RUNNING and request.resumed_at <= stopped for request in self._requests)
+        )
 
     def arrays(self, group: BlockGroup) -> GroupArrays:
         """Return the index arrays of ``group``, which its layers share."""

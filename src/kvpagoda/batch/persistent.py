@@ -17,6 +17,7 @@ from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import BadInput, StaleHandle, shown
 from kvpagoda.prefix.tokens import MOST_TOKENS, TokenIds, as_tokens
 from kvpagoda.schema import Schema
+from kvpagoda.text import in_brackets
 from kvpagoda.units import whole_number
 
 _AHEAD = 15
@@ -66,6 +67,11 @@ class PersistentBatch:
         self._batch: Batch | None = None
         self._due: list[Request] = []  # requests to be settled
         self._in_prompt: dict[int, Request] = {}  # row -> request with prompt tokens that are not committed yet
+
+    @in_brackets
+    def __repr__(self) -> str:
+        width = "" if self.tokens_per_row is None else f", {self.tokens_per_row} tokens a row"
+        return f"of {self.num_rows:,} rows ({self.num_rows - len(self._members):,} padded){width}"
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

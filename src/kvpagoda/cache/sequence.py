@@ -17,6 +17,7 @@ from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.prefix.tokens import TokenIds
+from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, truth, whole_number
 
 P = ParamSpec("P")
@@ -58,6 +59,16 @@ class Sequence:
     def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
         request.handle = ref(self, lifecycle.core.dropped.append)
+
+    @in_brackets
+    def __repr__(self) -> str:
+        request = self._request
+        is_running = request.state is State.RUNNING
+        where = f" in slot {request.slot}, blocks for {request.capacity:,} tokens" if is_running else ""
+        return (
+            f"{request.state.value}{where}: {request.length:,} committed, a prompt of {request.prompt_length:,}, of which "
+            f"{request.match.resumable:,} were cached"
+        )
 
     # -- properties --------------------------------------------------------------------------------------------------
 

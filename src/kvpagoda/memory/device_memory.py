@@ -73,7 +73,7 @@ class DeviceMemory(NoMemory):
         copies_aside: bool = False,
         backing: Backing | None = None,
     ) -> None:
-        self.device = default_device(device)
+        self.device = default_device(device, ("none",))
         self.arrays = DeviceArrays(self.device)
         self._backing = backing_of(backing, self.device)
         shared = self._allocate(plan.num_sectors * plan.sector_nbytes) if plan.num_sectors else None

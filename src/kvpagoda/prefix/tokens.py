@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import SupportsIndex
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput
 
-TokenIds = Collection[SupportsIndex]
+TokenIds = Collection[int | np.integer[Any]]
 """Token ids, or other whole numbers, as callers give them: a list, a tuple, a range, an array or a tensor on the host."""
 NO_TOKEN = -(2**31)
 """Padding after the last token of a text that ends inside a block. No token and no media id has this value."""
