@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from pathlib import Path
 import pytest
 
 import kvpagoda
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.release import hindrances, version_of
 
 ROOT, PACKAGE = Path(__file__).parents[1], Path(kvpagoda.__file__).parent
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml: Python 3.11")
@@ -58,6 +62,12 @@ def test_what_a_command_needs_comes_with_its_extra() -> None:
         }  # fmt: skip
         top = package.partition(".")[0]
         assert name.get(top, top) in names, f"{package} is not brought by [{extra}]"
+
+
+def test_the_readme_lists_every_extra() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Extras")[2].partition("\n## ")[0]
+    extras = project()["project"]["optional-dependencies"]
+    assert {*re.findall(r"`\[(\w+)\]`", section)} == {*extras}
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +279,45 @@ def test_a_type_checker_knows_the_arrays_as_tensors(installed: Path, tmp_path: P
         judged(ARRAYS, installed, tmp_path)
     finally:
         (packages / "torch").unlink()
+
+
+def test_the_version_has_one_home(built: Path) -> None:
+    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    assert "version" not in project()["project"]
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    assert f"Version: {kvpagoda.__version__}" in lines and "Classifier: Typing :: Typed" in lines
+    assert source.name == f"kvpagoda-{kvpagoda.__version__}.tar.gz"
+
+
+@pytest.fixture
+def tagged(tmp_path: Path) -> Path:
+    """A git checkout that may be released: committed, with the tag of its version and that heading in CHANGELOG."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    (tmp_path / "src" / "kvpagoda").mkdir(parents=True)
+    (tmp_path / "src" / "kvpagoda" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 (2026-01-31)\n\n- First.\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    commit = [*who, "commit", "-q", "--no-verify", "-m", "all"]
+    for command in (["init", "-q"], ["add", "."], commit, ["tag", "v1.2.3"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
+    return tmp_path
+
+
+def test_what_is_committed_and_tagged_may_be_released(tagged: Path) -> None:
+    assert hindrances(tagged) == []
+    assert version_of(ROOT) == kvpagoda.__version__
+
+
+def test_a_release_needs_its_commit_its_tag_and_its_heading(tagged: Path) -> None:
+    (tagged / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n- First.\n")
+    dirty, heading = hindrances(tagged)
+    assert dirty.startswith("1 files are not committed (CHANGELOG.md, ..)") and '"## 1.2.3 (YYYY-MM-DD)"' in heading
+    for command in (["checkout", "-q", "."], ["tag", "-d", "v1.2.3"], ["tag", "v1.2.4"]):
+        subprocess.run(["git", "-C", str(tagged), *command], check=True, capture_output=True)
+    assert hindrances(tagged) == ["the tags of this commit name v1.2.4, kvpagoda.__version__ is 1.2.3; git tag v1.2.3"]
 
 
 PLAN = {"errors", "loading", "text", "units", "formats", "layouts", "schema"}
