@@ -170,6 +170,8 @@ def step(cache: KVCache, sequence: Sequence, batch: Batch, view: LayerView) -> i
     cache.open([1, 2], reserv=9)  # E: Unexpected keyword argument "reserv"
     sequence.commit(7)  # E: Argument 1 to "commit" of "Sequence" has incompatible type "int"
     host_tier(b"1GiB")  # E: Argument 1 to "host_tier" has incompatible type "bytes"
+    host_tier("1GiB", tiemout=3.0)  # E: Unexpected keyword argument "tiemout" for "host_tier"
+    reveal_type(host_tier("1GiB", write="commit", workers=1))  # N: kvpagoda.tiers.spec.TierSpec
     reveal_type(cache.open(np.arange(3), Namespace("a")))  # N: kvpagoda.cache.sequence.Sequence
     reveal_type(cache.lookup([1, 2, 3]))  # N: kvpagoda.cache.lookup.Lookup
     reveal_type(cache.lookup(range(3)))  # N: kvpagoda.cache.lookup.Lookup
