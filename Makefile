@@ -5,6 +5,7 @@
 #             after 45 minutes it begins none and says so
 # make package  the wheel and the source distribution, in dist, and each installed with numpy alone and tried; other Pythons:
 #             make package PYTHONS="python3.10 python3.13"
+# make release  after `git tag vVERSION`: the same from a clean checkout of that tag, with twine's check; uploads nothing
 # make docs   the documents as a site, in build/site
 # make consumers  as root on Debian: programs that read our events and metrics (vLLM, SGLang, Dynamo, vllm-router, promtool), and
 #             tokenspeed's scheduler, in a folder of their own, for tests to run; 2 GB, minutes; without them those tests skip
@@ -27,7 +28,7 @@ VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_sc
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
 
-.PHONY: run test check long format gpu slow package docs versions servers browser consumers vllm clean
+.PHONY: run test check long format gpu slow package release docs versions servers browser consumers vllm clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -57,6 +58,11 @@ package: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python tools/try_package.py dist $(PYTHONS)
+
+release: $(READY)
+	$(BIN)/python tools/release.py
+	$(MAKE) package
+	$(BIN)/python -m twine check --strict dist/*
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), once; it takes minutes, and prints little meanwhile"

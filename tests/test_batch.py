@@ -168,11 +168,29 @@ def test_write_refuses_before_it_writes() -> None:
         view.write(k=good)
 
 
-def test_write_without_memory_says_so() -> None:
+def test_what_needs_memory_says_that_there_is_none() -> None:
     cache = cache_of(FULL, device="none")
     sequence = prefilled(cache, 3, 0)
-    with pytest.raises(BadInput, match=r"no row 'k' for every token in memory; it has \[\]"):
-        cache.batch([sequence], [1], 1).layer(0).write(k=None)
+    view = cache.batch([sequence], [1], 1).layer(0)
+    calls = {
+        "field 'k'": lambda: view["k"],
+        "tensor of 'k'": lambda: view.tensor("k"),
+        "tensors for kernel 'fa2'": lambda: view.kernel_tensor("fa2"),
+        "rows to write": lambda: view.write(k=None),
+    }
+    for what, call in calls.items():
+        with pytest.raises(
+            BadInput, match=rf"no memory \(device='none'\), so layer 0 \(.+\) has no {what}; make a KVCache"
+        ):
+            call()
+
+
+def test_padded_rows_are_written_to_block_0() -> None:
+    cache = cache_of(FULL, device="none")
+    batch = cache.batch([prefilled(cache, 3, 0)], [1], pad_to=3)
+    assert batch.step.request_slots[1:].tolist() == [-1, -1]
+    assert batch.layer(0).slot_mapping[1:].tolist() == [0, 0] < batch.layer(0).slot_mapping[:1].tolist()
+    assert batch.layer(0).cache_seqlens.tolist() == [4, 0, 0] and batch.step.request_ids.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])

@@ -1,6 +1,6 @@
 """The import graph: a file imports only rooms below its own, and files of one room never import each other in a circle.
 
-Imports inside functions and under TYPE_CHECKING count.
+Imports inside functions and under TYPE_CHECKING count. But packages that only a type checker reads need not be installed.
 """
 
 import ast
@@ -57,9 +57,9 @@ def module_of(path: Path) -> str:
     return ".".join(("kvpagoda", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def imports(path: Path, *, when_loaded: bool = False) -> set[str]:
+def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True) -> set[str]:
     """Return the names that a file imports anywhere. ``when_loaded``: without those inside functions or under
-    TYPE_CHECKING."""
+    TYPE_CHECKING. ``for_types`` False: without those under TYPE_CHECKING."""
     found, nodes = set(), [ast.parse(path.read_text())]
     while nodes:
         node = nodes.pop()
@@ -70,7 +70,7 @@ def imports(path: Path, *, when_loaded: bool = False) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
         elif when_loaded and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        elif when_loaded and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif (when_loaded or not for_types) and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             nodes += node.orelse
         else:
             nodes += ast.iter_child_nodes(node)
@@ -120,6 +120,7 @@ def test_the_core_needs_numpy_alone() -> None:
             continue
         outside = {name.split(".")[0] for name in imports(path)} - {"kvpagoda"} - sys.stdlib_module_names
         allowed = OPTIONAL.get(room(module), set()) | (set() if room(module) in PLAIN else {"numpy"})
+        allowed |= {"torch", "typing_extensions"} - {name.split(".")[0] for name in imports(path, for_types=False)}
         assert outside <= allowed | ({"torch"} if needs_torch(module) else set()), module
 
 
@@ -131,5 +132,7 @@ def test_what_needs_no_torch_loads_nothing_that_does() -> None:
 
 def test_the_list_of_what_needs_torch_is_short() -> None:
     assert not {entry.split(".")[0] for entry in NEEDS_TORCH} & NEVER_TORCH
-    using = {module.removeprefix("kvpagoda.") for module, path in FILES.items() if "torch" in imports(path)}
+    using = {
+        module.removeprefix("kvpagoda.") for module, path in FILES.items() if "torch" in imports(path, for_types=False)
+    }
     assert {entry for entry in NEEDS_TORCH if any(f"{name}.".startswith(f"{entry}.") for name in using)} == NEEDS_TORCH

@@ -264,8 +264,11 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(MIXED, "1MiB", num_blocks=3)
     with pytest.raises(BadInput, match="float33"):
         KVCache(MIXED, "1MiB", dtype="float33")
-    with pytest.raises(BadInput, match=r"no device 'cuda:99' here \(.+\); pass None for the default"):
-        KVCache(MIXED, "1MiB", device="cuda:99")
+    for device in ("cuda:99", "gpu", 99):
+        with pytest.raises(
+            BadInput, match=rf"no device '?{device}'? here \(.+\); give 'cpu', 'cuda', 'cuda:0', 'none', or None"
+        ):
+            KVCache(MIXED, "1MiB", device=device)
     with pytest.raises(BadInput, match=r"schema is a kvpagoda\.Schema, got dict"):
         KVCache({"model_type": "llama"}, "1MiB")
 

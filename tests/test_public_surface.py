@@ -1,12 +1,18 @@
 """The public names, pinned: adding or removing one is a decision, not an accident."""
 
+import ast
+import inspect
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import kvpagoda
 from kvpagoda import compat
+
+SRC = Path(kvpagoda.__file__).parent
 
 NAMES = [
     "Asleep",
@@ -80,8 +86,8 @@ COMPAT = [
 
 
 def test_the_public_names_are_these() -> None:
-    assert kvpagoda.__all__ == dir(kvpagoda) == sorted(NAMES)
-    assert compat.__all__ == dir(compat) == sorted(COMPAT)
+    assert sorted(kvpagoda.__all__) == dir(kvpagoda) == sorted(NAMES)
+    assert sorted(compat.__all__) == dir(compat) == sorted(COMPAT)
     for name in (*NAMES, *COMPAT):
         assert getattr(kvpagoda, name).__doc__, name
     for name in COMPAT:
@@ -106,3 +112,48 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_an_entry_level_imports_no_more_than_it_needs(program: str, absent: str) -> None:
     code = f"import sys; {program}; assert {absent!r} not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def lazy_packages() -> list[str]:
+    """Return the packages that import their names when they are first used."""
+    return [
+        ".".join(("kvpagoda", *path.parent.relative_to(SRC).parts))
+        for path in sorted(SRC.rglob("__init__.py"))
+        if "__getattr__" in path.read_text()
+    ]
+
+
+def imports_for_type_checkers(package: str) -> dict[str, str]:
+    """Return what ``package`` imports under TYPE_CHECKING: name -> module. A star stands for the ``__all__`` of its module."""
+    tree = ast.parse(Path(import_module(package).__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    modules: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names:
+            modules |= imports_for_type_checkers(node.module) if alias.name == "*" else {alias.name: node.module}
+    return modules
+
+
+@pytest.mark.parametrize("package", lazy_packages())
+def test_a_type_checker_sees_the_names_that_are_imported_when_used(package: str) -> None:
+    """The imports under TYPE_CHECKING and the table of ``load_when_used`` name the same objects, and no type checker sees
+    ``__getattr__``, which would give it Any for each of them, and for each name that does not exist."""
+    room = import_module(package)
+    modules = imports_for_type_checkers(package)
+    assert {*room.__all__} <= {*modules, *vars(room)}
+    if package == "kvpagoda":
+        table = {name: module for names in (room._PUBLIC, compat.NAMES) for module in names for name in names[module]}
+    elif package == "kvpagoda.adapters.vllm":
+        table = {name: f"{package}.{module}" for name, module in room._MODULES.items()}
+        table["KVCacheManager"] = f"{package}.simulated"
+    else:
+        table = inspect.getclosurevars(room.__getattr__).nonlocals["module_of"]
+    assert modules == table
+    tree = ast.parse(Path(room.__file__).read_text())
+    hidden = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING"]
+    assert ast.unparse(tree).count("__getattr__") == sum(ast.unparse(node).count("__getattr__") for node in hidden) > 0
+
+
+def test_there_are_packages_that_import_when_used() -> None:
+    assert {"kvpagoda", "kvpagoda.compat", "kvpagoda.metrics", "kvpagoda.replay"} <= {*lazy_packages()}

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
+OUTSIDE = r"\[([^\]]+)\]\((?:\.\./){%d}([^)]+)\)"  # from a page in so many folders, docs included
 CODE_WITH_BAR = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 NOTEBOOK = re.compile(r"\((\w+)\.ipynb\)")
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="[^"]*assets/(\w+\.svg)" ?/?></p>')
@@ -64,7 +64,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the text of a page for the site. mkdocs calls this for each page. A link to a file outside ``docs/``
     becomes the name of the file, a link to a notebook one to its page; code in tables goes through ``bars``."""
-    markdown = OUTSIDE.sub(r"`\2`", markdown)
+    markdown = re.sub(OUTSIDE % (page.file.src_uri.count("/") + 1), r"`\2`", markdown)
     if not (DOCS / page.file.src_uri).with_suffix(".ipynb").exists():
         markdown = NOTEBOOK.sub(r"(\1.md)", markdown)
     return "\n".join(CODE_WITH_BAR.sub(bars, line) if line.startswith("|") else line for line in markdown.split("\n"))

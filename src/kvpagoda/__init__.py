@@ -7,9 +7,44 @@ names of ``kvpagoda.compat`` can be imported from here too, but ``dir`` and ``__
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvpagoda.loading import load_when_used
+
+if TYPE_CHECKING:
+    from kvpagoda.batch.batch import Batch, LayerView
+    from kvpagoda.batch.persistent import PersistentBatch
+    from kvpagoda.cache.namespace import Namespace
+    from kvpagoda.cache.options import Identity, Limits, Retention
+    from kvpagoda.cache.sequence import Sequence
+    from kvpagoda.cache.stats import CacheStats
+    from kvpagoda.compat import *  # noqa: F403
+    from kvpagoda.errors import (
+        Asleep,
+        BadInput,
+        BadLine,
+        CheckFailed,
+        ConcurrentUse,
+        Exhausted,
+        HandoverMiss,
+        KVPagodaError,
+        LayoutError,
+        MissingExtra,
+        NeedsReset,
+        NeverFits,
+        NotOwned,
+        OutOfBlocks,
+        RetryLater,
+        SchemaError,
+        StaleHandle,
+        TicketRefused,
+    )
+    from kvpagoda.kv_cache import KVCache
+    from kvpagoda.policies.protocol import EvictionPolicy
+    from kvpagoda.replay.fleet.simulation import simulate
+    from kvpagoda.scheduling import PreemptionPolicy
+    from kvpagoda.schema import Plan, Schema
+    from kvpagoda.worker import Worker
 
 _PUBLIC = {
     "kvpagoda.errors": (
@@ -31,19 +66,24 @@ _PUBLIC = {
     "kvpagoda.replay.fleet.simulation": ("simulate",),
 }  # fmt: skip
 
-__all__ = sorted(name for names in _PUBLIC.values() for name in names)
+__all__ = [
+    "Asleep", "BadInput", "BadLine", "Batch", "CacheStats", "CheckFailed", "ConcurrentUse", "EvictionPolicy", "Exhausted",
+    "HandoverMiss", "Identity", "KVCache", "KVPagodaError", "LayerView", "LayoutError", "Limits", "MissingExtra",
+    "Namespace", "NeedsReset", "NeverFits", "NotOwned", "OutOfBlocks", "PersistentBatch", "Plan", "PreemptionPolicy",
+    "Retention", "RetryLater", "Schema", "SchemaError", "Sequence", "StaleHandle", "TicketRefused", "Worker", "simulate",
+]  # fmt: skip
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet until the program configures logging
 
-_own = load_when_used(__name__, _PUBLIC)
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that are not there
+    _own = load_when_used(__name__, _PUBLIC)
 
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            return _own(name)
+        from kvpagoda.compat import NAMES  # here, because most programs use none of them
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return _own(name)
-    from kvpagoda.compat import NAMES  # here, because most programs use none of them
-
-    return load_when_used(__name__, NAMES)(name)
+        return load_when_used(__name__, NAMES)(name)
 
 
 def __dir__() -> list[str]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from time import time
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.batch.persistent import PersistentBatch
@@ -22,7 +23,7 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.lookup import look_up, prefetch
+from kvpagoda.cache.lookup import Lookup, look_up, prefetch
 from kvpagoda.cache.namespace import Media, Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin, PrefixCache
@@ -35,13 +36,16 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.memory.remote_memory import RemoteMemory
 from kvpagoda.prefix import EvictionPolicy
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
+from kvpagoda.text import in_brackets
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
+from kvpagoda.units import all_of, format_bytes, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
+    import torch
+
     from kvpagoda.handover.receiver import Receiver
     from kvpagoda.handover.sender import Sender
     from kvpagoda.handover.ticket import Ticket
@@ -61,12 +65,12 @@ class KVCache:
 
     ``schema``: what each layer keeps (``Schema.from_hf_config``). ``budget``: bytes of memory, as a number or as text
     such as ``"2GiB"``; all of it is allocated here, none later. ``num_blocks``: instead of ``budget``, the number of
-    blocks of every group. ``device``: a torch device; None: CUDA if a GPU is present, else the CPU; ``"none"``: no
-    memory, for simulators and for schedulers in a process of their own; works without torch, and batches give numpy
-    arrays. A ``kvpagoda.Worker`` then has the memory, and must apply ``batch.copies`` before each step.
-    ``max_requests``: requests that run at once. ``block_size``: tokens in a block (default: what suits the schema's
-    layers). ``policy``: the eviction policy, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an
-    ``EvictionPolicy``. ``tiers``: where blocks and checkpoints are stored below the device, the fastest first
+    blocks of every group. ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:0"`` or another of torch's; None: CUDA if a GPU
+    is present, else the CPU; ``"none"``: no memory, for simulators and for schedulers in a process of their own; works without
+    torch, and batches give numpy arrays. A ``kvpagoda.Worker`` then has the memory, and must apply ``batch.copies`` before
+    each step. ``max_requests``: requests that run at once. ``block_size``: tokens in a block
+    (default: what suits the schema's layers). ``policy``: the eviction policy, by name (``kvpagoda.prefix.POLICY_NAMES``) or
+    as an ``EvictionPolicy``. ``tiers``: where blocks and checkpoints are stored below the device, the fastest first
     (``kvpagoda.tiers.host_tier`` and others). ``dtype``: of what the schema keeps, instead of the model's own.
     ``retention``, ``identity``, ``limits``: what is kept for reuse, which records in shared tiers this process may use,
     how large requests may be. ``order``, ``kernels``, ``kernel_page``: see ``Schema.plan``; several groups share one
@@ -95,7 +99,7 @@ class KVCache:
         self,
         schema: Schema,
         budget: int | str | None = None,
-        device: Any = None,
+        device: str | torch.device | None = None,
         max_requests: int = 64,
         block_size: int | None = None,
         policy: str | EvictionPolicy = "lru",
@@ -144,13 +148,29 @@ class KVCache:
         if self._recording is not None:
             self._recording.follow(core)
 
+    @in_brackets
+    def __repr__(self) -> str:
+        core, plan, guard = self._core, self._core.plan, self._core.guard
+        state = "open" if core.is_open else "closed"
+        if core.is_open and (guard.is_torn or guard.aside is not None):
+            state = "needs reset" if guard.is_torn else "asleep"
+        where = "without memory" if self.device is None else f"on {self.device}"
+        blocks = (
+            f"{group.growth.name} {group.free.num_free:,} + {part.num_evictable:,} of {group.plan.num_blocks:,}"
+            for group, part in zip(core.groups, core.prefix.cached)
+        )
+        return (
+            f"of {plan.schema_name}, {format_bytes(plan.nbytes)} {where}, {state}: {len(core.running)} of "
+            f"{plan.max_requests} requests, blocks free + cached: {', '.join(blocks)}"
+        )
+
     @property
     def plan(self) -> Plan:
         """The ``Plan``: how the memory is divided among groups, checkpoints and requests."""
         return self._core.plan
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device | None:
         """The torch device of the memory; None without memory."""
         return self._core.memory.arrays.device
 
@@ -186,7 +206,7 @@ class KVCache:
     @exclusive
     def open(
         self,
-        token_ids: Any,
+        token_ids: TokenIds,
         namespace: AnyNamespace = None,
         priority: SupportsIndex = 0,
         *,
@@ -197,8 +217,8 @@ class KVCache:
         layerwise: bool = False,
         lookup: bool = True,
         publish: bool = True,
-        checkpoints: Any = None,
-        hints: Any = None,
+        checkpoints: TokenIds | None = None,
+        hints: object = None,
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
@@ -264,7 +284,7 @@ class KVCache:
         return self._hints
 
     @exclusive
-    def apply(self, envelope: Any, namespace: AnyNamespace = None) -> list[Outcome]:
+    def apply(self, envelope: object, namespace: AnyNamespace = None) -> list[Outcome]:
         """Do what the actions of an envelope of hints ask for, and return one ``Outcome`` for each.
 
         ``envelope``: as vLLM's and SGLang's ``KvHintsEnvelope``: an object of theirs, a mapping, or JSON. ``namespace``: of
@@ -322,7 +342,7 @@ class KVCache:
 
     @exclusive
     def prefetch(
-        self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+        self, token_ids: TokenIds, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
     ) -> Prefetch:
         """Begin to look up this prompt in the tiers, and to read their records into host memory, before ``open``.
 
@@ -331,8 +351,22 @@ class KVCache:
         begun: Prefetch = prefetch(self._core, token_ids, namespace, media)
         return begun
 
+    @overload
     @even_asleep
-    def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
+    def lookup(
+        self,
+        token_ids: Many[TokenIds],
+        namespace: AnyNamespace | Many[AnyNamespace] = None,
+        *,
+        media: Mapping[int, bytes] | Many[Mapping[int, bytes] | None] | None = None,
+    ) -> list[Lookup]: ...
+    @overload
+    @even_asleep
+    def lookup(
+        self, token_ids: TokenIds, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+    ) -> Lookup: ...
+    @even_asleep
+    def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Lookup | list[Lookup]:
         """Return the ``Lookup`` of this prompt: what ``open`` would find, and what running requests will soon publish.
 
         Admits nothing, takes no slot, pins nothing, and does not count as a use. For a list or tuple of prompts, return
@@ -342,8 +376,14 @@ class KVCache:
         self._settler.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
+    @overload
     @exclusive
-    def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> Any:
+    def step_limit(self, sequences: Sequence) -> int: ...
+    @overload
+    @exclusive
+    def step_limit(self, sequences: Iterable[Sequence]) -> npt.NDArray[np.int64]: ...
+    @exclusive
+    def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> int | npt.NDArray[np.int64]:
         """Return the most tokens that the next step of a sequence should compute; for several sequences int64 ``[n]``.
 
         The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
@@ -374,12 +414,12 @@ class KVCache:
     ) -> Batch:
         """Return the index arrays of a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``.
 
-        ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one
-        token, slot -1, length 0, and writes to block 0. ``firsts``: the position of each sequence's first token in the
-        step (None: its length), for steps of a draft: before that it computes rows of committed tokens that its own group
-        lacks (``seq.match.lacking_from``; rows of other groups are shared and must not be written), behind it those of
-        the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static buffers: they
-        are valid until the next ``batch``. Raises BadInput, StaleHandle."""
+        ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one token,
+        length 0 and -1 in ``request_slots``, and writes to block 0 (``slot_mapping`` 0). ``firsts``: the position of
+        each sequence's first token in the step (None: its length), for steps of a draft: before that it computes rows of
+        committed tokens that its own group lacks (``seq.match.lacking_from``; rows of other groups are shared and must
+        not be written), behind it those of the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static
+        buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to, firsts)
 
@@ -412,7 +452,9 @@ class KVCache:
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     @exclusive
-    def pin(self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None) -> Pin:
+    def pin(
+        self, token_ids: TokenIds, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+    ) -> Pin:
         """Pin what is cached of this text, and its last checkpoint: evicted only if a request could not run otherwise.
 
         ``unpin`` ends the pin; ``pin.is_held`` is False once it has ended. Raises BadInput, and OutOfBlocks if pins
@@ -551,7 +593,9 @@ def _tiers(
     return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret, log)
 
 
-def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool, backing: Backing | None) -> NoMemory:
+def _memory(
+    plan: Plan, device: str | torch.device | None, poison: bool, has_tiers: bool, backing: Backing | None
+) -> NoMemory:
     """Return memory for ``plan`` on ``device``, provided by ``backing``; for ``"none"`` that of a worker, or with tiers, which
     need the bytes, none. Raises BadInput, and MissingExtra without torch."""
     if isinstance(device, str) and device == NO_DEVICE:

@@ -1,11 +1,15 @@
-"""Tables and wrapped lines of text, fitted to a width; words and numbers with commas between."""
+"""Tables and wrapped lines of text, fitted to a width; words and numbers with commas between; what ``repr`` shows."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import wraps
+from typing import TypeVar
 
 from kvpagoda.errors import BadInput
+
+T = TypeVar("T")
 
 
 def table(
@@ -37,6 +41,20 @@ def wrapped(line: str, width: int | None, indent: str = "") -> list[str]:
     if width is None:
         return [line]
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def in_brackets(describe: Callable[[T], str]) -> Callable[[T], str]:
+    """Return a ``__repr__``: the name of the class and what ``describe`` says of the object, as ``<Sequence in slot 3: ..>``.
+    If that raises, as of an object that was not made to its end, the name alone."""
+
+    @wraps(describe)
+    def represent(self: T) -> str:
+        try:
+            return f"<{type(self).__name__} {describe(self)}>"
+        except Exception:
+            return f"<{type(self).__name__}>"
+
+    return represent
 
 
 def short_number(n: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from kvpagoda.kv_cache import KVCache
 from kvpagoda.memory.copies import Copies, Copy
 from kvpagoda.schema import Plan
 from kvpagoda.units import instance_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Worker:
@@ -57,7 +60,7 @@ class Worker:
         return self._cache.plan
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device | None:
         """The torch device of the memory."""
         return self._cache.device
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache, Retention, RetryLater, Schema
+from kvpagoda.cache.outcome import ANSWERS, ENDS
 from kvpagoda.hints import HintLimits, Hints, Outcome
-from kvpagoda.hints.outcome import ANSWERS, ENDS
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 from kvpagoda.tiers import host_tier
 

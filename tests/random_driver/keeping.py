@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvpagoda.cache.outcome import ANSWERS, ENDS
 from kvpagoda.errors import Asleep, OutOfBlocks, RetryLater
-from kvpagoda.hints.outcome import ANSWERS, ENDS
 
 from .faults import Fault, Refused
 from .texts import NAMESPACES

@@ -6,24 +6,28 @@ import math
 from collections.abc import Sequence as Many
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 
 from kvpagoda.batch.step import Step, StepRows
-from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepBuffers, TableSnapshot
+from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.step_states import Named
-from kvpagoda.errors import BadInput, NeedsReset, StaleHandle, unknown_name
+from kvpagoda.errors import BadInput, NeedsReset, StaleHandle, shown, unknown_name
 from kvpagoda.layouts.judge import judge
 from kvpagoda.memory.copies import Copies, Noted
 from kvpagoda.schema import Layer, Schema
 from kvpagoda.schema.kernel_forms import rows_named
+from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, whole_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROW_BITS = 20
 """A step has fewer than 2^20 rows: a thousand times what engines run at once."""
@@ -46,18 +50,18 @@ class GroupArrays:
         self._batch, self._group = batch, group
 
     @cached_property
-    def block_table(self) -> Any:
+    def block_table(self) -> StepArray:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table). Cells after a row's end are undefined."""
         name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
         return self._batch.buffers.put_rows(name, self._cells, self._pages, is_fixed)
 
     @cached_property
-    def cache_seqlens(self) -> Any:
+    def cache_seqlens(self) -> StepArray:
         """int32 ``[B]``: number of tokens of each row after this step; 0 for padded rows."""
         return self._put("cache_seqlens", self._batch.lengths)
 
     @cached_property
-    def slot_mapping(self) -> Any:
+    def slot_mapping(self) -> StepArray:
         """int32 ``[T]``: for each new token, ``block id * block_size + row of the block``; 0 for padded tokens.
 
         int64 if the group has 2^31 rows or more.
@@ -71,12 +75,12 @@ class GroupArrays:
         return self._put("slot_mapping", cells * size + batch.within, wide)
 
     @cached_property
-    def kv_indptr(self) -> Any:
+    def kv_indptr(self) -> StepArray:
         """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
         return self._put("kv_indptr", self._pages.starts)
 
     @cached_property
-    def kv_indices(self) -> Any:
+    def kv_indices(self) -> StepArray:
         """int32 ``[kv_indptr[-1]]``: the block ids of all rows, one row after another (FlashInfer).
 
         If blocks were added since the last step, the whole array is rebuilt, O(all cells); with a device, the device
@@ -89,7 +93,7 @@ class GroupArrays:
         return batch.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
 
     @cached_property
-    def kv_last_page_len(self) -> Any:
+    def kv_last_page_len(self) -> StepArray:
         """int32 ``[B]``: number of tokens in the last block of each row; 0 for padded rows (FlashInfer)."""
         batch, size = self._batch, self._batch.core.plan.kernel_page
         if size == batch.block_size:
@@ -98,7 +102,7 @@ class GroupArrays:
         return self._put("kv_last_page_len", last)
 
     @cached_property
-    def kv_start(self) -> Any:
+    def kv_start(self) -> StepArray:
         """int32 ``[B]``: for each row, the position of the first token of its first block in ``kv_indices``."""
         return self._put("kv_start", self._shown.first * self._batch.block_size)
 
@@ -128,7 +132,7 @@ class GroupArrays:
                 first = np.maximum(first, [group.first[slot] if slot >= 0 else 0 for slot in batch.rows.slots])
         return batch.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
 
-    def _put(self, what: str, values: Array, dtype: type = np.int32) -> Any:
+    def _put(self, what: str, values: Array, dtype: type = np.int32) -> StepArray:
         return self._batch.buffers.put(self._named(what), values, dtype)
 
     def _named(self, what: str) -> str:
@@ -136,9 +140,21 @@ class GroupArrays:
         return f"{what} of {self._group.name}"
 
 
-def _of_group(name: str) -> Any:
-    """Return a property of ``LayerView`` that reads the array ``name`` of the layer's group."""
-    return property(lambda view: getattr(view.arrays, name), doc=getattr(GroupArrays, name).__doc__)
+class _OfGroup:
+    """A property of ``LayerView`` that reads the array ``name`` of the layer's group."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self.__doc__ = name, getattr(GroupArrays, name).__doc__
+
+    @overload
+    def __get__(self, view: None, owner: type) -> _OfGroup: ...
+    @overload
+    def __get__(self, view: LayerView, owner: type) -> StepArray: ...
+    def __get__(self, view: LayerView | None, owner: type) -> StepArray | _OfGroup:
+        if view is None:
+            return self
+        array: StepArray = getattr(view.arrays, self._name)
+        return array
 
 
 class LayerView:
@@ -154,25 +170,32 @@ class LayerView:
     raises BadInput.
     """
 
-    block_table = _of_group("block_table")
-    cache_seqlens = _of_group("cache_seqlens")
-    slot_mapping = _of_group("slot_mapping")
-    kv_indptr = _of_group("kv_indptr")
-    kv_indices = _of_group("kv_indices")
-    kv_last_page_len = _of_group("kv_last_page_len")
-    kv_start = _of_group("kv_start")
+    block_table = _OfGroup("block_table")
+    cache_seqlens = _OfGroup("cache_seqlens")
+    slot_mapping = _OfGroup("slot_mapping")
+    kv_indptr = _OfGroup("kv_indptr")
+    kv_indices = _OfGroup("kv_indices")
+    kv_last_page_len = _OfGroup("kv_last_page_len")
+    kv_start = _OfGroup("kv_start")
 
     def __init__(self, core: Core, layer: Layer, batch: Batch | None = None) -> None:
         self.layer, self.block_size, self._batch = layer, core.block_size, batch
         self.page_size = core.plan.kernel_page
         self.blocks, self.state = core.memory.pools(layer)
-        self.step: Any = None if batch is None else batch.step
-        self.state_indices = None if batch is None else batch.state_indices
-        self.qo_indptr = None if batch is None else batch.qo_indptr
+        self.step: Step | None = None if batch is None else batch.step
+        self.state_indices: StepArray | None = None if batch is None else batch.state_indices
+        self.qo_indptr: StepArray | None = None if batch is None else batch.qo_indptr
+        self._has_memory = core.memory.has_memory
         self._group = next((group for group in core.groups if group.growth == layer.growth), None)
 
+    @in_brackets
+    def __repr__(self) -> str:
+        fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
+        memory = f"fields {', '.join(fields)}" if self._has_memory else "without memory"
+        return f"of {self._name}: {memory}, pages of {self.page_size} tokens, of {self._batch or 'no batch'}"
+
     @property
-    def state_writes(self) -> Any:
+    def state_writes(self) -> StepArray:
         """int32 ``[B, places]``: where the step leaves states; see ``Batch``. Raises BadInput if the view has no batch,
         and StaleHandle."""
         if self._batch is None:
@@ -201,7 +224,13 @@ class LayerView:
             f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays"
         )
 
-    def write(self, **rows: Any) -> None:
+    def _check_memory(self, what: str) -> None:
+        """Raise BadInput if the cache has no memory, so that this layer has no ``what``."""
+        if not self._has_memory:
+            text = f"this cache has no memory (device='none'), so {self._name} has no {what}"
+            raise BadInput.with_hint(text, "make a KVCache with another device=, such as 'cpu' or 'cuda'")
+
+    def write(self, **rows: Tensor) -> None:
         """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
 
         The keyword names are the rows that the layer's blocks have. Each value is ``[T, *shape]``, or has several axes
@@ -215,32 +244,35 @@ class LayerView:
         slots, pool, size = self.slot_mapping, self.blocks, self.block_size
         assert self._batch is not None
         self._batch.check_current()
+        self._check_memory("rows to write")
         kept = {} if pool is None else pool.rows
-        given, rows = rows, rows if pool is None else pool.joined(rows)
-        for name, values in rows.items():
+        joined = rows if pool is None else pool.joined(rows)
+        for name, values in joined.items():
             if name not in kept or kept[name].tokens_per_row > 1:
                 raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")
             shape = kept[name].shape
             inner = shape[1:] if shape[0] == 1 else shape
             if values.shape[values.ndim - len(inner) :] != inner or values.numel() != len(slots) * math.prod(shape):
-                got = ", ".join(f"{name} {[*one.shape]}" for name, one in given.items())
+                got = ", ".join(f"{name} {[*one.shape]}" for name, one in rows.items())
                 raise BadInput(
                     f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {got}"
                 )
-        for name in rows:
-            if not rows.keys() >= pool.together.get(name, frozenset()):
+        assert pool is not None  # a layer with a block table has one
+        for name in joined:
+            if not joined.keys() >= pool.together.get(name, frozenset()):
                 raise BadInput(
-                    f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*given]}"
+                    f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*rows]}"
                 )
-        for name, values in rows.items():
+        for name, values in joined.items():
             pool.write(name, (slots // size, slots % size), values.reshape(len(slots), *kept[name].shape))
 
-    def tensor(self, rows: str) -> Any:
+    def tensor(self, rows: str) -> Tensor:
         """Return the one tensor in which kernels take ``rows`` and their neighbours: see ``Pool.tensor``.
 
         Its first axis is the kernel page or the state slot. Raises BadInput for rows that are not in memory or have no
         such tensor.
         """
+        self._check_memory(f"tensor of {shown(rows)}")
         pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
         if not pools:
             raise BadInput(f"{self._name} has no rows {rows!r} in memory")
@@ -256,6 +288,7 @@ class LayerView:
         layer in their form.
         """
         rows, arch = rows_named(kernel)
+        self._check_memory(f"tensors for kernel {kernel!r}")
         found = [
             (row, tensors)
             for row in rows
@@ -273,13 +306,16 @@ class LayerView:
         chosen: dict[str, Any] = fitting[0] if fitting else found[0][1]
         return chosen
 
-    def kernel_tensor(self, kernel: str) -> Any:
+    def kernel_tensor(self, kernel: str) -> Tensor:
         """Return the one tensor that a kernel takes of this layer: that of ``kernel_tensors``; of FlashInfer and trtllm-gen,
         which take K and V joined, ``[kernel pages, 2, *axes in the kernel's order]``. Raises BadInput as ``kernel_tensors``
         does, and if the kernel takes several tensors, or K and V lie differently in a page."""
-        tensors = {name: one for name, one in self.kernel_tensors(kernel).items() if name != "declared"}
+        tensors: dict[str, Tensor] = {
+            name: one for name, one in self.kernel_tensors(kernel).items() if name != "declared"
+        }
         if len(tensors) == 1:
-            return tensors.popitem()[1]
+            (tensor,) = tensors.values()
+            return tensor
         is_joined = all(row.is_joined for row in rows_named(kernel)[0] if {"k", "v"} in row.needed)
         if not is_joined or {*tensors} != {"k", "v"}:
             raise BadInput(
@@ -294,7 +330,7 @@ class LayerView:
         strides = (k.stride(0), apart // size, *k.stride()[1:])
         return k.as_strided((k.shape[0], 2, *k.shape[1:]), strides)
 
-    def flat_indices(self, rows: Any, rows_per_page: int | None = None) -> Any:
+    def flat_indices(self, rows: StepArray, rows_per_page: int | None = None) -> StepArray:
         """Return the flat index ``kernel page * rows per page + row`` of each chosen row, for sparse kernels.
 
         ``rows``: integers ``[T, k]``: for each new token, k positions of its request or, with ``rows_per_page``, k
@@ -311,12 +347,14 @@ class LayerView:
         index = rows.clip(0)
         one = index * 0 + 1  # in the dtype of rows
         is_chosen = (rows >= 0) * one
+        assert self.step is not None
         pages = table[self.step.request_ids[:, None], index // size]
         return (pages * (size * one) + index % size) * is_chosen + is_chosen - 1
 
-    def __getitem__(self, field: str) -> Any:
+    def __getitem__(self, field: str) -> Tensor:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
         if pool is None or field not in pool.fields:
+            self._check_memory(f"field {shown(field)}")
             fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
             raise unknown_name(f"field of {self._name}", field, fields)
         return pool[field]
@@ -334,9 +372,9 @@ class StepCheckpoints(NamedTuple):
     names the position: ``sequence.commit(ids, sequence.step_checkpoints)``. An engine that does not, or that leaves out a
     position, loses no more than the checkpoint. Empty unless ``Limits.step_checkpoints`` is above 0."""
 
-    rows: Any
-    tokens: Any
-    places: Any
+    rows: StepArray
+    tokens: StepArray
+    places: StepArray
 
 
 class Batch:
@@ -435,13 +473,20 @@ class Batch:
             )  # fmt: skip
         return Copies(core.agreement, noted.resets, noted.number, tuple(noted.operations))
 
+    @in_brackets
+    def __repr__(self) -> str:
+        rows = self.rows
+        padded, tokens = len(rows.slots) - rows.num_sequences, int(rows.indptr[rows.num_sequences])
+        text = f"of {len(rows.slots):,} rows ({padded:,} padded), {tokens:,} new tokens"
+        return text if self._is_current() else f"{text}, over"
+
     @property
-    def positions(self) -> Any:
+    def positions(self) -> StepArray:
         """int32 ``[T]``: the position of each new token in its request."""
         return self.step.positions
 
     @cached_property
-    def state_writes(self) -> Any:
+    def state_writes(self) -> StepArray:
         """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
         self.check_current()
         written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
@@ -469,15 +514,18 @@ class Batch:
 
     def check_current(self) -> None:
         """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""
-        core, stopped = self.core, self._stopped
-        is_newest = self._current == (self.buffers.number, core.capacity.num_moves)
-        if not is_newest or (
-            stopped != core.counters.stopped
-            and not all(request.state is State.RUNNING and request.resumed_at <= stopped for request in self._requests)
-        ):
+        if not self._is_current():
             raise StaleHandle(
                 "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
             )
+
+    def _is_current(self) -> bool:
+        core, stopped = self.core, self._stopped
+        is_newest = self._current == (self.buffers.number, core.capacity.num_moves)
+        return is_newest and (
+            stopped == core.counters.stopped
+            or all(request.state is State.RUNNING and request.resumed_at <= stopped for request in self._requests)
+        )
 
     def arrays(self, group: BlockGroup) -> GroupArrays:
         """Return the index arrays of ``group``, which its layers share."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import BadInput, StaleHandle, shown
-from kvpagoda.prefix.tokens import MOST_TOKENS, as_tokens
+from kvpagoda.prefix.tokens import MOST_TOKENS, TokenIds, as_tokens
 from kvpagoda.schema import Schema
+from kvpagoda.text import in_brackets
 from kvpagoda.units import whole_number
 
 _AHEAD = 15
@@ -66,6 +67,11 @@ class PersistentBatch:
         self._batch: Batch | None = None
         self._due: list[Request] = []  # requests to be settled
         self._in_prompt: dict[int, Request] = {}  # row -> request with prompt tokens that are not committed yet
+
+    @in_brackets
+    def __repr__(self) -> str:
+        width = "" if self.tokens_per_row is None else f", {self.tokens_per_row} tokens a row"
+        return f"of {self.num_rows:,} rows ({self.num_rows - len(self._members):,} padded){width}"
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -158,7 +164,7 @@ class PersistentBatch:
         return self._batch
 
     @exclusive
-    def commit(self, token_ids: Any, counts: Any = None) -> None:
+    def commit(self, token_ids: TokenIds, counts: TokenIds | None = None) -> None:
         """Declare the rows of one more token of each sequence written: ``token_ids``, int32 ``[len(sequences)]``.
 
         With ``counts``: of ``counts[i]`` tokens, 0 or more, of sequence ``i``; ``token_ids`` has them one row after
@@ -198,7 +204,7 @@ class PersistentBatch:
         if due:
             self._settle_due()
 
-    def _counted(self, counts: Any) -> Array:
+    def _counted(self, counts: TokenIds) -> Array:
         """Return ``counts`` as int64 ``[num_rows]``, 0 for padded rows. Raises BadInput."""
         given, n = counts, len(self._members)
         if type(counts) is not np.ndarray:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from kvpagoda.batch.step_buffers import Array
+from kvpagoda.batch.step_buffers import Array, StepArray
 
 
 class StepRows:
@@ -49,37 +48,37 @@ class Step:
     they have one for each slot, and one more.
     """
 
-    request_slots: Any
-    positions: Any
-    request_ids: Any
-    state_rows: Any
+    request_slots: StepArray
+    positions: StepArray
+    request_ids: StepArray
+    state_rows: StepArray
     dummy: int = 0
     is_by_id: bool = False
 
     @cached_property
-    def slots(self) -> Any:
+    def slots(self) -> StepArray:
         """int64 ``[n]``: ``request_slots``, with -1, the last row of a table, for all negative ones."""
         return self.request_slots.long().clamp(min=-1)
 
     @cached_property
-    def table_rows(self) -> Any:
+    def table_rows(self) -> StepArray:
         """int64 ``[n]``: the row of each token's request in the block tables."""
         return self.request_ids.long() if self.is_by_id else self.slots
 
     @cached_property
-    def rows(self) -> Any:
+    def rows(self) -> StepArray:
         """int64 ``[n]``: ``state_rows``, with -1 for all negative ones."""
         return self.state_rows.long().clamp(min=-1)
 
     @cached_property
-    def starts(self) -> Any:
+    def starts(self) -> StepArray:
         """int64 ``[n]``: for each token, the first position that this step computes of its request."""
         same = self.slots == self.slots
         order, head = same.cumsum(0) - 1, same
         head[1:] = self.slots[1:] != self.slots[:-1]
         return self.positions.long()[(order * head).cummax(0).values]
 
-    def writers(self, ring: int, tokens: Any = None) -> Any:
+    def writers(self, ring: int, tokens: StepArray | None = None) -> StepArray:
         """Return the state record in which each token writes its row of a ring, int64 ``[n]``.
 
         ``tokens``: the indices of the tokens that write; default all. ``ring``: rows of the ring; token at position

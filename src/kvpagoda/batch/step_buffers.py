@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -11,6 +11,12 @@ from kvpagoda.memory.no_memory import HostArrays
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Cells = Any
+if TYPE_CHECKING:
+    import torch
+
+StepArray: TypeAlias = "torch.Tensor"
+"""An index array of a step, as kernels take it: a tensor on the device. A cache without memory has numpy arrays of the same
+shapes and dtypes; there ``numpy.asarray`` tells a type checker so."""
 """The cells of a ``BlockTable``, or ``PagedCells``: int32, indexed by ``[row, first:end]`` or ``[rows, columns]``."""
 
 
@@ -127,12 +133,16 @@ class StepBuffers:
 
     def __init__(self, arrays: HostArrays) -> None:
         self.arrays, self.number = arrays, 0
-        self._buffers: dict[str, tuple[Array, Any]] = {}  # host side and device side; the same memory on the CPU
-        self._put: dict[str, tuple[Array, Any]] = {}  # the values put last, and the part of the buffer that holds them
+        self._buffers: dict[str, tuple[Array, StepArray]] = {}  # host side and device side; the same memory on the CPU
+        self._put: dict[
+            str, tuple[Array, StepArray]
+        ] = {}  # the values put last, and the part of the buffer that holds them
         self._snapshots: dict[str, TableSnapshot] = {}  # the last snapshot of each table
-        self._held: dict[str, tuple[TableSnapshot, Any]] = {}  # the snapshot that a buffer holds, and the part with it
+        self._held: dict[
+            str, tuple[TableSnapshot, StepArray]
+        ] = {}  # the snapshot that a buffer holds, and the part with it
 
-    def put(self, name: str, values: Array, dtype: type = np.int32) -> Any:
+    def put(self, name: str, values: Array, dtype: type = np.int32) -> StepArray:
         """Copy ``values`` ``[n]`` into the buffer ``name`` and return the part of it that holds them.
 
         The caller must not change ``values`` afterwards: they are compared with what is put next.
@@ -165,7 +175,7 @@ class StepBuffers:
             last = self._snapshots[name] = TableSnapshot(now, keys)
         return last
 
-    def put_rows(self, name: str, cells: Cells, shown: TableSnapshot, is_fixed: bool = False) -> Any:
+    def put_rows(self, name: str, cells: Cells, shown: TableSnapshot, is_fixed: bool = False) -> StepArray:
         """Copy the ``shown`` cells of each row into the buffer ``name`` and return them, int32 ``[B, columns]``.
 
         Cells before the first shown one are 0. The buffer is as wide as the table; the result has as many columns as
@@ -202,8 +212,8 @@ class StepBuffers:
         shown: TableSnapshot,
         cells: Cells,
         is_fixed: bool,
-        on_device: tuple[Any, Any, Any, int] | None,
-    ) -> Any:
+        on_device: tuple[StepArray, StepArray, StepArray, int] | None,
+    ) -> StepArray:
         """Copy the ``shown`` cells, one row after another, into the buffer ``name`` and return them.
 
         The result is int32 ``[starts[-1]]``. With ``is_fixed`` the result is the whole buffer, with as many cells as
@@ -226,7 +236,7 @@ class StepBuffers:
         self._held[name] = shown, part
         return part
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array, Any]:
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array, StepArray]:
         """Return the host and device side of the buffer ``name``, replaced by larger ones if it has too few rows."""
         found = self._buffers.get(name)
         if found is None or found[0].shape[0] < shape[0]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvpagoda.errors import BadInput, shown
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 
 
 class Breakpoint(NamedTuple):
@@ -45,7 +45,7 @@ class Breakpoints:
         return tuple(found)
 
 
-def breakpoints_of(positions: Any, max_context: int) -> Breakpoints:
+def breakpoints_of(positions: TokenIds, max_context: int) -> Breakpoints:
     """Return ``positions``, whole numbers from 0 to ``max_context``, as ``open`` was given them. Raises BadInput."""
     asked = positions_of(positions)
     most = max(asked, default=0)
@@ -55,7 +55,7 @@ def breakpoints_of(positions: Any, max_context: int) -> Breakpoints:
     return Breakpoints(asked)
 
 
-def positions_of(checkpoints: Any) -> tuple[int, ...]:
+def positions_of(checkpoints: TokenIds) -> tuple[int, ...]:
     """Return ``checkpoints``, positions in tokens as a caller gives them, as whole numbers. Raises BadInput."""
     try:
         asked: tuple[int, ...] = tuple(as_tokens(checkpoints).tolist())

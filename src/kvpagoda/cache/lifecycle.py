@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from kvpagoda.cache.observing import observable
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.settling import Settler
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 
 _INT32 = np.dtype(np.int32)
 
@@ -73,7 +72,7 @@ class Lifecycle:
             core.allocated(core.running[slot])
         core.guard.is_torn = False
 
-    def commit(self, request: Request, token_ids: Any, checkpoints: Any = None) -> None:
+    def commit(self, request: Request, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:
         """Record that the rows of the next tokens are written; see ``Sequence.commit``."""
         if request.rows is not None:
             request.detach()
@@ -106,7 +105,7 @@ class Lifecycle:
         elif end // core.block_size > length // core.block_size:
             core.waiting[request] = None
 
-    def _written(self, request: Request, checkpoints: Any, end: int) -> set[int]:
+    def _written(self, request: Request, checkpoints: TokenIds, end: int) -> set[int]:
         """Return after how many blocks of ``request`` a step left states, which are ``checkpoints`` in tokens. ``end``: the
         tokens that are committed with it. Raises BadInput for positions that the step did not name."""
         size, asked = self.core.block_size, self.core.step_states.positions(request, self.core.block_size)

@@ -14,7 +14,7 @@ from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, Tokens
 from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.errors import BadInput
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 
 _Running = dict[tuple[bytes, bytes], list[Request]]
 
@@ -37,7 +37,7 @@ class Lookup:
     """What makes ``resumable`` smaller than the text; see ``PrefixMatch.limited_by``."""
 
 
-def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Any:
+def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Lookup | list[Lookup]:
     """Return what ``core`` has of a text, or of each of several; see ``KVCache.lookup``.
 
     O(n) for a text of n tokens, and O(common tokens) for each running request that begins with the same block. All
@@ -71,7 +71,7 @@ def _for_each(value: Any, count: int, name: str) -> Any:
     return value
 
 
-def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Any:
+def prefetch(core: Core, token_ids: TokenIds, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Any:
     """Begin to read what tiers have of a text; see ``KVCache.prefetch``. Raises BadInput if there are no tiers."""
     core.check_open()
     tokens = as_tokens(token_ids, core.vocab_size)

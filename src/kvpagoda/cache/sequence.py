@@ -12,9 +12,12 @@ from kvpagoda.cache.breakpoints import Breakpoint
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
+from kvpagoda.cache.outcome import Outcome
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.errors import BadInput, shown
+from kvpagoda.prefix.tokens import TokenIds
+from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, truth, whole_number
 
 P = ParamSpec("P")
@@ -50,12 +53,22 @@ class Sequence:
     cache: at the latest by one that needs its slot or blocks."""
 
     __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request", "hints")
-    hints: list[Any]
+    hints: list[Outcome]
     """The outcomes of the hints with which it was opened."""
 
     def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
         request.handle = ref(self, lifecycle.core.dropped.append)
+
+    @in_brackets
+    def __repr__(self) -> str:
+        request = self._request
+        is_running = request.state is State.RUNNING
+        where = f" in slot {request.slot}, blocks for {request.capacity:,} tokens" if is_running else ""
+        return (
+            f"{request.state.value}{where}: {request.length:,} committed, a prompt of {request.prompt_length:,}, of which "
+            f"{request.match.resumable:,} were cached"
+        )
 
     # -- properties --------------------------------------------------------------------------------------------------
 
@@ -145,7 +158,7 @@ class Sequence:
             lifecycle.extend({request.slot: end})
 
     @while_running
-    def commit(self, token_ids: Any, checkpoints: Any = None) -> None:
+    def commit(self, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:
         """Say that the rows of the next ``len(token_ids)`` tokens are written. ``checkpoints``: of ``step_checkpoints``, the
         positions at which the step left its states too, in the places that ``Batch.checkpoints`` names; others are not kept.
 

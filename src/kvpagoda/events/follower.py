@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.errors import BadInput
 from kvpagoda.events.index import Block, PrefixIndex, Resumable
 from kvpagoda.events.wire import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Name, decode
-from kvpagoda.prefix.tokens import NO_TOKEN, as_tokens
+from kvpagoda.prefix.tokens import NO_TOKEN, TokenIds, as_tokens
 from kvpagoda.tiers.keys import prefix_root
 
 _MOST_WAITING = 4096
@@ -87,7 +86,7 @@ class Follower:
 
     def resumable(
         self,
-        token_ids: Any,
+        token_ids: TokenIds,
         namespace: Namespace | str | bytes | None = None,
         *,
         media: Mapping[int, bytes] | None = None,

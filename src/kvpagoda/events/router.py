@@ -17,7 +17,7 @@ from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra, did_you_mean
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.index import Resumable
 from kvpagoda.events.publisher import HEARTBEAT, Subscriber
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import msgspec
@@ -114,7 +114,7 @@ class Router:
 
     def scores(
         self,
-        token_ids: Any,
+        token_ids: TokenIds,
         namespace: Namespace | str | bytes | None = None,
         *,
         media: Mapping[int, bytes] | None = None,

@@ -13,4 +13,5 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "encode"]
 
-__getattr__ = load_when_used(__name__, {"kvpagoda.formats.codec": __all__})
+if not TYPE_CHECKING:
+    __getattr__ = load_when_used(__name__, {"kvpagoda.formats.codec": __all__})

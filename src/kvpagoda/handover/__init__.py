@@ -15,4 +15,5 @@ if TYPE_CHECKING:
 __all__ = ["MooncakeEngine", "NixlAgent", "Sender", "SharedMemory", "Ticket", "Transfer"]
 
 _TRANSFERS = {"mooncake": "MooncakeEngine", "nixl": "NixlAgent", "shared_memory": "SharedMemory"}
-__getattr__ = load_when_used(__name__, {f"{__name__}.{module}": (name,) for module, name in _TRANSFERS.items()})
+if not TYPE_CHECKING:
+    __getattr__ = load_when_used(__name__, {f"{__name__}.{module}": (name,) for module, name in _TRANSFERS.items()})

@@ -20,7 +20,7 @@ from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
 from kvpagoda.hf.weights import WeightsWatch
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
@@ -199,13 +199,13 @@ class Generator:
 
     def submit(
         self,
-        prompt: Any,
+        prompt: TokenIds,
         max_new_tokens: int = 64,
         *,
         n: int = 1,
         sampling: Sampling = GREEDY,
         namespace: str | bytes | None = None,
-        checkpoints: Any = None,
+        checkpoints: TokenIds | None = None,
     ) -> Request:
         """Queue a prompt (ints, at least one) for ``n`` answers. It starts in a later ``step``, when there is room.
 
@@ -261,7 +261,7 @@ class Generator:
 
     def generate(
         self,
-        prompts: Iterable[Any],
+        prompts: Iterable[TokenIds],
         max_new_tokens: int = 64,
         on_step: Callable[[CacheStats], None] | None = None,
         *,

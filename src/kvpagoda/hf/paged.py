@@ -32,7 +32,8 @@ class GroupGather:
     """
 
     def __init__(self, view: LayerView, growth: Growth) -> None:
-        arrays = view.arrays
+        arrays, step = view.arrays, view.step
+        assert step is not None
         counts = arrays.kv_indptr[1:] - arrays.kv_indptr[:-1]
         most, self.first = int(counts.max()), int(arrays.kv_start[0])
         self.length = int((arrays.cache_seqlens - arrays.kv_start).max())
@@ -40,10 +41,10 @@ class GroupGather:
         column = torch.arange(most, device=counts.device)
         index = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
         self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[index.long()], 0).long()
-        rows, queries = len(counts), len(view.step.positions) // len(counts)
+        rows, queries = len(counts), len(step.positions) // len(counts)
         kv = arrays.kv_start[:, None].long() + torch.arange(self.length, device=counts.device)
         self.absent = kv >= arrays.cache_seqlens[:, None]
-        query = view.step.positions.long().view(rows, queries, 1)
+        query = step.positions.long().view(rows, queries, 1)
         self.visible: Tensor = growth.reads(query, kv[:, None]) & ~self.absent[:, None]
         """bool ``[B, S, T]``: whether each new token attends to each gathered row."""
 
@@ -107,7 +108,7 @@ def _left_states(batch: Batch, num_tokens: int, written: Tensor) -> dict[int, li
     }
     rows, tokens, places = (part.long() for part in batch.checkpoints)
     ends = tokens - batch.qo_indptr.long()[rows] + 1
-    for end in ends.unique().tolist():
+    for end in sorted({*ends.tolist()}):
         left.setdefault(end, []).append((rows[ends == end], places[ends == end]))
     return left
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.formats.encoding import TENSOR
 from kvpagoda.hf.model_cache import check_model, runner_of
+from kvpagoda.prefix.tokens import TokenIds
 from kvpagoda.schema import Schema
 from kvpagoda.schema.kv_format import KVFormatNames
 
@@ -67,7 +68,9 @@ def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
     return {layer: scales[layer] for layer in needed}
 
 
-def calibrated_scales(model: Any, texts: Iterable[Any], kv_format: KVFormatNames = "fp8", *, step: int = 256) -> Scales:
+def calibrated_scales(
+    model: Any, texts: Iterable[TokenIds], kv_format: KVFormatNames = "fp8", *, step: int = 256
+) -> Scales:
     """Return the scales with which the largest |K| and |V| of each layer on ``texts`` become the largest code of
     ``kv_format``: amax / 448 for e4m3, amax / 57344 for e5m2.
 

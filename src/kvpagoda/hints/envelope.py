@@ -31,7 +31,7 @@ class Action:
     payload: Any
 
 
-def read_envelope(envelope: Any, most_actions: int = 64, most_nbytes: int = 1 << 20) -> tuple[str, list[Action]]:
+def read_envelope(envelope: object, most_actions: int = 64, most_nbytes: int = 1 << 20) -> tuple[str, list[Action]]:
     """Return (message id, actions) of an envelope: a mapping, JSON as text or bytes, or an object of an engine's class.
 
     An action that is malformed has an ``action_id`` and a type as far as these can be read. Raises BadInput if there are

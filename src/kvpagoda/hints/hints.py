@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,13 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.breakpoints import Breakpoints, breakpoints_of
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lookup import read_ahead
+from kvpagoda.cache.outcome import Outcome
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.hints.envelope import Action, Payload, is_known, read_envelope
 from kvpagoda.hints.keep import Keep
 from kvpagoda.hints.options import HintLimits
-from kvpagoda.hints.outcome import Outcome
 from kvpagoda.hints.promises import Promise, Promises
 from kvpagoda.hints.sessions import Session, Sessions
 from kvpagoda.prefix import Match
@@ -105,15 +105,15 @@ class Hints:
 
     # -- for the cache -----------------------------------------------------------------------------------------------
 
-    def apply(self, envelope: Any, namespace: AnyNamespace = None) -> list[Outcome]:
+    def apply(self, envelope: object, namespace: AnyNamespace = None) -> list[Outcome]:
         """Do what the actions of ``envelope`` ask for, and return one outcome for each; see ``KVCache.apply``."""
         return self._each(envelope, namespace, None)
 
-    def opened(self, request: Request, envelope: Any, namespace: AnyNamespace) -> list[Outcome]:
+    def opened(self, request: Request, envelope: object, namespace: AnyNamespace) -> list[Outcome]:
         """Do what ``envelope`` asks for of ``request``, which was just opened."""
         return self._each(envelope, namespace, request)
 
-    def ask_checkpoints(self, request: Request, envelope: Any) -> None:
+    def ask_checkpoints(self, request: Request, envelope: object) -> None:
         """Let ``request``, which is about to be opened, keep the checkpoints that ``envelope`` asks for, beside its own.
         What is wrong with them is said by ``opened``."""
         with suppress(KVPagodaError):
@@ -155,7 +155,7 @@ class Hints:
 
     # -- one envelope ------------------------------------------------------------------------------------------------
 
-    def _each(self, envelope: Any, namespace: AnyNamespace, request: Request | None) -> list[Outcome]:
+    def _each(self, envelope: object, namespace: AnyNamespace, request: Request | None) -> list[Outcome]:
         self._promises.expire()
         try:
             message, actions = read_envelope(envelope, self.limits.actions, self.limits.nbytes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvpagoda.cache.outcome import Outcome
 from kvpagoda.hints.envelope import DEFAULT_PRIORITY, MOST_PRIORITY, Payload
-from kvpagoda.hints.outcome import Outcome
 
 
 class Keep(NamedTuple):

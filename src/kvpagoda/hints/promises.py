@@ -13,11 +13,11 @@ from heapq import heapify, heappop, heappush
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.outcome import Outcome
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.reuse import Reuse
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.hints.options import HintLimits
-from kvpagoda.hints.outcome import Outcome
 
 
 @dataclass(eq=False)

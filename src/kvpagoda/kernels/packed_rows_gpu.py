@@ -117,7 +117,9 @@ def _codes(y, x, s, C: tl.constexpr):  # type: ignore[no-untyped-def]
 @jit()
 def _below(index, end, live):  # type: ignore[no-untyped-def]
     """Return ``index < end`` where ``live``, a scalar; False elsewhere."""
-    return index < tl.where(live, end, 0)  # Triton 3.9's interpreter refuses masks in which a scalar condition is spread
+    return index < tl.where(
+        live, end, 0
+    )  # Triton 3.9's interpreter refuses masks in which a scalar condition is spread
 
 
 @jit()

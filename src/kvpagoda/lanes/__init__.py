@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "Strides", "copy_spans", "run_loop", "vector_loop"]
 
-__getattr__ = load_when_used(
-    __name__,
-    {
-        "kvpagoda.lanes.copies": ("copy_spans",),
-        "kvpagoda.lanes.rows": ("Strides", "vector_loop"),
-        "kvpagoda.lanes.scaled": ("Places", "run_loop"),
-    },
-)
+if not TYPE_CHECKING:
+    __getattr__ = load_when_used(
+        __name__,
+        {
+            "kvpagoda.lanes.copies": ("copy_spans",),
+            "kvpagoda.lanes.rows": ("Strides", "vector_loop"),
+            "kvpagoda.lanes.scaled": ("Places", "run_loop"),
+        },
+    )

@@ -18,4 +18,5 @@ __all__ = [
     "Layout", "ReshardPlan", "Verdict", "View", "judge", "named", "names", "pack", "read", "reshard", "unpack",
 ]  # fmt: skip
 
-__getattr__ = load_when_used(__name__, {"kvpagoda.layouts.packed": ("pack", "unpack")})
+if not TYPE_CHECKING:
+    __getattr__ = load_when_used(__name__, {"kvpagoda.layouts.packed": ("pack", "unpack")})

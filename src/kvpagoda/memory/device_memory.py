@@ -31,6 +31,8 @@ POISON = 0xFF
 class DeviceArrays(HostArrays):
     """``HostArrays`` whose twins are tensors on ``device``; on the CPU twins share the memory of the host's arrays."""
 
+    device: torch.device
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_host = device, device.type == "cpu"
 
@@ -71,8 +73,8 @@ class DeviceMemory(NoMemory):
         copies_aside: bool = False,
         backing: Backing | None = None,
     ) -> None:
-        self.arrays = DeviceArrays(default_device(device))
-        self.device = self.arrays.device
+        self.device = default_device(device, ("none",))
+        self.arrays = DeviceArrays(self.device)
         self._backing = backing_of(backing, self.device)
         shared = self._allocate(plan.num_sectors * plan.sector_nbytes) if plan.num_sectors else None
         self.arenas = [

@@ -15,15 +15,22 @@ IdsLike = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 Device = torch.device | str | None
 
 
-def default_device(device: Device = None) -> torch.device:
-    """Return ``device``; for None, CUDA if there is a GPU, else the CPU. Raises BadInput for a missing device."""
+def default_device(device: Device = None, others: tuple[str, ...] = ()) -> torch.device:
+    """Return ``device``; for None, CUDA if there is a GPU, else the CPU. Raises BadInput for a missing device, with the
+    usual names, and ``others`` that the caller takes."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise BadInput(
-            f"no device {shown(device)} here ({str(error).splitlines()[0]}); pass None for the default"
+        names, reason = ("cpu", "cuda", "cuda:0", *others), str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        if reason.startswith("Expected one of"):
+            reason = "torch knows no such name"
+        raise BadInput.with_hint(
+            f"no device {shown(device)} here ({reason})",
+            f"give {', '.join(map(repr, names))}, or None for the default",
+            needed=device,
+            available=names,
         ) from None
     return torch.device(device)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from math import ceil, gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,11 @@ from kvpagoda.memory.copies import Noted
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.schema import Layer
 from kvpagoda.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpagoda.memory.pool import Pool
 
 _RECORD_NBYTES = 64  # at most, of the smallest block
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -32,7 +37,7 @@ class HostArrays:
     ``device``: the torch device of the kernels, or None. ``is_host``: whether host and kernels use the same memory.
     """
 
-    device: Any = None
+    device: torch.device | None = None
     is_host = True
 
     def twin(self, host: Array) -> Any:
@@ -166,7 +171,7 @@ class NoMemory:
 
     # -- what kernels see --------------------------------------------------------------------------------------------
 
-    def pools(self, layer: Layer) -> tuple[Any, Any]:
+    def pools(self, layer: Layer) -> tuple[Pool | None, Pool | None]:
         """Return the pools (``Pool``) of the blocks and the states of ``layer``, None for what it does not keep.
 
         There are none here.

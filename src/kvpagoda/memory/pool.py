@@ -19,6 +19,7 @@ from kvpagoda.layouts.packed import by_part, bytes_of
 from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Rows
 from kvpagoda.schema.kernel_forms import Argument, arguments, declared, kind_of, kinds_of
+from kvpagoda.text import in_brackets
 
 Tensor = torch.Tensor
 Index = tuple[Tensor, ...]
@@ -45,6 +46,11 @@ class Pool:
         pairs = [frozenset(self.rows) & pair for pair in (frozenset("kv"), frozenset(("latent", "k_rope")))]
         self.together: Mapping[str, frozenset[str]] = {name: pair for pair in pairs for name in pair}
         """Rows that mean nothing without each other: name -> names, itself included."""
+
+    @in_brackets
+    def __repr__(self) -> str:
+        fields = (f"{name} {[*one.shape]} {str(one.dtype).removeprefix('torch.')}" for name, one in self.fields.items())
+        return f"of layer {self.layer} on {self.arena.device}: {', '.join(fields)}"
 
     def __getitem__(self, field: str) -> Tensor:
         """Return the view ``[kernel pages, rows, *shape]`` of one field; it aliases the arena. Raises KeyError."""

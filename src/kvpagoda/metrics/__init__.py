@@ -6,9 +6,17 @@ A cache calls nothing of this package: metrics are read from ``stats``, and span
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvpagoda.loading import load_when_used
+
+if TYPE_CHECKING:
+    from kvpagoda.metrics.names import METRICS, dashboard
+    from kvpagoda.metrics.prometheus import CacheCollector
+    from kvpagoda.metrics.spans import Tracing, trace
 
 __all__ = ["METRICS", "CacheCollector", "Tracing", "dashboard", "trace"]
 
 _NAMES = {"names": ("METRICS", "dashboard"), "prometheus": ("CacheCollector",), "spans": ("Tracing", "trace")}
-__getattr__ = load_when_used(__name__, {f"{__name__}.{module}": names for module, names in _NAMES.items()})
+if not TYPE_CHECKING:
+    __getattr__ = load_when_used(__name__, {f"{__name__}.{module}": names for module, names in _NAMES.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput
 
+TokenIds = Collection[int | np.integer[Any]]
+"""Token ids, or other whole numbers, as callers give them: a list, a tuple, a range, an array or a tensor on the host."""
 NO_TOKEN = -(2**31)
 """Padding after the last token of a text that ends inside a block. No token and no media id has this value."""
 MOST_TOKENS = 2**31
@@ -23,7 +26,7 @@ def are_media(keys: Ids) -> npt.NDArray[np.bool_]:
     return media
 
 
-def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Ids:
+def as_tokens(token_ids: TokenIds, vocab_size: int | None = None) -> Ids:
     """Return ``token_ids`` as a contiguous int32 vector, without a copy if it is one already. O(n).
 
     Raises BadInput for anything but a vector of fewer than 2^31 integers in the vocabulary

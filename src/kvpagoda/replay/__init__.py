@@ -32,4 +32,5 @@ _LATER = {
     "kvpagoda.replay.offline.bound": ("HitBound", "hit_bound"),
     "kvpagoda.replay.serving": ("ServeResult", "serve", "serve_multi_worker"),
 }  # imported when they are first used: they import a whole cache
-__getattr__ = load_when_used(__name__, _LATER)
+if not TYPE_CHECKING:
+    __getattr__ = load_when_used(__name__, _LATER)

@@ -58,14 +58,14 @@ class Schema:
     @classmethod
     def from_hf_config(
         cls,
-        config: Any,
+        config: object,
         *,
         dtype: str | None = None,
         kv_format: KVFormatNames = "raw",
         kv_scales: Mapping[int, tuple[float, float]] | None = None,
         layout: LayoutNames | None = None,
         verify_width: int = 0,
-        draft: Any = None,
+        draft: object = None,
     ) -> Schema:
         """Return the schema of a transformers config, or of a dict read from ``config.json``. Needs no torch.
 

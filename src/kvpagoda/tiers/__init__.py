@@ -25,4 +25,5 @@ __all__ = [
 ]  # fmt: skip
 
 _DRIVERS = {"disk": "disk_driver", "mooncake": "mooncake_driver", "redis": "redis_driver", "slots": "host_driver"}
-__getattr__ = load_when_used(__name__, {f"{__name__}.{module}": (name,) for module, name in _DRIVERS.items()})
+if not TYPE_CHECKING:
+    __getattr__ = load_when_used(__name__, {f"{__name__}.{module}": (name,) for module, name in _DRIVERS.items()})

@@ -7,14 +7,29 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from kvpagoda.errors import BadInput, did_you_mean, shown
 from kvpagoda.tiers.driver import Driver
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import parse_bytes, real_number, truth, whole_number
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 When = Literal["commit", "evict", "reuse"]
+
+
+class TierSettings(TypedDict, total=False):
+    """The keywords of a tier; see ``TierSpec``."""
+
+    write: When
+    record_nbytes: int | str
+    staging: int | str | None
+    timeout: float
+    workers: int
+    checksum: bool
+    is_private: bool
 
 
 @dataclass(frozen=True)
@@ -57,16 +72,23 @@ class TierSpec:
             )
 
 
-def host_tier(nbytes: int | str, *, write: When = "evict", **settings: Any) -> TierSpec:
-    """Return a tier of at most ``nbytes`` of this process's memory. See ``host_driver`` and ``TierSpec``."""
+def host_tier(nbytes: int | str, **settings: Unpack[TierSettings]) -> TierSpec:
+    """Return a tier of at most ``nbytes`` of this process's memory, by default for what is evicted (``write="evict"``). See
+    ``host_driver`` and ``TierSpec``."""
     from kvpagoda.tiers.slots import host_driver
 
     make = partial(host_driver, nbytes=parse_bytes(nbytes))
-    return TierSpec("host", make, **{"write": write, "is_private": True, **settings})
+    merged: TierSettings = {"write": "evict", "is_private": True, **settings}
+    return TierSpec("host", make, **merged)
 
 
 def disk_tier(
-    folder: str | PathLike[str], nbytes: int | str, *, direct: bool = False, admit_all: bool = False, **settings: Any
+    folder: str | PathLike[str],
+    nbytes: int | str,
+    *,
+    direct: bool = False,
+    admit_all: bool = False,
+    **settings: Unpack[TierSettings],
 ) -> TierSpec:
     """Return a tier in a file of at most ``nbytes`` in ``folder``, whose records survive a restart.
 
@@ -78,7 +100,7 @@ def disk_tier(
     return TierSpec("disk", make, **settings)
 
 
-def redis_tier(url: str, **settings: Any) -> TierSpec:
+def redis_tier(url: str, **settings: Unpack[TierSettings]) -> TierSpec:
     """Return a tier on the Redis or Valkey server or cluster at ``url``, which many machines may share.
 
     See ``redis_driver`` and ``TierSpec``.
@@ -86,7 +108,8 @@ def redis_tier(url: str, **settings: Any) -> TierSpec:
     from kvpagoda.tiers.redis import redis_driver
 
     make = partial(redis_driver, url=url)
-    return TierSpec("redis", make, **{"record_nbytes": "1MiB", "timeout": 2.0, **settings})
+    merged: TierSettings = {"record_nbytes": "1MiB", "timeout": 2.0, **settings}
+    return TierSpec("redis", make, **merged)
 
 
 def mooncake_tier(master: str, **settings: Any) -> TierSpec:

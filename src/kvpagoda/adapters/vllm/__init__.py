@@ -11,16 +11,24 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpagoda.adapters.vllm.options import Options
+    from kvpagoda.adapters.vllm.scheduler import AsyncScheduler, Scheduler, installed
+    from kvpagoda.adapters.vllm.simulated import KVCacheManager
+
+__all__ = ["AsyncScheduler", "KVCacheManager", "Options", "Scheduler", "installed"]
 
 _MODULES = {"Scheduler": "scheduler", "AsyncScheduler": "scheduler", "installed": "scheduler", "Options": "options"}
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    if name == "KVCacheManager":
-        module = "simulated" if find_spec("vllm") is None else "manager"
-    elif name in _MODULES:
-        module = _MODULES[name]
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    def __getattr__(name: str) -> object:
+        if name == "KVCacheManager":
+            module = "simulated" if find_spec("vllm") is None else "manager"
+        elif name in _MODULES:
+            module = _MODULES[name]
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""The answer to one action."""
+"""The answer to one action of a hint."""
 
 from __future__ import annotations
 
