@@ -25,6 +25,9 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "compat/test_kv_cache_manager.py::test_requests_come_and_go_within_the_budget": ("raw", "ue8m0"),
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 16,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
+    "events/test_by_the_page.py::test_every_group_that_is_named_has_blocks": (
+        "wide-int8", "qwen3_next-bfloat16", "sliding-None", "mixed-int8-drafted",
+    ),
     "handover/test_by_layer.py::test_every_layer_kind_arrives_layer_by_layer": ("33-8",),
     "handover/test_by_layer.py::test_widths_pages_and_layouts_differ": ("trtllm", "cross"),
     "handover/test_receive.py::test_every_layer_kind_goes_on_elsewhere": ("33",),

@@ -49,9 +49,9 @@ def kind_of(growth: Growth, fields: Iterable[str]) -> str:
 
 
 class CacheInfo(msgspec.Struct, frozen=True):
-    """What a follower must know of a cache. ``groups``: for each its name, how it grows ("full", "window", "chunk",
-    "state", or "optional": no event names its blocks), and the tokens of its window or chunk, else None. ``full``: the
-    index of the group that keeps all tokens; -1 if there is none."""
+    """What a follower must know of a cache. ``groups``: for each without which a text cannot be resumed its name, how it
+    grows ("full", "window", "chunk", "state"), and the tokens of its window or chunk, else None; events number groups in
+    this order. ``full``: the number of the group that keeps all tokens; -1 if there is none."""
 
     block_size: int
     hit_grid: int
@@ -242,15 +242,12 @@ def _law(growth: Growth) -> str:
     """Return the word for ``growth`` in ``CacheInfo``."""
     if growth.is_state:
         return "state"
-    if growth.is_optional:
-        return "optional"
     return "window" if growth.window is not None else "full" if growth.chunk is None else "chunk"
 
 
 def _growth(law: str, span: int | None) -> Growth:
     """Return the growth of a group whose ``law`` has this window or chunk. Raises BadInput for an unknown one."""
     known = {"full": FULL, "state": STATE, "window": Growth(window=span), "chunk": Growth(chunk=span)}
-    known["optional"] = Growth(is_optional=True)
     if law not in known:
         raise unknown_name("growth of a group", law, known)
     return known[law]
