@@ -1,5 +1,5 @@
-"""A router that follows ``docs/events.md``, and a ``Follower``, find what ``lookup`` finds: every schema with every way to keep
-its checkpoints, over one budget for all groups and over one each, alone and with a draft."""
+"""A router that follows ``docs/events.md``, and a ``Follower``, find what ``lookup`` finds: every schema and way to keep its
+checkpoints, over one budget for all groups and over one each, alone and with a draft."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class EventLog(NoEvents):
         prefix, numbers, end = self._prefix, self.followed.numbers, request.lease.num_blocks
         try:
             low, groups = begin, list[tuple[int, int, AnyIds]]()
-            for group, window in prefix.windows:
+            for group, _ in prefix.windows:
                 if group.index not in numbers:
                     continue  # what nobody needs for a hit, no router needs to know
                 first = group.first[request.slot]
