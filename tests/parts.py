@@ -147,6 +147,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
 """Test -> how many of its cases ``make test`` runs, evenly spread, or words of which the ids of these hold one."""
 
 LONG = {
+    "events/test_hostile_batches.py::test_thousands_of_damaged_batches":
+        "events/test_hostile_batches.py::test_a_follower_is_never_wrong_for_long",
     "events/test_vllm_router.py::test_its_structs_read_every_message":
         "events/test_vllm_router.py::test_without_our_fields_it_admits_every_event",
     "replay/test_auto_replay.py::test_a_point_better_where_arc_is":

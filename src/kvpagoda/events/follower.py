@@ -39,7 +39,8 @@ def namespace_name(namespace: Namespace | str | bytes | None = None, secret: byt
 
 
 class Follower:
-    """Knows which blocks one cache has, from the messages of its publisher alone. ``secret``: that of its ``Identity``.
+    """Knows which blocks one cache has, from the messages of its publisher alone. ``secret``: that of its ``Identity``, at
+    most 64 bytes, otherwise BadInput.
 
     Pass every message to ``feed``. While ``wanted`` is a number, messages are missing: ask the publisher to replay from
     that number, and pass its answers to ``feed``. Until then the answers here are those of the last complete state. A
@@ -47,6 +48,7 @@ class Follower:
     """
 
     def __init__(self, secret: bytes = b"") -> None:
+        prefix_root(b"", secret)
         self._secret = secret
         self._index: PrefixIndex | None = None
         self._instance: int | None = None
