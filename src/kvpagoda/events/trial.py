@@ -75,14 +75,14 @@ class Trial:
         is_taken = sibling is not None and sibling.name not in self._removed
         if is_taken or (above, keys[0]) in self._places:
             raise BadInput(f"the text of block {shown(names[0])} has a block of another name already", needed=names[0])
-        for name, key in zip(names, keys):
-            if self._is_known(name):
-                raise BadInput(f"block {shown(name)} is stored twice", needed=name)
-            self._children[above] = self._num_children(above) + 1
-            self._stored[name] = above, key
-            self._places.add((above, key))
-            self._children[name] = 0
-            above = name
+        if len({*names}) < len(names) or any(map(self._is_known, names)):
+            raise BadInput(f"of blocks {shown(names)} one is stored already, or twice", needed=names)
+        self._children[above] = self._num_children(above) + 1
+        self._children.update(dict.fromkeys(names, 1))
+        self._children[names[-1]] = 0
+        places = [*zip([above, *names], keys)]
+        self._stored.update(zip(names, places))
+        self._places.update(places)
         return keys
 
     def _remove(self, event: BlockRemoved) -> None:
