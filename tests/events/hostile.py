@@ -176,7 +176,6 @@ class Siege:
             assert waits or self.answers() == before, "a batch that was refused has changed something"
             is_next = 0 <= message[0] >= follower._next
             assert follower.wanted is not None or not is_next, "a batch that was refused is not asked for again"
-            self.is_misled |= message[0] > self.stream.last  # which will not come
         else:
             self.num_accepted += 1
             self.is_misled = True

@@ -196,6 +196,32 @@ def test_only_the_loopback_is_bound_unless_asked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("kvpagoda.events.publisher._open", open_another)
     with Publisher(Traffic("full", 1).log):
         assert opened == [("tcp://127.0.0.1:5557", True), ("tcp://127.0.0.1:5558", True)]
+    for endpoint, is_bound in (
+        ("tcp://*:1", True), ("tcp://[::]:1", True), ("tcp://[::1]:1", True), ("tcp://0.0.0.0:1", True), ("ipc://a", True),
+        ("inproc://a", True), ("tcp://127.0.0.1:1", False), ("tcp://router:1", False),
+    ):  # fmt: skip
+        with Publisher(Traffic("full", 1).log, endpoint, None):
+            assert opened.pop() == (endpoint, is_bound)
+
+
+def test_addresses_of_ipv6() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.ipv6 = True
+        try:
+            socket.bind("tcp://[::1]:*")
+        except zmq.ZMQError as error:
+            pytest.skip(f"no IPv6: {error}")
+    traffic = Traffic("gemma", 1)
+    with (
+        Publisher(traffic.log, "tcp://[::1]:*", "tcp://[::1]:*") as publisher,
+        Subscriber(publisher.endpoint, publisher.replay_endpoint, secret=b"s") as subscriber,
+    ):
+        assert publisher.endpoint.startswith("tcp://[::1]:")
+        end = monotonic() + PATIENCE
+        while not subscriber.follower.num_blocks and monotonic() < end:
+            traffic.step()
+            subscriber.poll(0.02)
+        assert subscriber.follower.num_blocks
 
 
 def test_a_follower_needs_our_fields() -> None:

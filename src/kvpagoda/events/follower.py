@@ -86,12 +86,12 @@ class Follower:
         if first.instance != self._instance:
             self._instance, self._next, self._last, self._refused = first.instance, 0, 0, None
             self._waiting.clear()
-        self._last = max(self._last, number)
-        wanted = self._next
+        is_alive, wanted = _is_alive(batch), self._next
+        self._last = number if is_alive else max(self._last, number)  # its publisher says which is the last
         if isinstance(first, AllBlocksCleared) and number > self._next:  # it replaces all batches before it
             self._next = number
         is_next = number == self._next
-        if not _is_alive(batch) and (is_next or (number > self._next and len(self._waiting) < _MOST_WAITING)):
+        if not is_alive and (is_next or (number > self._next and len(self._waiting) < _MOST_WAITING)):
             self._waiting[number] = batch
         lost = list[Name]()
         while (batch_number := self._next) in self._waiting:

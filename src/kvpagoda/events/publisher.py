@@ -38,12 +38,12 @@ class Publisher:
     """Sends the events of the cache of ``log`` from a thread of its own, as vLLM's publisher does.
 
     ``endpoint``: None: port 5557 of the loopback, bound. Others are bound, or connected to, as ``bind`` says; None: by
-    vLLM's rule, bound if it has ``*`` or ``::`` or is ``ipc:`` or ``inproc:``, otherwise connected to. Subscribers connect
-    to endpoints that are bound. ``replay``: the endpoint, always bound, where subscribers ask for batches again; None: no
-    replay. A log line says what was bound and connected to. Who can connect reads the tokens of all prompts: serve other
-    hosts ("tcp://*:5557") only where nobody else reaches the port. ``interval``: the most seconds between two batches.
-    ``keep``: how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see ``EventStream``. Make
-    it between calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
+    vLLM's rule, bound if it has ``*``, ``::`` or 0.0.0.0, or is ``ipc:`` or ``inproc:``, otherwise connected to.
+    Subscribers connect to endpoints that are bound. ``replay``: the endpoint, always bound, where subscribers ask for
+    batches again; None: no replay. A log line says what was bound and connected to. Who can connect reads the tokens of all
+    prompts: serve other hosts ("tcp://*:5557") only where nobody else reaches the port. ``interval``: the most seconds
+    between two batches. ``keep``: how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see
+    ``EventStream``. Make it between calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class Subscriber:
         for socket in (self._sub, self._dealer):
             socket.set_hwm(MOST_UNREAD)
         try:
-            self._sub.connect(endpoint)
-            self._dealer.connect(replay_endpoint)
-        except zmq.ZMQError as error:
+            _open(self._sub, endpoint, is_bound=False)
+            _open(self._dealer, replay_endpoint, is_bound=False)
+        except BaseException:
             self.close()
-            raise BadInput(f"cannot connect to {endpoint!r} and {replay_endpoint!r}: {error}") from None
+            raise
         self._sub.subscribe(topic.encode())
         self._poller = zmq.Poller()
         for socket in (self._dealer, self._sub):
@@ -236,13 +236,14 @@ class Subscriber:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Return whether vLLM's publisher binds ``endpoint``."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+    """Return whether vLLM's publisher binds ``endpoint``, or SGLang's, for which 0.0.0.0 is another ``*``."""
+    return any(address in endpoint for address in ("*", "::", "0.0.0.0")) or endpoint.startswith(("ipc:", "inproc:"))
 
 
 def _open(socket: Any, endpoint: str, is_bound: bool) -> None:
     """Bind ``socket`` to ``endpoint``, or connect it. Raises BadInput."""
     try:
+        socket.ipv6 = "::" in endpoint  # only then, for ``*`` would become ``[::]`` otherwise
         (socket.bind if is_bound else socket.connect)(endpoint)
     except zmq.ZMQError as error:
         raise BadInput(f"cannot {'bind' if is_bound else 'connect to'} {endpoint!r}: {error}") from None

@@ -68,7 +68,7 @@ class Worker:
         return is_silent or bool(self.fault) or self.subscriber.follower.wanted is not None
 
     def poll(self) -> None:
-        """Receive what has come. A message that contradicts those before it makes this worker start from nothing."""
+        """Receive what has come. A message that is refused is told in ``fault``, and asked for again."""
         with self.lock:
             heard = self.subscriber.heard_at
             try:
