@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from kvpagoda.events import EventLog, EventStream, Follower
 
 Message = tuple[int, bytes]
 _NESTED: Any = []
-for _ in range(300):
+for _ in range(99):
     _NESTED = [_NESTED]
 VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 3, 4, 7, 2**20, 2**31, 2**40, 2**63, 2**64 - 1, 0.5, float("nan"), "", "x", "GPU", "CPU",
@@ -62,13 +63,17 @@ class Damage:
         at = self.random.randrange(len(payload) + 1)
         return payload[:at] + self.random.randbytes(self.random.randrange(1, 9)) + payload[at:]
 
+    def value(self, *others: Any) -> Any:
+        """Anything, or one of ``others``: a copy, for it may be damaged further."""
+        return deepcopy(self.random.choice((*VALUES, *others)))
+
     # -- what they mean ----------------------------------------------------------------------------------------------
 
     def events(self, batch: Any) -> None:
         """Events are dropped, doubled, or come in another order; or the batch is no batch."""
         events, draw = batch[1], self.random
         if not isinstance(events, list) or not events or draw.random() < 0.1:
-            batch[draw.randrange(3)] = draw.choice(VALUES)
+            batch[draw.randrange(3)] = self.value()
             return
         at = draw.randrange(len(events))
         match draw.randrange(5):
@@ -79,9 +84,9 @@ class Damage:
             case 2:
                 draw.shuffle(events)
             case 3:
-                events.insert(at, draw.choice(VALUES))
+                events.insert(at, self.value())
             case 4:
-                batch.append(draw.choice(VALUES))
+                batch.append(self.value())
 
     def one(self, batch: Any) -> dict[str, Any]:
         events = batch[1] if isinstance(batch[1], list) else []
@@ -93,7 +98,7 @@ class Damage:
         if self.random.random() < 0.3:
             event.pop(name, None)
         else:
-            event[name] = self.random.choice((*VALUES, *self.names[-3:]))
+            event[name] = self.value(*self.names[-3:])
 
     def item(self, batch: Any) -> None:
         """In a list of an event something is replaced, removed, doubled or moved."""
@@ -105,7 +110,7 @@ class Damage:
         at = draw.randrange(len(one))
         match draw.randrange(4):
             case 0:
-                one[at] = draw.choice((*VALUES, *self.names[-9:], 0, 1))
+                one[at] = self.value(*self.names[-9:])
             case 1:
                 del one[at:]
             case 2:
@@ -122,11 +127,11 @@ class Damage:
         if isinstance(groups, list) and groups and self.random.random() < 0.5:
             one = self.random.choice(groups)
             if isinstance(one, list) and one:
-                one[self.random.randrange(len(one))] = self.random.choice((*VALUES, "full", "state", "window", "chunk"))
+                one[self.random.randrange(len(one))] = self.value("full", "state", "window", "chunk")
             else:
-                groups.append(self.random.choice(VALUES))
+                groups.append(self.value())
         else:
-            told[self.random.choice([*told])] = self.random.choice(VALUES)
+            told[self.random.choice([*told])] = self.value()
 
 
 class Siege:

@@ -16,6 +16,9 @@ pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kv
 from hostile import Siege
 from traffic import Traffic
 
+from kvpagoda.errors import BadInput
+from kvpagoda.events import Follower
+
 
 def besiege(schema: str, seed: int, num_rounds: int) -> Siege:
     """So many rounds of some operations, damaged messages and a comparison."""
@@ -47,3 +50,23 @@ def test_thousands_of_damaged_batches(schema: str) -> None:
             num_refused += besiege(schema, seed, 100).num_refused
         except Exception as error:
             raise AssertionError(f"besiege({schema!r}, {seed}, 100)") from error
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"\xc1", b"\x91" * 100_000, b"\x81\xa1a" * 100_000, b"\x93\x00" + b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff",
+        b"\x93\x00\xdd\xff\xff\xff\xff", b"\x93\x00\x91\x81\xa4type\xa2\xff\xff", b"\x93\x00\x91\x91\xa2\xff\xff",
+        b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x93\x00\x90\x00", b"\x93\x00\x91\xc0\x00",
+        b"\x93\x00\x91\x90\x00",
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_bytes_that_are_no_batch(payload: bytes) -> None:
+    follower = Follower()
+    with pytest.raises(BadInput):
+        follower.feed(3, payload)
+    assert follower.wanted == 0 and follower.num_blocks == 0
+    for number in (-1, 2**63, "1", None, 0.5):
+        with pytest.raises(BadInput, match="the number of a batch"):
+            follower.feed(number, payload)  # type: ignore[arg-type]
