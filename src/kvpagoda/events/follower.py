@@ -90,6 +90,7 @@ class Follower:
         self._last = number if is_alive else max(self._last, number)  # its publisher says which is the last
         if isinstance(first, AllBlocksCleared) and number > self._next:  # it replaces all batches before it
             self._next = number
+            self._waiting = {at: later for at, later in self._waiting.items() if at > number}
         is_next = number == self._next
         if not is_alive and (is_next or (number > self._next and len(self._waiting) < _MOST_WAITING)):
             self._waiting[number] = batch
@@ -103,8 +104,6 @@ class Follower:
                 raise BadInput(f"batch {batch_number} does not follow those before it: {error}") from None
             wanted = self._next = batch_number + 1
             self._refused = None
-        for number in [number for number in self._waiting if number < self._next]:
-            del self._waiting[number]
         return lost
 
     def resumable(
