@@ -25,6 +25,9 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "compat/test_kv_cache_manager.py::test_requests_come_and_go_within_the_budget": ("raw", "ue8m0"),
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 16,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
+    "events/test_by_the_page.py::test_every_group_that_is_named_has_blocks": (
+        "wide-int8", "qwen3_next-bfloat16", "sliding-None", "mixed-int8-drafted",
+    ),
     "handover/test_by_layer.py::test_every_layer_kind_arrives_layer_by_layer": ("33-8",),
     "handover/test_by_layer.py::test_widths_pages_and_layouts_differ": ("trtllm", "cross"),
     "handover/test_receive.py::test_every_layer_kind_goes_on_elsewhere": ("33",),
@@ -145,6 +148,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
 """Test -> how many of its cases ``make test`` runs, evenly spread, or words of which the ids of these hold one."""
 
 LONG = {
+    "events/test_hostile_batches.py::test_thousands_of_damaged_batches":
+        "events/test_hostile_batches.py::test_a_follower_is_never_wrong_for_long",
     "events/test_vllm_router.py::test_its_structs_read_every_message":
         "events/test_vllm_router.py::test_without_our_fields_it_admits_every_event",
     "replay/test_auto_replay.py::test_a_point_better_where_arc_is":

@@ -363,7 +363,9 @@ def router(
     host: Annotated[str, typer.Option(help="the address to serve on; there is no authentication")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the port to serve on; 0: a free one")] = 8470,
     topic: Annotated[str, typer.Option(help="the topic of the publishers")] = "",
-    secret_file: Annotated[Path | None, typer.Option(help="a file with the secret of the caches' Identity")] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="a file with the secret of the caches' Identity, at most 64 bytes")
+    ] = None,
 ) -> None:
     """Serve over HTTP how many tokens of a prompt each engine could resume: POST /score, GET /health.
 

@@ -16,7 +16,7 @@ from kvpagoda.events import Publisher
 
 def main(endpoint: str, replay: str, schema: str, seed: str) -> None:
     traffic = Traffic(schema, int(seed))
-    with Publisher(traffic.log, endpoint, replay) as publisher:
+    with Publisher(traffic.log, endpoint, replay, bind=True) as publisher:
         print(json.dumps([publisher.endpoint, publisher.replay_endpoint]), flush=True)
         for _ in sys.stdin:
             for _ in range(60):

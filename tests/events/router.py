@@ -3,6 +3,7 @@ anew, for each question, where a text can be resumed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,11 @@ Name = int | bytes
 
 @dataclass
 class Block:
-    """A block of a text, by the tokens that it ends with. ``groups``: those that have it, beside the one of the text."""
+    """A block of a text, by the tokens that it ends with; a medium's digest in place of its first token. ``groups``: those
+    that have it, beside the one of the text."""
 
     parent: Name
-    tokens: list[int]
+    tokens: list[int | str]
     groups: set[int] = field(default_factory=set)
 
 
@@ -64,7 +66,11 @@ class Router:
         for at, name in enumerate(names):
             if self._is_text(group):
                 above = event["namespace"] if above is None else above
-                self.blocks[name] = Block(above, event["token_ids"][at * size : (at + 1) * size])
+                tokens = event["token_ids"][at * size : (at + 1) * size]
+                for extra in (event.get("extra_keys") or {at: None})[at] or ():
+                    if not isinstance(extra, str):
+                        tokens[extra[1]] = extra[0]
+                self.blocks[name] = Block(above, tokens)
                 above = name
             else:
                 self.blocks[name].groups.add(group)
@@ -77,10 +83,13 @@ class Router:
             else:
                 self.blocks[name].groups.discard(group)
 
-    def resumable(self, tokens: list[int], namespace: bytes) -> tuple[int, int]:
+    def resumable(
+        self, tokens: list[int], namespace: bytes, media: Mapping[int, bytes] | None = None
+    ) -> tuple[int, int]:
         """How many tokens of a text are there, and behind how many of them a request can begin."""
         above: Name = namespace
-        known, path = tokens[:-1], list[Block]()
+        digests = {at: digest.hex() for at, digest in (media or {}).items()}
+        known, path = [digests.get(at, token) for at, token in enumerate(tokens)][:-1], list[Block]()
         size = self.info["block_size"]
         partial = 0
         while True:
@@ -113,7 +122,7 @@ def _has(path: list[Block], group: int, kind: str, span: int | None, size: int) 
     return all(group in block.groups for block in path[max(0, first) // size :])
 
 
-def _alike(one: list[int], other: list[int]) -> int:
+def _alike(one: list[int | str], other: list[int | str]) -> int:
     """How many leading tokens are the same."""
     for at, (left, right) in enumerate(zip(one, other)):
         if left != right:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from random_driver.schemas import SCHEMA_NAMES
@@ -12,7 +14,8 @@ pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kv
 from following import ENCODINGS, Line
 from traffic import Traffic
 
-from kvpagoda.events import Encoding, wire
+from kvpagoda.errors import BadInput
+from kvpagoda.events import Encoding, Follower, wire
 from kvpagoda.events.wire import Name
 
 STEPS, MANY_EVENTS = 120, 1_000_000
@@ -66,6 +69,33 @@ def one_media(traffic: Traffic, sequence: object) -> dict[int, bytes]:
     return {
         at: traffic.cache.core.media.digest(one) for at, one in request.media_ids.items() if at < request.own_length
     }
+
+
+@pytest.mark.parametrize(
+    "media",
+    [
+        {-1: b"z" * 16}, {-3: b"m" * 16}, {41: b"m" * 16}, {1: b"z"}, {1: "z" * 16}, {1.0: b"m" * 16}, {True: b"m" * 16},
+        {"1": b"m" * 16}, {2**70: b"m" * 16}, [b"m" * 16], {1: None}, b"m" * 16,
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_media_are_refused_as_lookup_refuses_them(media: Any) -> None:
+    traffic = Traffic("gemma", 1)
+    with traffic.cache.open(range(40), media={38: b"m" * 16}) as sequence:
+        for _ in range(5):
+            sequence.extend(8)
+            sequence.commit(range(sequence.length, sequence.length + 8))
+    line = Line(traffic.cache, traffic.log, traffic.random)
+    line.follower._secret = b"s"
+    line.catch_up()
+    for other in (None, {}, {38: b"m" * 16}, {38: b"z" * 16}):
+        line.compare(range(41), media=other)
+    with pytest.raises(BadInput) as refused:
+        traffic.cache.lookup(range(41), media=[media] if isinstance(media, list) else media)
+    for follower in (line.follower, Follower()):
+        with pytest.raises(BadInput) as told:
+            follower.resumable(range(41), media=media)
+        assert isinstance(media, list) or str(told.value) == str(refused.value)
 
 
 SEEDS = {"fp8_heads": 2, "gemma": 2}

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -74,8 +74,7 @@ def test_a_subscriber_survives_the_publisher(schema: str) -> None:
             assert hear(subscriber, second) == second
             child.kill()
             child.wait()
-            again = [f"tcp://*:{endpoint.rpartition(':')[2]}" for endpoint in endpoints]
-            with process(*again, schema, "2") as other:
+            with process(*endpoints, schema, "2") as other:
                 assert other.stdout is not None
                 other.stdout.readline()
                 third = ask(other)
@@ -111,9 +110,11 @@ def test_what_is_missed_is_asked_for() -> None:
         assert [one[1:] for one in said] == [one[1:] for one in expected]
 
 
-@pytest.mark.parametrize(("encoding", "frames"), [("map", (b"", b"kv-events")), ("array", (b"",))])
-def test_a_replay_has_the_frames_of_vllm(encoding: str, frames: tuple[bytes, ...]) -> None:
-    """Its subscribers ask with 8 bytes. Replies have the topic since events are maps."""
+@pytest.mark.parametrize("envelope", [[b""], []], ids=["empty frame", "none"])
+@pytest.mark.parametrize(("encoding", "topic"), [("map", [b"kv-events"]), ("array", [])])
+def test_a_replay_has_the_frames_of_vllm(encoding: str, topic: list[bytes], envelope: list[bytes]) -> None:
+    """Its subscribers ask with an empty frame and 8 bytes. Replies have the topic since events are maps. Who asks without the
+    empty frame, whom vLLM does not answer, gets replies without it."""
     traffic = Traffic("mixed", 4)
     settings: dict[str, Any] = dict(topic="kv-events", rank=3, encoding=encoding)
     with Publisher(traffic.log, LOCAL, LOCAL, **settings) as publisher, zmq.Context() as context:
@@ -122,16 +123,105 @@ def test_a_replay_has_the_frames_of_vllm(encoding: str, frames: tuple[bytes, ...
         assert publisher.flush()
         with context.socket(zmq.DEALER) as dealer:
             dealer.connect(publisher.replay_endpoint)
-            dealer.send_multipart([b"", b"no number"])
-            dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+            for wrong in ([b"no number"], [], [b"", bytes(8)], [bytes(8), bytes(8)]):
+                dealer.send_multipart([*envelope, *wrong, b""])
+            dealer.send_multipart([*envelope, (0).to_bytes(8, "big")])
             batches = list[EventBatch]()
             while (found := dealer.recv_multipart())[-1]:
-                assert (*found[:-2],) == frames and int.from_bytes(found[-2], "big") == len(batches)
+                assert found[:-2] == envelope + topic and int.from_bytes(found[-2], "big") == len(batches)
                 batches.append(decode(found[-1]))
-            assert found == [b""] * len(frames) + [b"\xff" * 8, b""]
+            assert found == envelope + [b""] * len(topic) + [b"\xff" * 8, b""]
     assert {batch.data_parallel_rank for batch in batches} == {3}
     kinds = {event.kv_cache_spec_kind for batch in batches for event in batch.events if isinstance(event, BlockStored)}
     assert kinds == {"full_attention", "mamba", "sliding_window", "chunked_local_attention"}
+
+
+def test_messages_that_are_none_are_told_and_the_others_taken() -> None:
+    traffic = Traffic("gemma", 1)
+    stream = EventStream(traffic.log)
+    for _ in range(40):
+        traffic.step()
+    stream.drain()
+    (first, opening), *rest = stream.replay(0)
+    good = [[b"", number.to_bytes(8, "big"), payload] for number, payload in [(first, opening), *rest]]
+    with zmq.Context() as context, context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as router:
+        ends = [f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}" for socket in (pub, router)]
+        with Subscriber(ends[0], ends[1], secret=b"s") as subscriber:
+            assert router.poll(PATIENCE * 1000) and router.recv_multipart()[1:] == [b"", bytes(8)]
+            end = monotonic() + PATIENCE
+            while subscriber.heard_at is None and monotonic() < end:  # until it is connected
+                pub.send_multipart([b"", bytes(8), stream.alive()[1]])
+                subscriber.poll(0.02)
+            for wrong in ([b"alone"], [b"", b"123", opening], [b"", b"", b""], [b"", bytes([127] * 8), b"nonsense"]):
+                pub.send_multipart(wrong)
+                for message in good:
+                    pub.send_multipart(message)
+                refused = 0
+                while not refused and monotonic() < end:
+                    try:
+                        subscriber.poll(0.02)
+                    except BadInput as error:
+                        refused += "got frames of" in str(error) or "no batch of KV events" in str(error)
+                assert refused
+            while subscriber.follower._next <= stream.last and monotonic() < end:
+                subscriber.poll(0.02)
+            assert subscriber.follower.num_blocks == len(stream.index.blocks) > 0
+
+
+def test_what_cannot_be_had_is_asked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpagoda.events.publisher.PATIENCE", 0.05)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        replay = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        with Subscriber("tcp://127.0.0.1:1", replay) as subscriber:
+            asked, ends = list[float](), monotonic() + 1.5
+            while monotonic() < ends:
+                if router.poll(1):
+                    client, *_ = router.recv_multipart()
+                    asked.append(monotonic())
+                    router.send_multipart([client, b"", b"", (1).to_bytes(8, "big"), b"nonsense"])
+                    router.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+                with suppress(BadInput):
+                    subscriber.poll()
+            assert 2 <= len(asked) <= 7  # after 0.05, 0.1, 0.2, 0.4 and 0.8 seconds
+            assert subscriber.follower.wanted == 0
+
+
+def test_only_the_loopback_is_bound_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[tuple[str, bool]]()
+
+    def open_another(socket: Any, endpoint: str, is_bound: bool) -> None:
+        opened.append((endpoint, is_bound))
+        socket.bind(LOCAL)
+
+    monkeypatch.setattr("kvpagoda.events.publisher._open", open_another)
+    with Publisher(Traffic("full", 1).log):
+        assert opened == [("tcp://127.0.0.1:5557", True), ("tcp://127.0.0.1:5558", True)]
+    for endpoint, is_bound in (
+        ("tcp://*:1", True), ("tcp://[::]:1", True), ("tcp://[::1]:1", True), ("tcp://0.0.0.0:1", True), ("ipc://a", True),
+        ("inproc://a", True), ("tcp://127.0.0.1:1", False), ("tcp://router:1", False),
+    ):  # fmt: skip
+        with Publisher(Traffic("full", 1).log, endpoint, None):
+            assert opened.pop() == (endpoint, is_bound)
+
+
+def test_addresses_of_ipv6() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.ipv6 = True
+        try:
+            socket.bind("tcp://[::1]:*")
+        except zmq.ZMQError as error:
+            pytest.skip(f"no IPv6: {error}")
+    traffic = Traffic("gemma", 1)
+    with (
+        Publisher(traffic.log, "tcp://[::1]:*", "tcp://[::1]:*") as publisher,
+        Subscriber(publisher.endpoint, publisher.replay_endpoint, secret=b"s") as subscriber,
+    ):
+        assert publisher.endpoint.startswith("tcp://[::1]:")
+        end = monotonic() + PATIENCE
+        while not subscriber.follower.num_blocks and monotonic() < end:
+            traffic.step()
+            subscriber.poll(0.02)
+        assert subscriber.follower.num_blocks
 
 
 def test_a_follower_needs_our_fields() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -26,7 +27,7 @@ pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kv
 
 from traffic import Traffic
 
-from kvpagoda.events import Encoding, Publisher, Router, RouterServer
+from kvpagoda.events import Encoding, Follower, Publisher, Router, RouterServer, Subscriber
 from kvpagoda.events.router import MOST_NBYTES
 
 LOCAL, PATIENCE = "tcp://127.0.0.1:*", 20.0
@@ -167,6 +168,9 @@ def test_health_says_what_is_known_of_each_worker(fleet: Fleet) -> None:
         ("POST", "/score", {"tokens": [1], "namespace": 7}, 400, "Expected `str | object | null`, got `int`"),
         ("POST", "/score", {"tokens": [1], "media": {"0": "xy"}}, 400, "non-hexadecimal"),
         ("POST", "/score", {"tokens": [1], "media": {"a": "00"}}, 400, "Expected `int`, got `str`"),
+        ("POST", "/score", {"tokens": [1], "media": {"0": "00"}}, 400, "a digest of media is at least 16 bytes"),
+        ("POST", "/score", {"tokens": [1], "media": {"1": "00" * 16}}, 400, "a position in the prompt, 0..0, got 1"),
+        ("POST", "/score", {"tokens": [1], "media": {"-1": "00" * 16}}, 400, "an offset of media must be a whole number"),
         ("POST", "/scores", {"tokens": [1]}, 404, "no '/scores' here; known: /score, /health; did you mean '/score'?"),
         ("GET", "/score", None, 405, "/score takes POST, got GET"),
         ("POST", "/health", {}, 405, "/health takes GET, got POST"),
@@ -182,7 +186,7 @@ def test_what_is_wrong_is_told(
     assert ask(server, "POST", "/score", {"tokens": [1]})[0] == 200
 
 
-def test_bodies_without_end_are_not_read(server: RouterServer) -> None:
+def test_bodies_without_end_are_not_read(server: RouterServer, capfd: pytest.CaptureFixture[str]) -> None:
     got, said = ask(server, "POST", "/score", b"", **{"Content-Length": str(MOST_NBYTES + 1)})
     assert got == 413 and (said["error"]["needed"], said["error"]["available"]) == (MOST_NBYTES + 1, MOST_NBYTES)
     for length in ("-1", "many", "1e3"):
@@ -190,11 +194,103 @@ def test_bodies_without_end_are_not_read(server: RouterServer) -> None:
         assert got == 411 and length in said["error"]["message"]
     got, said = ask(server, "POST", "/score", b"{}", **{"Transfer-Encoding": "chunked"})
     assert got == 411
+    got, said = ask(server, "POST", "/score", b"", **{"Content-Length": "9" * 5000})
+    assert got == 413 and "got a number of 5000 digits" in said["error"]["message"]
+    assert ask(server, "POST", "/score", b"{", **{"Content-Length": "0" * 5000 + "1"})[0] == 400
     with Router({"a": NOBODY}) as router:
         assert router.answer("POST", "/score", b" " * (MOST_NBYTES + 1)).status == 413
-    with socket.create_connection(tuple(server.url.removeprefix("http://").split(":"))) as line:  # type: ignore[arg-type]
-        line.sendall(b"nonsense\r\n\r\n")
-        assert b'"BadRequest"' in line.recv(1000)
+    for text, kind in (
+        (b"nonsense\r\n\r\n", b'"BadRequest"'),
+        (b"POST /score HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}", b'"LengthRequired"'),
+        (b"POST /" + b"a" * 70_000, b'"BadRequest"'),
+        (b"POST /score HTTP/1.1\r\nA: " + b"a" * 70_000, b'"BadRequest"'),
+        (b"POST /score HTTP/1.1\r\n" + b"A: a\r\n" * 200, b'"BadRequest"'),
+        (b"POST /score HTTP/1.1\r\nContent-Length: 20000000\r\n\r\n" + bytes(20_000_000), b'"TooLarge"'),
+    ):
+        with connected(server) as line:
+            line.sendall(text)
+            line.shutdown(socket.SHUT_WR)
+            assert kind in b"".join(iter(lambda: line.recv(1000), b"")), text[:60]
+    assert capfd.readouterr() == ("", "")
+
+
+def connected(server: RouterServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), PATIENCE)
+
+
+def test_a_hundred_clients_at_once_are_served_soon(server: RouterServer) -> None:
+    """Nobody waits until the system sends its connection again, which takes a second, then two and four."""
+    begin, waited, faults = threading.Barrier(100), list[float](), list[Any]()
+
+    def client() -> None:
+        begin.wait()
+        start = monotonic()
+        try:
+            assert ask(server, "POST", "/score", {"tokens": [1, 2, 3]})[0] == 200
+        except Exception as error:
+            faults.append(error)
+        waited.append(monotonic() - start)
+
+    threads = [threading.Thread(target=client) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults and max(waited) < 5
+
+
+def test_slow_clients_keep_nobody_waiting(
+    server: RouterServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where all threads wait for clients, the slowest of them is cut off for a new one."""
+    monkeypatch.setattr("kvpagoda.events.server.MOST_CONNECTIONS", 8)
+    monkeypatch.setattr("kvpagoda.events.server.LEAST_PATIENCE", 0.2)
+    beginnings = (
+        b"",
+        b"POST /sc",
+        b"POST /score HTTP/1.1\r\nA: b\r\n",
+        b"POST /score HTTP/1.1\r\nContent-Length: 9\r\n\r\n{",
+    )
+    lines = [connected(server) for _ in range(12)]
+    for at, line in enumerate(lines):
+        line.sendall(beginnings[at % 4])
+    assert ask(server, "POST", "/score", {"tokens": [1]})[0] == 200
+    assert lines[0].recv(1) == b""
+    monkeypatch.setattr("kvpagoda.events.server.PATIENCE", 0.3)
+    for line in lines[-4:]:  # a byte now and then does not help
+        with suppress(ConnectionError):
+            while True:
+                line.sendall(b"a")
+                line.settimeout(0.1)
+                with suppress(TimeoutError):
+                    assert not line.recv(1000).startswith(b"HTTP/1.1 2")
+                    break
+        line.close()
+    until(lambda: not server._server.waits)
+    assert ask(server, "GET", "/health")[0] == 200
+    for line in lines:
+        line.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_long_secret_is_refused_where_it_is_given(here: Any, tmp_path: Path) -> None:
+    """The engine's ``Identity`` refuses it too."""
+    message = "a secret is at most 64 bytes, got 65; give a digest of it"
+    for make in (
+        lambda secret: Router({"a": NOBODY}, secret=secret),
+        Follower,
+        lambda secret: Subscriber(*NOBODY, secret=secret),
+    ):
+        with pytest.raises(BadInput, match=message):
+            make(bytes(65))
+        with pytest.raises(BadInput, match="a secret is bytes, got str"):
+            make("secret")
+    with Router({"a": NOBODY}, secret=bytes(64)) as router:
+        assert router.answer("POST", "/score", b'{"tokens": [1]}').status == 200
+    (tmp_path / "secret").write_bytes(bytes(65))
+    done = here("router", "a=" + ",".join(NOBODY), "--secret-file", str(tmp_path / "secret"))
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_worker_that_is_not_kvpagoda_is_named() -> None:

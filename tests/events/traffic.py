@@ -10,22 +10,35 @@ from kvpagoda import Identity, KVCache, Limits, Retention
 from kvpagoda.errors import OutOfBlocks, RetryLater
 from kvpagoda.events import EventLog
 from kvpagoda.prefix import POLICY_NAMES
+from kvpagoda.schema import FULL, Attention, Growth, Layer, Schema
 from random_driver.schemas import schema_named
 from random_driver.texts import MEDIA, NAMESPACES
 
 MOST_TOKENS = 48
+DRAFT = Schema(
+    tuple(Layer(i, "draft", (Attention(1, 4, 4, "float32", growth),)) for i, growth in enumerate((FULL, Growth(window=7)))),
+    "draft", vocab_size=1000,
+)  # fmt: skip
 
 
 class Traffic:
-    """Requests over one cache after another. ``log_capacity``: of the log; a small one begins anew all the time."""
+    """Requests over one cache after another. ``log_capacity``: of the log; a small one begins anew all the time.
+    ``checkpoint_format``: see ``Retention``. ``is_drafted``: the model of ``schema`` has a draft with a group of its own.
+    ``order``: of the arenas; ``None``: as the seed says."""
 
-    def __init__(self, schema: str, seed: int, log_capacity: int = 65_536) -> None:
+    def __init__(
+        self, schema: str, seed: int, log_capacity: int = 65_536, *, checkpoint_format: str | None = None,
+        is_drafted: bool = False, order: str | None = None,
+    ) -> None:  # fmt: skip
         self.random = np.random.default_rng([seed, len(schema), *schema.encode()])
-        self.schema, self.log_capacity = schema, log_capacity
+        self.schema, self.log_capacity = schema_named(schema), log_capacity
+        if is_drafted:
+            self.schema = self.schema.drafted_by(DRAFT)
         self.settings: dict[str, Any] = dict(
             block_size=8 if schema == "deepseek_v4" else 4, max_requests=4, policy=POLICY_NAMES[seed % len(POLICY_NAMES)],
             limits=Limits(MOST_TOKENS + 16, 8, hit_grid=(1, 1, 16)[seed % 3]),
-            retention=Retention(checkpoint_every=seed % 3), order=None if seed % 4 else "layer",
+            retention=Retention(checkpoint_every=seed % 3, checkpoint_format=checkpoint_format),
+            order=order or (None if seed % 4 else "layer"),
         )  # fmt: skip
         self.nbytes = 2048
         while not _fits(self, 3):
@@ -36,7 +49,7 @@ class Traffic:
         """Another process: nothing is cached."""
         self.log = EventLog(self.log_capacity)
         self.cache = KVCache(
-            schema_named(self.schema), self.nbytes, device="none", events=self.log,
+            self.schema, self.nbytes, device="none", events=self.log,
             identity=Identity("w", secret=b"s"), **self.settings,
         )  # fmt: skip
         self.running: list[Any] = []
@@ -128,9 +141,9 @@ class Traffic:
 
 def _fits(traffic: Traffic, num_requests: int) -> bool:
     """Whether so many long requests fit at once."""
-    settings = {name: traffic.settings[name] for name in ("block_size", "max_requests", "limits", "order")}
+    settings = {name: traffic.settings[name] for name in ("block_size", "max_requests", "limits", "order", "retention")}
     try:
-        cache = KVCache(schema_named(traffic.schema), traffic.nbytes, device="none", **settings)
+        cache = KVCache(traffic.schema, traffic.nbytes, device="none", **settings)
         running = [cache.open([number] * (MOST_TOKENS + 8), capacity=0) for number in range(num_requests)]
     except (RetryLater, ValueError):
         return False

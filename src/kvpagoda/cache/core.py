@@ -133,10 +133,12 @@ class Core:
         #: their ``observable`` methods can be observed
         self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
         if settings.events is not None:
-            full = TEXT if self.full is None else self.full.index
-            groups = tuple((group.plan.name, group.growth) for group in self.groups)
-            fields = tuple(tuple(place.field.name for place in group.plan.layout.places) for group in self.groups)
-            followed = Followed(plan.block_size, grid, groups, full, identity.secret, fields)
+            told = [group for group in self.groups if group is self.full or group in self.bounded]
+            numbers = {group.index: number for number, group in enumerate(told)}
+            full = TEXT if self.full is None else numbers[self.full.index]
+            groups = tuple((group.plan.name, group.growth) for group in told)
+            fields = tuple(tuple(place.field.name for place in group.plan.layout.places) for group in told)
+            followed = Followed(plan.block_size, grid, groups, full, identity.secret, fields, numbers)
             settings.events.attach(self.prefix, self.namespaces, self.media, followed)
         _log.info(
             "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,

@@ -8,9 +8,9 @@ misses a change."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -86,9 +86,11 @@ _NO_MEDIA: dict[int, bytes] = {}
 class Followed:
     """What a follower must know of a cache to tell from its blocks where a text can be resumed.
 
-    ``hit_grid``: hits end at multiples of this many tokens. ``groups``: name and growth of each. ``full``: the index of
-    the group that keeps all tokens, or ``TEXT``. ``secret``: see ``Identity``. ``fields``: the names of the arrays in a
-    block of each group; publishers need them."""
+    ``hit_grid``: hits end at multiples of this many tokens. ``groups``: name and growth of each group without which a text
+    cannot be resumed: not the optional ones of a draft, nor running states whose checkpoints are another group. ``full``:
+    the index there of the group that keeps all tokens, or ``TEXT``. Publishers alone need: ``secret``, see ``Identity``;
+    ``fields``, the names of the arrays in a block of each group; ``numbers``, group of the cache -> its index in
+    ``groups``."""
 
     block_size: int
     hit_grid: int
@@ -96,6 +98,7 @@ class Followed:
     full: int
     secret: bytes = b""
     fields: tuple[tuple[str, ...], ...] = ()
+    numbers: Mapping[int, int] = field(default_factory=dict)
 
 
 class NoEvents:
@@ -172,10 +175,9 @@ class EventLog(NoEvents):
         return Shared(namespace, low, tokens[low * size - start : end * size - start], texts, groups, media)
 
     def _gone(self, freed: Freed) -> Gone:
-        full = self.followed.full
-        is_told = [not growth.is_optional for _, growth in self.followed.groups]
+        full, numbers = self.followed.full, self.followed.numbers
         blocks: list[tuple[int, AnyIds]] = [
-            (number, names) for number, names in freed.blocks if len(names) and is_told[number]
+            (numbers[group], names) for group, names in freed.blocks if len(names) and group in numbers
         ]
         blocks.sort(key=lambda item: item[0] == full)
         if freed.numbers is not None and len(freed.numbers):
@@ -192,14 +194,14 @@ class EventLog(NoEvents):
     # -- called by the cache, after it has changed -------------------------------------------------------------------
 
     def published(self, request: Request, begin: int) -> None:
-        prefix, end = self._prefix, request.lease.num_blocks
+        prefix, numbers, end = self._prefix, self.followed.numbers, request.lease.num_blocks
         try:
             low, groups = begin, list[tuple[int, int, AnyIds]]()
-            for group, window in prefix.windows:
-                if window.growth.is_optional:
+            for group, _ in prefix.windows:
+                if group.index not in numbers:
                     continue  # what nobody needs for a hit, no router needs to know
                 first = group.first[request.slot]
-                groups.append((group.index, first, group.names_between(request.slot, first, end)))
+                groups.append((numbers[group.index], first, group.names_between(request.slot, first, end)))
                 low = min(low, first)
             self._put(self._raw(request, low, end, tuple(groups)))
         except MemoryError:
@@ -210,7 +212,7 @@ class EventLog(NoEvents):
         if states is None:
             return
         try:
-            groups = ((states.index, num_blocks - 1, copy),)
+            groups = ((self.followed.numbers[states.index], num_blocks - 1, copy),)
             self._put(self._raw(request, num_blocks - 1, num_blocks, groups))
         except MemoryError:
             self._is_broken = True
@@ -261,7 +263,7 @@ class EventLog(NoEvents):
 
     def _all(self) -> Iterator[Shared]:
         """Yield everything that is cached and can be found. O(blocks)."""
-        prefix = self._prefix
+        prefix, numbers = self._prefix, self.followed.numbers
         row = 0 if prefix.full is not None else prefix.tree.num_groups - 1
         states, namespace = prefix.states, b""
         for node in prefix.tree.nodes():
@@ -272,13 +274,13 @@ class EventLog(NoEvents):
             above = node.parent.ids[row, -1:] if node.start else node.ids[row, :0]
             groups = list[tuple[int, int, AnyIds]]()
             for group, window in prefix.windows:
-                if window.growth.is_optional:
+                if group.index not in numbers:
                     continue
                 cells = window.cells_of(node.ids)
-                groups.append((group.index, node.start, cells[0] * window.are_there(cells)))
+                groups.append((numbers[group.index], node.start, cells[0] * window.are_there(cells)))
             if states is not None:
                 for found in node.checkpoints.all if node.checkpoints is not None else ():
-                    groups.append((states.index, found.depth - 1, prefix.kept[found.state_id].states))
+                    groups.append((numbers[states.index], found.depth - 1, prefix.kept[found.state_id].states))
             texts = np.concatenate((above, node.ids[row]))
             keys = node.tokens.copy()
             yield Shared(namespace, node.start, keys, texts, tuple(groups), self._digests(keys))

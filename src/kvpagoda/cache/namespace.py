@@ -154,6 +154,24 @@ def with_media(tokens: Ids, first: int, media_ids: Mapping[int, int]) -> Ids:
     return tokens
 
 
+def checked_media(media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, bytes]:
+    """Return ``media``, offset -> digest, as a dictionary. Raises BadInput unless every offset is a position in a prompt of
+    ``num_tokens`` and every digest has at least 16 bytes."""
+    if media is None:
+        return {}
+    if not isinstance(media, Mapping):
+        raise BadInput(f"media are a mapping from offset to digest, got {type(media).__name__}")
+    placed = {}
+    for offset, digest in media.items():
+        at = whole_number(offset, "an offset of media")
+        if at >= num_tokens:
+            raise BadInput(f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {at}")
+        if not isinstance(digest, bytes) or len(digest) < 16:
+            raise BadInput(f"a digest of media is at least 16 bytes, got {shown(digest)} at token {at}")
+        placed[at] = digest
+    return placed
+
+
 class Media:
     """Ids for images and sounds in a text: each digest gets a number below 0, which no token has.
 
@@ -167,18 +185,7 @@ class Media:
     def ids(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
         """Return offset -> media id for ``media``: offset -> digest of at least 16 bytes, in a prompt of
         ``num_tokens``. Raises BadInput."""
-        if media is None:
-            return {}
-        if not isinstance(media, Mapping):
-            raise BadInput(f"media are a mapping from offset to digest, got {type(media).__name__}")
-        placed = {}
-        for offset, digest in media.items():
-            at = whole_number(offset, "an offset of media")
-            if at >= num_tokens:
-                raise BadInput(f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {at}")
-            if not isinstance(digest, bytes) or len(digest) < 16:
-                raise BadInput(f"a digest of media is at least 16 bytes, got {shown(digest)} at token {at}")
-            placed[at] = digest
+        placed = checked_media(media, num_tokens)
         for digest in placed.values():
             if digest not in self._numbers:
                 self._digests.append(digest)

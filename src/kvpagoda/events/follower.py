@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from kvpagoda.cache.event_log import TEXT
-from kvpagoda.cache.namespace import Namespace, namespace_key
-from kvpagoda.errors import BadInput
+from kvpagoda.cache.namespace import Namespace, checked_media, namespace_key
+from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.events.index import Block, PrefixIndex, Resumable
-from kvpagoda.events.wire import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Name, decode
-from kvpagoda.prefix.tokens import NO_TOKEN, TokenIds, as_tokens
+from kvpagoda.events.trial import Trial, group_of
+from kvpagoda.events.wire import (
+    MEDIUM,
+    MEDIUMS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    Name,
+    decode,
+)
+from kvpagoda.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.tiers.keys import prefix_root
+from kvpagoda.units import whole_number
 
 _MOST_WAITING = 4096
 """The most batches after a gap that are kept until the gap is closed."""
@@ -29,7 +38,8 @@ def namespace_name(namespace: Namespace | str | bytes | None = None, secret: byt
 
 
 class Follower:
-    """Knows which blocks one cache has, from the messages of its publisher alone. ``secret``: that of its ``Identity``.
+    """Knows which blocks one cache has, from the messages of its publisher alone. ``secret``: that of its ``Identity``, at
+    most 64 bytes, otherwise BadInput.
 
     Pass every message to ``feed``. While ``wanted`` is a number, messages are missing: ask the publisher to replay from
     that number, and pass its answers to ``feed``. Until then the answers here are those of the last complete state. A
@@ -37,11 +47,13 @@ class Follower:
     """
 
     def __init__(self, secret: bytes = b"") -> None:
+        prefix_root(b"", secret)
         self._secret = secret
         self._index: PrefixIndex | None = None
         self._instance: int | None = None
         self._next = 0  # number of the next batch to apply
         self._last = 0  # highest batch number seen
+        self._refused: int | None = None  # number of the batch that was refused last
         self._waiting: dict[int, EventBatch] = {}  # batches after a gap, by number
         self.num_lost = 0  #: positions at which a text could be resumed, lost since the last snapshot
 
@@ -58,30 +70,39 @@ class Follower:
     def feed(self, sequence: int, payload: bytes) -> list[Name]:
         """Take batch number ``sequence``, live or replayed.
 
-        Returns the names of the blocks after which no text can be resumed any more (``BlockRemoved.lost``). Raises
-        BadInput, changing nothing, for bytes that are not a batch of kvpagoda.
+        Returns the names of the blocks after which no text can be resumed any more (``BlockRemoved.lost``). Raises BadInput
+        for bytes that are not a batch of kvpagoda, and for a batch that contradicts those before it, of which the last may
+        have come before. Of a batch that is refused nothing is applied, and ``wanted`` asks for it again; if it is refused
+        once more, for all batches from the first on.
         """
-        batch = decode(payload)
-        instance = batch.events[0].instance if batch.events else None
-        if instance is None:
-            raise BadInput("this batch does not name its publisher; it is not from kvpagoda, or without its own fields")
-        is_snapshot = isinstance(batch.events[0], AllBlocksCleared)
-        cleared = [event for event in batch.events if isinstance(event, AllBlocksCleared)]
-        if any(event.cache is None for event in cleared):
-            raise BadInput("this batch clears all blocks and does not describe the cache")
-        if instance != self._instance:
-            self._instance, self._next, self._last = instance, 0, 0
+        number = whole_number(sequence, "the number of a batch")
+        try:
+            batch = _read(payload)
+        except BadInput:
+            self._last = max(self._last, number)
+            raise
+        first = batch.events[0]
+        if first.instance != self._instance:
+            self._instance, self._next, self._last, self._refused = first.instance, 0, 0, None
             self._waiting.clear()
-        if is_snapshot and sequence > self._next:  # it replaces all batches before it
-            self._next = sequence
-            self._waiting = {number: later for number, later in self._waiting.items() if number > sequence}
-        self._last = max(self._last, sequence)
-        is_next = sequence == self._next
-        if not _is_alive(batch) and (is_next or (sequence > self._next and len(self._waiting) < _MOST_WAITING)):
-            self._waiting[sequence] = batch
+        is_alive, wanted = _is_alive(batch), self._next
+        self._last = number if is_alive else max(self._last, number)  # its publisher says which is the last
+        if isinstance(first, AllBlocksCleared) and number > self._next:  # it replaces all batches before it
+            self._next = number
+            self._waiting = {at: later for at, later in self._waiting.items() if at > number}
+        is_next = number == self._next
+        if not is_alive and (is_next or (number > self._next and len(self._waiting) < _MOST_WAITING)):
+            self._waiting[number] = batch
         lost = list[Name]()
-        while self._next in self._waiting:
-            self._apply(self._waiting.pop(self._next).events, lost)
+        while (batch_number := self._next) in self._waiting:
+            try:
+                self._apply(self._waiting.pop(batch_number).events, lost)
+            except BadInput as error:
+                self._next = 0 if self._refused == batch_number else wanted
+                self._refused = batch_number
+                raise BadInput(f"batch {batch_number} does not follow those before it: {error}") from None
+            wanted = self._next = batch_number + 1
+            self._refused = None
         return lost
 
     def resumable(
@@ -95,60 +116,68 @@ class Follower:
 
         The numbers are those of ``KVCache.lookup``. O(n). Raises BadInput.
         """
-        tokens, name = as_tokens(token_ids, None), namespace_name(namespace, self._secret)
-        return Resumable(0, 0) if self._index is None else self._index.look_up(tokens, name, media or {})
+        tokens, name = as_tokens(token_ids), namespace_name(namespace, self._secret)
+        places = checked_media(media, len(tokens))
+        return Resumable(0, 0) if self._index is None else self._index.look_up(tokens, name, places)
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def _apply(self, events: list[Event], lost: list[Name]) -> None:
-        """Apply ``events``, those of the next batch; append lost positions to ``lost``."""
-        self._next += 1
-        for event in events:
-            if isinstance(event, AllBlocksCleared):
-                assert event.cache is not None
-                self._index, self.num_lost = PrefixIndex(event.cache.followed()), 0
-            elif (
-                self._index is not None and event.medium == MEDIUM
-            ):  # no index: the first batch, which clears, is missing
-                if isinstance(event, BlockStored):
-                    self._store(self._index, event)
-                else:
-                    lost += self._remove(self._index, event)
+        """Apply ``events``, those of the next batch; append lost positions to ``lost``. Raises BadInput, changing nothing."""
+        first, index = events[0], self._index
+        if isinstance(first, AllBlocksCleared):
+            assert first.cache is not None
+            index = PrefixIndex(first.cache.followed())
+        if index is None:
+            raise BadInput("it does not describe the cache, and no batch did yet")
+        trial = Trial(index)
+        changes = [event for event in events if not isinstance(event, AllBlocksCleared) and event.medium == MEDIUM]
+        keys = [trial.keys(event) for event in changes]
+        if index is not self._index:
+            self._index, self.num_lost = index, 0
+        for event, keys_of_event in zip(changes, keys):
+            if isinstance(event, BlockRemoved):
+                lost += self._remove(index, event)
+            else:
+                self._store(index, event, keys_of_event)
 
     def _remove(self, index: PrefixIndex, event: BlockRemoved) -> list[Name]:
         """Apply ``event`` to ``index``; return the blocks after which no text can be resumed any more."""
-        blocks = [index.blocks[name] for name in event.block_hashes if name in index.blocks]
-        if _is_text(index, event.group_idx):
+        blocks, group = [index.blocks[name] for name in event.block_hashes], group_of(index, event)
+        if group == index.followed.full:
             lost = [block.name for block in blocks if index.remove(block)]
         else:
-            lost = index.set_flag(event.group_idx or 0, blocks, is_there=False)
+            lost = index.set_flag(group, blocks, is_there=False)
         self.num_lost += len(lost)
         return lost
 
     @staticmethod
-    def _store(index: PrefixIndex, event: BlockStored) -> None:
-        """Apply ``event`` to ``index``."""
-        if not _is_text(index, event.group_idx):
-            blocks = [index.blocks[name] for name in event.block_hashes if name in index.blocks]
-            index.set_flag(event.group_idx or 0, blocks, is_there=True)
+    def _store(index: PrefixIndex, event: BlockStored, keys: list[bytes]) -> None:
+        """Apply ``event`` to ``index``. ``keys``: of its blocks."""
+        group, above = group_of(index, event), event.parent_block_hash
+        if group != index.followed.full:
+            index.set_flag(group, [index.blocks[name] for name in event.block_hashes], is_there=True)
             return
-        size = event.block_size
-        keys = np.full(size * len(event.block_hashes), NO_TOKEN, np.int32)
-        keys[: len(event.token_ids)] = event.token_ids
-        for number, extra in enumerate(event.extra_keys or ()):
-            for place in extra or ():
-                if not isinstance(place, str):  # the salt is in the namespace
-                    keys[number * size + place[1]] = index.media_id(bytes.fromhex(place[0]))
-        text, step = keys.tobytes(), 4 * size
-        above = event.parent_block_hash
         block: Block = index.root(event.namespace) if above is None else index.blocks[above]
-        for number, name in enumerate(event.block_hashes):
-            block = index.add(block, name, text[number * step : (number + 1) * step])
+        for name, key in zip(event.block_hashes, keys):
+            block = index.add(block, name, key)
 
 
-def _is_text(index: PrefixIndex, group: int | None) -> bool:
-    """Return whether ``group`` keeps all tokens, so that its blocks are the texts of the index."""
-    return (TEXT if group is None else group) == index.followed.full
+def _read(payload: bytes) -> EventBatch:
+    """Return the batch in ``payload``. Raises BadInput if it is none of kvpagoda."""
+    batch = decode(payload)
+    if not batch.events or batch.events[0].instance is None:
+        raise BadInput("this batch does not name its publisher; it is not from kvpagoda, or without its own fields")
+    for number, event in enumerate(batch.events):
+        if isinstance(event, AllBlocksCleared):
+            if number or event.cache is None:
+                raise BadInput(f"event {number} clears all blocks; only the first may, and describes the cache")
+            event.cache.followed()
+        elif event.medium not in MEDIUMS:
+            raise unknown_name("medium", event.medium, MEDIUMS)
+        elif not event.block_hashes and not _is_alive(batch):
+            raise BadInput(f"event {number} has no blocks")
+    return batch
 
 
 def _is_alive(batch: EventBatch) -> bool:

@@ -72,7 +72,7 @@ class PrefixIndex:
         for number, (_, growth) in enumerate(followed.groups):
             if growth.is_state:
                 self._state = number
-            elif growth.is_bounded and not growth.is_optional:
+            elif growth.is_bounded:
                 self._windows.append((number, growth))
         self._is_bounded = bool(self._windows) or self._state >= 0
         self._grid = max(1, followed.hit_grid // followed.block_size)

@@ -25,7 +25,9 @@ with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpag
 HEARTBEAT = 1.0
 """Seconds without events after which a publisher sends a message that it is alive."""
 PATIENCE = 1.0
-"""Seconds that a subscriber waits for the end of a replay before it asks again."""
+"""Seconds that a subscriber waits for the end of a replay before it asks again; twice as long each time that it asks for the
+same batches in vain, up to ``MOST_PATIENCE``."""
+MOST_PATIENCE = 32.0
 MOST_UNREAD = 100_000
 """The most messages that wait for a slow subscriber; further ones are lost, and the subscriber asks for them again."""
 _log = logging.getLogger(__name__)
@@ -35,19 +37,20 @@ _LINGER = 200  # milliseconds that a closed socket may still use to send its mes
 class Publisher:
     """Sends the events of the cache of ``log`` from a thread of its own, as vLLM's publisher does.
 
-    ``endpoint``: bound, or connected to, as ``bind`` says; None: by vLLM's rule, bound if it has ``*`` or ``::`` or is
-    ``ipc:`` or ``inproc:``, otherwise connected to. Subscribers connect to endpoints that are bound. ``replay``: the
-    endpoint, always bound, where subscribers ask for batches again; None: no replay. A log line says what was bound and
-    connected to. ``interval``: the most seconds between two batches. ``keep``:
-    how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see ``EventStream``. Make it between
-    calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
+    ``endpoint``: None: port 5557 of the loopback, bound. Others are bound, or connected to, as ``bind`` says; None: by
+    vLLM's rule, bound if it has ``*``, ``::`` or 0.0.0.0, or is ``ipc:`` or ``inproc:``, otherwise connected to.
+    Subscribers connect to endpoints that are bound. ``replay``: the endpoint, always bound, where subscribers ask for
+    batches again; None: no replay. A log line says what was bound and connected to. Who can connect reads the tokens of all
+    prompts: serve other hosts ("tcp://*:5557") only where nobody else reaches the port. ``interval``: the most seconds
+    between two batches. ``keep``: how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see
+    ``EventStream``. Make it between calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
     """
 
     def __init__(
         self,
         log: EventLog,
-        endpoint: str = "tcp://*:5557",
-        replay: str | None = "tcp://*:5558",
+        endpoint: str | None = None,
+        replay: str | None = "tcp://127.0.0.1:5558",
         *,
         bind: bool | None = None,
         topic: str = "",
@@ -61,6 +64,8 @@ class Publisher:
         self._pub.set_hwm(MOST_UNREAD)
         self._router.set_hwm(keep + 2)
         try:
+            if endpoint is None:
+                endpoint, bind = "tcp://127.0.0.1:5557", True
             is_bound = _is_bound(endpoint) if bind is None else bind
             _open(self._pub, endpoint, is_bound)
             if replay is not None:
@@ -121,14 +126,16 @@ class Publisher:
         self._pub.send_multipart([self._topic, message[0].to_bytes(SEQUENCE_NBYTES, "big"), message[1]])
 
     def _replay(self, frames: list[bytes]) -> None:
-        """Answer a request ``[client, b"", number]`` for the batches from ``number`` on; ignore other requests."""
-        if len(frames) != 3 or len(frames[2]) != SEQUENCE_NBYTES:
+        """Answer a request ``[client, b"", number]``, or without the empty frame, for the batches from ``number`` on; ignore
+        other requests. A reply has the empty frame if the request had it."""
+        client, *envelope, number = frames
+        if envelope not in ([], [b""]) or len(number) != SEQUENCE_NBYTES:
             return
         is_old = self._stream.encoding.form == "array"  # the replies of vLLM that writes arrays have no topic
-        for sequence, payload in self._stream.replay(int.from_bytes(frames[2], "big")):
+        for sequence, payload in self._stream.replay(int.from_bytes(number, "big")):
             topic = [] if is_old else [self._topic]
-            self._router.send_multipart([frames[0], b"", *topic, sequence.to_bytes(SEQUENCE_NBYTES, "big"), payload])
-        self._router.send_multipart([frames[0], b"", *([] if is_old else [b""]), END, b""])
+            self._router.send_multipart([client, *envelope, *topic, sequence.to_bytes(SEQUENCE_NBYTES, "big"), payload])
+        self._router.send_multipart([client, *envelope, *([] if is_old else [b""]), END, b""])
 
 
 class Subscriber:
@@ -154,33 +161,34 @@ class Subscriber:
         for socket in (self._sub, self._dealer):
             socket.set_hwm(MOST_UNREAD)
         try:
-            self._sub.connect(endpoint)
-            self._dealer.connect(replay_endpoint)
-        except zmq.ZMQError as error:
+            _open(self._sub, endpoint, is_bound=False)
+            _open(self._dealer, replay_endpoint, is_bound=False)
+        except BaseException:
             self.close()
-            raise BadInput(f"cannot connect to {endpoint!r} and {replay_endpoint!r}: {error}") from None
+            raise
         self._sub.subscribe(topic.encode())
         self._poller = zmq.Poller()
         for socket in (self._dealer, self._sub):
             self._poller.register(socket, zmq.POLLIN)
-        self._asked_at: float | None = None
+        self._patience = PATIENCE
         self._ask(0)
 
     def poll(self, timeout: float = 0.0) -> list[Name]:
-        """Receive messages for at most ``timeout`` seconds, until some come; return what ``Follower.feed`` returns."""
-        lost, end = list[Name](), monotonic() + timeout
+        """Receive messages for at most ``timeout`` seconds, until some come; return what ``Follower.feed`` returns.
+
+        Raises BadInput for the first message that is refused, after the others are taken and what is missing is asked for.
+        """
+        lost, end, refused = list[Name](), monotonic() + timeout, list[BadInput]()
         while ready := self._poller.poll(max(0, round(1000 * (end - monotonic())))):
             end = 0.0
             for socket, _ in ready:
-                *_, number, payload = socket.recv_multipart()
-                if number == END:
-                    self._asked_at = None
-                else:
-                    self.heard_at = monotonic()
-                    lost += self.follower.feed(int.from_bytes(number, "big"), payload)
-        wanted = self.follower.wanted
-        if wanted is not None and (self._asked_at is None or monotonic() - self._asked_at > PATIENCE):
-            self._ask(wanted)
+                try:
+                    lost += self._take(socket.recv_multipart())
+                except BadInput as error:
+                    refused.append(error)
+        self._ask_again()
+        if refused:
+            raise refused[0]
         return lost
 
     def close(self) -> None:
@@ -196,19 +204,46 @@ class Subscriber:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _take(self, frames: list[bytes]) -> list[Name]:
+        """Take one message; return what ``Follower.feed`` returns. Raises BadInput."""
+        if len(frames) < 2 or len(frames[-2]) != SEQUENCE_NBYTES:
+            sizes = [len(frame) for frame in frames[:8]]
+            raise BadInput(
+                f"a message ends with a number of {SEQUENCE_NBYTES} bytes and a batch, got frames of {sizes} bytes"
+            )
+        number, payload = frames[-2:]
+        if number == END:
+            self._is_waiting = False
+            return []
+        self.heard_at = monotonic()
+        return self.follower.feed(int.from_bytes(number, "big"), payload)
+
+    def _ask_again(self) -> None:
+        """Ask for what is missing, unless it was asked for and may still come."""
+        wanted = self.follower.wanted
+        if wanted is None:
+            self._patience = PATIENCE
+        elif wanted != self._asked and not self._is_waiting:
+            self._patience = PATIENCE
+            self._ask(wanted)
+        elif monotonic() - self._asked_at > self._patience:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+            self._ask(wanted)
+
     def _ask(self, start: int) -> None:
         self._dealer.send_multipart([b"", start.to_bytes(SEQUENCE_NBYTES, "big")])
-        self._asked_at = monotonic()
+        self._asked, self._asked_at, self._is_waiting = start, monotonic(), True
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Return whether vLLM's publisher binds ``endpoint``."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+    """Return whether vLLM's publisher binds ``endpoint``, or SGLang's, for which 0.0.0.0 is another ``*``."""
+    return any(address in endpoint for address in ("*", "::", "0.0.0.0")) or endpoint.startswith(("ipc:", "inproc:"))
 
 
 def _open(socket: Any, endpoint: str, is_bound: bool) -> None:
     """Bind ``socket`` to ``endpoint``, or connect it. Raises BadInput."""
     try:
+        socket.ipv6 = "::" in endpoint  # only then, for ``*`` would become ``[::]`` otherwise
         (socket.bind if is_bound else socket.connect)(endpoint)
     except zmq.ZMQError as error:
         raise BadInput(f"cannot {'bind' if is_bound else 'connect to'} {endpoint!r}: {error}") from None

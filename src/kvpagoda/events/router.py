@@ -68,7 +68,7 @@ class Worker:
         return is_silent or bool(self.fault) or self.subscriber.follower.wanted is not None
 
     def poll(self) -> None:
-        """Receive what has come. A message that contradicts those before it makes this worker start from nothing."""
+        """Receive what has come. A message that is refused is told in ``fault``, and asked for again."""
         with self.lock:
             heard = self.subscriber.heard_at
             try:
@@ -205,6 +205,6 @@ def failure(status: int, kind: str, message: str, needed: Any = None, available:
     return Answer(status, {"error": json.loads(json.dumps(error, default=str))})
 
 
-def too_large(nbytes: int) -> Answer:
+def too_large(nbytes: int | str) -> Answer:
     """Return the answer to a body of more than ``MOST_NBYTES``."""
     return failure(413, "TooLarge", f"a body is at most {MOST_NBYTES} bytes, got {nbytes}", nbytes, MOST_NBYTES)

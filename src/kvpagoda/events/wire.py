@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from kvpagoda.cache.event_log import Followed
+from kvpagoda.cache.event_log import TEXT, Followed
 from kvpagoda.errors import BadInput, MissingExtra, unknown_name
 from kvpagoda.schema.fields import FULL, STATE, Growth
 
@@ -33,6 +33,12 @@ NAME_BITS = 63
 """Bits of a name that is a number: every reader of 64-bit integers, signed or not, takes it."""
 Name = int | bytes
 """How events name a block. Followers compare names, and read nothing from them."""
+MEDIUMS = (MEDIUM, "CPU", "STORAGE")
+"""Where blocks may be: on the device, in host memory, on a disk."""
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_BlockSize = Annotated[int, msgspec.Meta(ge=1, lt=2**20)]
+_Group = Annotated[int, msgspec.Meta(ge=0)]
+_Span = Annotated[int, msgspec.Meta(ge=1)]
 
 
 def kind_of(growth: Growth, fields: Iterable[str]) -> str:
@@ -49,13 +55,13 @@ def kind_of(growth: Growth, fields: Iterable[str]) -> str:
 
 
 class CacheInfo(msgspec.Struct, frozen=True):
-    """What a follower must know of a cache. ``groups``: for each its name, how it grows ("full", "window", "chunk",
-    "state", or "optional": no event names its blocks), and the tokens of its window or chunk, else None. ``full``: the
-    index of the group that keeps all tokens; -1 if there is none."""
+    """What a follower must know of a cache. ``groups``: for each without which a text cannot be resumed its name, how it
+    grows ("full", "window", "chunk", "state"), and the tokens of its window or chunk, else None; events number groups in
+    this order. ``full``: the number of the group that keeps all tokens; -1 if there is none."""
 
-    block_size: int
-    hit_grid: int
-    groups: list[tuple[str, str, int | None]]
+    block_size: _BlockSize
+    hit_grid: _Span
+    groups: list[tuple[str, str, _Span | None]]
     full: int
 
     @classmethod
@@ -65,8 +71,16 @@ class CacheInfo(msgspec.Struct, frozen=True):
         return cls(followed.block_size, followed.hit_grid, groups, followed.full)
 
     def followed(self) -> Followed:
-        """Return the description for an index. Raises BadInput for an unknown growth."""
+        """Return the description for an index. Raises BadInput for one that no cache has."""
         groups = tuple((name, _growth(law, span)) for name, law, span in self.groups)
+        full = [number for number, (_, growth) in enumerate(groups) if not growth.is_bounded]
+        num_states = sum(growth.is_state for _, growth in groups)
+        if (
+            full != [self.full] * (self.full != TEXT)
+            or num_states > 1
+            or (self.hit_grid > 1 and self.hit_grid % self.block_size)
+        ):
+            raise BadInput(f"no cache has groups as in {self}: one may keep all tokens, and one states")
         return Followed(self.block_size, self.hit_grid, groups, self.full)
 
 
@@ -85,13 +99,13 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
     block_hashes: list[Name]
     parent_block_hash: Name | None
-    token_ids: list[int]
-    block_size: int
+    token_ids: list[_Token]
+    block_size: _BlockSize
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
+    group_idx: _Group | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
@@ -113,7 +127,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
     block_hashes: list[Name]
     medium: str | None
-    group_idx: int | None = None
+    group_idx: _Group | None = None
     locality: str | None = None
     ownership: str | None = None
     instance: int | None = None
@@ -209,7 +223,7 @@ def decode(payload: bytes) -> EventBatch:
     """Return the batch that ``Encoding.encode``, or a publisher of vLLM, encoded in either form. Raises BadInput."""
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         with_arrays = _from_arrays(payload)
         if with_arrays is None:
             raise BadInput(f"{len(payload)} bytes are no batch of KV events: {error}") from None
@@ -222,7 +236,7 @@ def _from_arrays(payload: bytes) -> EventBatch | None:
         ts, events, *rank = _any_decoder.decode(payload)
         maps = [{"type": tag, **dict(zip(_CLASSES[tag].__struct_fields__, fields))} for tag, *fields in events]
         return msgspec.convert([ts, maps, *rank[:1]], EventBatch)
-    except (msgspec.MsgspecError, TypeError, ValueError, KeyError):
+    except (msgspec.MsgspecError, TypeError, ValueError, KeyError, RecursionError):
         return None
 
 
@@ -242,15 +256,14 @@ def _law(growth: Growth) -> str:
     """Return the word for ``growth`` in ``CacheInfo``."""
     if growth.is_state:
         return "state"
-    if growth.is_optional:
-        return "optional"
     return "window" if growth.window is not None else "full" if growth.chunk is None else "chunk"
 
 
 def _growth(law: str, span: int | None) -> Growth:
     """Return the growth of a group whose ``law`` has this window or chunk. Raises BadInput for an unknown one."""
     known = {"full": FULL, "state": STATE, "window": Growth(window=span), "chunk": Growth(chunk=span)}
-    known["optional"] = Growth(is_optional=True)
     if law not in known:
         raise unknown_name("growth of a group", law, known)
+    if (span is None) != (law in ("full", "state")):
+        raise BadInput(f"a group that grows as {law!r} has a span of {span} tokens")
     return known[law]

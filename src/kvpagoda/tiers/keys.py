@@ -32,6 +32,8 @@ def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
     With a ``secret`` of at most 64 bytes, only processes that know it can compute the hashes of a prompt. Raises
     BadInput.
     """
+    if not isinstance(secret, bytes):
+        raise BadInput(f"a secret is bytes, got {type(secret).__name__}")
     if len(secret) > 64:
         raise BadInput(f"a secret is at most 64 bytes, got {len(secret)}; give a digest of it")
     return _digest(b"root", namespace, secret)
