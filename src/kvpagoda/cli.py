@@ -6,6 +6,7 @@ The exit code is 0, or 2 on bad input, with one line on standard error. ``doctor
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from kvpagoda.schema.config_source import config_named
 from kvpagoda.schema.families import known_types
 from kvpagoda.schema.kv_format import KVFormatNames, as_text, parsed
 from kvpagoda.schema.presets import presets
-from kvpagoda.text import numbers_of, words_of
+from kvpagoda.text import json_of, numbers_of, text_in, words_of
 from kvpagoda.units import format_bytes
 from kvpagoda.version import installed
 
@@ -53,17 +54,41 @@ app = typer.Typer(
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn an error of this library or of the file system into one line on standard error and exit code 2."""
+    """Turn an error of this library, of a file or of an output into one line on standard error and exit code 2; where nobody
+    reads standard output any more, into exit code 1 alone."""
     try:
         yield
-    except (KVPagodaError, OSError) as error:
-        typer.echo(f"kvpagoda: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
+        _flush()
+    except BrokenPipeError:
+        _drop_output()
+        raise SystemExit(1) from None
+    except (KVPagodaError, OSError, UnicodeError) as error:
+        said = str(error)
+    except RecursionError:
+        said = "the input is nested too deeply"
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        typer.echo("kvpagoda: this command needs torch; pip install 'kvpagoda[torch]'", err=True)
-        raise typer.Exit(2) from None
+        said = "this command needs torch; pip install 'kvpagoda[torch]'"
+    else:
+        return
+    _drop_output()
+    with suppress(OSError):
+        typer.echo(f"kvpagoda: {' '.join(said.split())}", err=True)
+    raise SystemExit(2)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is where standard output is closed
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Drop what standard output has not taken, if it takes nothing more: else the interpreter complains at its end."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.callback(invoke_without_command=True)
@@ -114,24 +139,23 @@ def plan(
     ] = False,
 ) -> None:
     """Print what a budget holds: bytes per token and request, blocks, states, and how many requests of a length fit."""
-    with one_line_errors():
-        from kvpagoda import console
+    from kvpagoda import console
 
-        schema = _schema(config, dtype, parsed(kv_format), draft)
-        schema = (schema if layout is None else schema.laid_out(words_of(layout))).split(tp=tp, pp=pp, rank=stage)
-        sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
-        try:
-            made = schema.plan(budget, max_requests, lengths=numbers_of(lengths, "--lengths", "tokens"), **sizes)
-        except SchemaError as error:
-            text, fits, _ = str(error).partition("it fits with layout=")
-            raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
-        typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
-        preset = presets().get(schema.name, {})
-        if (why := preset.get("unverified")) is not None:
-            typer.echo(f"{schema.name} is unverified: {why}", err=True)
-        model_type = preset.get("config", {}).get("model_type", schema.name)
-        if (remark := known_types().get(model_type, {}).get("remark")) is not None:
-            typer.echo(f"{schema.name}: {remark}", err=True)
+    schema = _schema(config, dtype, parsed(kv_format), draft)
+    schema = (schema if layout is None else schema.laid_out(words_of(layout))).split(tp=tp, pp=pp, rank=stage)
+    sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
+    try:
+        made = schema.plan(budget, max_requests, lengths=numbers_of(lengths, "--lengths", "tokens"), **sizes)
+    except SchemaError as error:
+        text, fits, _ = str(error).partition("it fits with layout=")
+        raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
+    typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
+    preset = presets().get(schema.name, {})
+    if (why := preset.get("unverified")) is not None:
+        typer.echo(f"{schema.name} is unverified: {why}", err=True)
+    model_type = preset.get("config", {}).get("model_type", schema.name)
+    if (remark := known_types().get(model_type, {}).get("remark")) is not None:
+        typer.echo(f"{schema.name}: {remark}", err=True)
 
 
 def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str | None = None) -> Schema:
@@ -163,11 +187,10 @@ def layout(
 
     kvpagoda layout vllm-flashinfer,page_size=16,layers=32,tp=2 trtllm,page_size=32,layers=32
     """
-    with one_line_errors():
-        from kvpagoda.layouts import read, reshard
+    from kvpagoda.layouts import read, reshard
 
-        sides = {name: read(text) for name, text in (("source", source), ("target", target)) if text is not None}
-        made = reshard(sides["source"], sides["target"]) if target is not None else None
+    sides = {name: read(text) for name, text in (("source", source), ("target", target)) if text is not None}
+    made = reshard(sides["source"], sides["target"]) if target is not None else None
     if as_json:
         figures: dict[str, Any] = {name: [rank.to_dict() for rank in ranks] for name, ranks in sides.items()}
         typer.echo(json.dumps(figures if made is None else {**figures, "copy": made.to_dict()}, indent=2))
@@ -204,24 +227,23 @@ def generate(
 
     Give several tiers in the order of their speed, the fastest first.
     """
-    with one_line_errors():
-        from kvpagoda import console
+    from kvpagoda import console
 
-        try:
-            with console.waiting("loading torch and transformers"):
-                from kvpagoda.hf import Sampling, report
-            from kvpagoda.tiers import tier_from_text
-        except ImportError as error:
-            raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
-        report.run(
-            model, prompts, as_json,
-            dict(
-                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup,
-                kv_format=parsed(kv_format),
-                tiers=[tier_from_text(text) for text in tier or ()],
-            ),
-            dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,
-        )  # fmt: skip
+    try:
+        with console.waiting("loading torch and transformers"):
+            from kvpagoda.hf import Sampling, report
+        from kvpagoda.tiers import tier_from_text
+    except ImportError as error:
+        raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
+    report.run(
+        model, prompts, as_json,
+        dict(
+            budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup,
+            kv_format=parsed(kv_format),
+            tiers=[tier_from_text(text) for text in tier or ()],
+        ),
+        dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,
+    )  # fmt: skip
 
 
 @app.command("replay")
@@ -281,11 +303,10 @@ def replay_trace(
     With --json-lines each line of standard input is a request, and is answered by a line at once.
     """
     given = locals()
-    with one_line_errors():
-        from kvpagoda.replay.command import Options, run
+    from kvpagoda.replay.command import Options, run
 
-        layers = None if schema is None else _schema(schema, None, "raw")
-        is_partial = run(Options(**{**given, "schema": layers}))
+    layers = None if schema is None else _schema(schema, None, "raw")
+    is_partial = run(Options(**{**given, "schema": layers}))
     if is_partial:
         raise typer.Exit(130)
 
@@ -320,20 +341,19 @@ def simulate_trace(
 
     Steps take what --costs says; nothing of a GPU is modelled. Ctrl-C prints what is done so far, and exits with 130.
     """
-    with one_line_errors():
-        from kvpagoda.replay import report
-        from kvpagoda.replay.fleet import report as fleet_report
-        from kvpagoda.replay.fleet.costs import Costs
-        from kvpagoda.replay.setup import Fleet, Setup
+    from kvpagoda.replay import report
+    from kvpagoda.replay.fleet import report as fleet_report
+    from kvpagoda.replay.fleet.costs import Costs
+    from kvpagoda.replay.setup import Fleet, Setup
 
-        layers = _schema(schema, None, "raw")
-        source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
-        counts = numbers_of(workers, "--workers", "workers")
-        cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))
-        tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
-        setup = Setup(layers, budget, max_requests=max_requests, step_tokens=step_tokens, block_size=block_size)
-        fleet = Fleet(Costs.read(costs, layers.name), tiers=tiers, seed=seed)
-        is_partial = fleet_report.run(source, setup, fleet, cases, tokens_per_id, as_json)
+    layers = _schema(schema, None, "raw")
+    source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
+    counts = numbers_of(workers, "--workers", "workers")
+    cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))
+    tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
+    setup = Setup(layers, budget, max_requests=max_requests, step_tokens=step_tokens, block_size=block_size)
+    fleet = Fleet(Costs.read(costs, layers.name), tiers=tiers, seed=seed)
+    is_partial = fleet_report.run(source, setup, fleet, cases, tokens_per_id, as_json)
     if is_partial:
         raise typer.Exit(130)
 
@@ -341,13 +361,12 @@ def simulate_trace(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure the host path beside other installed engines (in a source checkout; --help there lists the options)."""
-    with one_line_errors():
-        root = Path(__file__).parents[2]
-        if not (root / "benchmarks" / "__main__.py").exists():
-            if "--help" not in context.args:
-                raise BadInput(f"the benchmarks are in the repository, not in the package: no {root / 'benchmarks'}")
-            typer.echo(context.get_help())
-            return
+    root = Path(__file__).parents[2]
+    if not (root / "benchmarks" / "__main__.py").exists():
+        if "--help" not in context.args:
+            raise BadInput(f"the benchmarks are in the repository, not in the package: no {root / 'benchmarks'}")
+        typer.echo(context.get_help())
+        return
     raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root).returncode)
 
 
@@ -369,7 +388,7 @@ def router(
 
     The engines publish with kvpagoda.events.Publisher.
     """
-    with one_line_errors(), suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         from kvpagoda.events import Router, RouterServer
 
         secret = b"" if secret_file is None else secret_file.read_bytes()
@@ -382,7 +401,7 @@ def router(
 def _workers(given: list[str], file: Path | None) -> dict[str, tuple[str, str]]:
     """Return name -> (endpoint, replay endpoint) of the workers on the command line and in ``file``. Raises BadInput."""
     try:
-        listed: Any = {} if file is None else json.loads(file.read_text())
+        listed: Any = {} if file is None else json_of(text_in(file))
         pairs = [(name, *ends) for name, ends in listed.items()]
     except (ValueError, AttributeError, TypeError) as error:
         raise BadInput(f'{file} must hold JSON like {{"NAME": ["ENDPOINT", "REPLAY"]}}: {error}') from None
@@ -411,7 +430,7 @@ def top(
 
     A kvpagoda.metrics.CacheCollector in the serving process exports these metrics.
     """
-    with one_line_errors(), suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         from kvpagoda.metrics.top import run
 
         run(source, every, once=once, as_json=as_json, vllm=vllm)
@@ -420,10 +439,9 @@ def top(
 @app.command("dashboard")
 def print_dashboard() -> None:
     """Print a dashboard for Grafana, as JSON to import, of the metrics that a CacheCollector exports."""
-    with one_line_errors():
-        from kvpagoda.metrics import dashboard
+    from kvpagoda.metrics import dashboard
 
-        typer.echo(dashboard())
+    typer.echo(dashboard())
 
 
 @app.command()
@@ -433,11 +451,10 @@ def tier(
     as_json: Annotated[bool, typer.Option("--json", help="print the files as JSON")] = False,
 ) -> None:
     """Show what tiers on a disk keep in a folder, for each engine and rank, and delete it."""
-    with one_line_errors():
-        from kvpagoda.tiers.disk import delete_tier_files, tier_files
+    from kvpagoda.tiers.disk import delete_tier_files, tier_files
 
-        files = tier_files(folder)
-        freed = delete_tier_files(folder) if clean else 0
+    files = tier_files(folder)
+    freed = delete_tier_files(folder) if clean else 0
     if as_json:
         shown = [{**asdict(file), "path": str(file.path)} for file in files]
         typer.echo(json.dumps({"files": shown, "deleted_nbytes": freed}, indent=2))
@@ -458,15 +475,14 @@ def doctor(
 
     The exit code is 1 if something is broken.
     """
-    with one_line_errors():
-        from kvpagoda import console
-        from kvpagoda.doctor import examine
+    from kvpagoda import console
+    from kvpagoda.doctor import examine
 
-        found = []
-        for finding in examine(tier or ()):
-            found.append(finding)
-            if not as_json:
-                console.say(f"{finding.state:7} {finding.name}: {finding.detail}", indent=8)
+    found = []
+    for finding in examine(tier or ()):
+        found.append(finding)
+        if not as_json:
+            console.say(f"{finding.state:7} {finding.name}: {finding.detail}", indent=8)
     broken = [finding.name for finding in found if finding.state == "broken"]
     if as_json:
         typer.echo(json.dumps({"broken": broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
@@ -477,11 +493,12 @@ def doctor(
 def main() -> None:
     """Run the ``kvpagoda`` command. Errors of typer about wrong arguments are printed in one line too."""
     try:
-        code = app(standalone_mode=False)
+        with one_line_errors():
+            code = app(standalone_mode=False)
     except UsageError as error:
         typer.echo(f"kvpagoda: {' '.join(error.format_message().split())}", err=True)
         code = error.exit_code
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         code = 130
     raise SystemExit(code)
 

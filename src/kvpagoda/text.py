@@ -1,9 +1,12 @@
-"""Tables and wrapped lines of text, fitted to a width; words and numbers with commas between."""
+"""Tables and wrapped lines of text, fitted to a width; words and numbers with commas between; files of text and of JSON."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from kvpagoda.errors import BadInput
 
@@ -55,3 +58,23 @@ def numbers_of(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
         return tuple(map(int, words_of(text)))
     except ValueError:
         raise BadInput(f"{option} takes whole numbers of {unit} with commas between, got {text!r}") from None
+
+
+def text_in(path: Path) -> str:
+    """Return the text of a file. Raises BadInput for bytes that are no text in UTF-8, and OSError."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{path} is no text: its byte {error.start:,} ({error.object[error.start]:#04x}) is not UTF-8"
+        ) from None
+
+
+def json_of(text: str, begin: str = "") -> Any:
+    """Return what JSON ``text`` says. Raises BadInput, also where it is nested too deeply; the message has ``begin`` first."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise BadInput(f"{begin}not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:
+        raise BadInput(f"{begin}not JSON: {error}") from None

@@ -25,7 +25,7 @@ from rich.text import Text
 from kvpagoda import console
 from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra
 from kvpagoda.metrics.names import METRICS, STATES, VLLM
-from kvpagoda.text import table
+from kvpagoda.text import table, text_in
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.units import format_bytes
 
@@ -157,7 +157,7 @@ def read(source: str, vllm: str = VLLM) -> Figures:
     if "://" not in source and not Path(source).exists() and ":" in source:
         address = f"http://{source}"
     if "://" not in address:
-        return figures(Path(source).read_text(), source, vllm)
+        return figures(text_in(Path(source)), source, vllm)
     if not address.startswith(("http://", "https://")):
         raise BadInput(f"{source!r} is neither an http address of metrics, such as localhost:9100, nor a file")
     if address.count("/") < 3:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from kvpagoda.errors import BadInput, BadLine
 from kvpagoda.replay.readers.records import Form, Request
 from kvpagoda.replay.readers.requests import AZURE_HEADER, BURST_HEADER, TABLES, Bailian, DynamoTrace, LookupLog, Public
 from kvpagoda.replay.readers.sessions import BenchResult, CommonPrefix, Conversations, Prompts, RunLength
+from kvpagoda.text import json_of
 
 HEADED: dict[str, type[Form]] = {"weka-rle-v1": RunLength, "lcp-v1": CommonPrefix}
 """``format`` of a first line -> the form of the lines below it."""
@@ -111,9 +111,9 @@ def _form_of(record: Mapping[str, Any]) -> type[Form]:
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadLine(f"not JSON: {error}") from None
+        found = json_of(line)
+    except BadInput as error:
+        raise BadLine(str(error)) from None
     if not isinstance(found, dict):
         raise BadLine(f"expected a JSON object, got {type(found).__name__}")
     return found
@@ -176,9 +176,9 @@ def _items(lines: io.TextIOWrapper) -> Iterator[Any]:
         yield from lines
         return
     try:
-        document = json.loads(first + lines.read())
-    except (ValueError, RecursionError) as error:
-        raise BadLine(f"not JSON: {error}") from None
+        document = json_of(first + lines.read())
+    except BadInput as error:
+        raise BadLine(str(error)) from None
     yield from document if isinstance(document, list) else [document]
 
 
