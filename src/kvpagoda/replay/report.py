@@ -108,7 +108,7 @@ def read(
 
 def order_of(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     """Return which requests run, and in which order: figures for JSON; a line if that is not the order of the source, or if
-    the source is not in order of arrival; and lines about bad lines that were left out."""
+    the source is not in order of arrival; and lines about the times of agents, and about bad lines that were left out."""
     late = trace.out_of_order
     is_kept = bool((np.diff(trace.arrivals) < 0).any())
     told = f"{late:,} of {len(trace):,} requests were not in order of arrival; "
@@ -116,6 +116,9 @@ def order_of(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     bad = trace.skipped
     lines = [f"{bad.lines:,} bad lines left out; the first {len(bad.first)}:", *bad.first] if bad.lines else []
     figures = {"order": "file" if is_kept else "arrival", "out_of_order": late, "skipped": asdict(bad)}
+    if trace.agent_times is not None:
+        begin = "the agent's own entry" if trace.agent_times == "agent" else "the beginning of the conversation"
+        lines.insert(0, f"the times of the requests of agents count from {begin}")
     return figures, [told, *lines] if late else lines
 
 
