@@ -43,7 +43,10 @@ MANY_REFS = 20_000_000
 agent trace (94 million references) a tree takes some 25 s for each capacity, all other policies together one or two
 seconds."""
 WINDOWS = 12  # windows of time of a working set
-COLUMNS = ("policy", "capacity", "of all", "hit rate", "of tokens", "hits", "evictions")
+COLUMNS = (
+    "policy", "capacity\nin blocks", "of different\nblocks", "hit rate\nof blocks", "hit rate\nof tokens", "blocks\nhit",
+    "blocks\nevicted",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def show(sheets: Sequence[Sheet], as_json: bool) -> bool:
             out.print("")
         for line in sheet.lines:
             console.say(line)
+        if sheet.lines[-1]:
+            out.print("")
         out.print(
             "\n".join(table(sheet.columns, sheet.cells, ("policy", "budget", "worker", "routing"), out.width)),
             soft_wrap=True,
