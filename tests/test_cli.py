@@ -252,6 +252,26 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
+def test_help_groups_its_options_and_names_the_engines() -> None:
+    from kvpagoda.replay import PROFILES
+
+    for name, panels in (
+        ("replay", ["A cache of blocks", "A cache with a model's layers", "Which requests", "Files to write"]),
+        ("simulate", ["Cache", "Workers and their steps", "Which requests"]),
+        ("plan", ["Model", "Memory and requests", "Ranks"]),
+        ("generate", ["Model", "Prompts and answers", "Cache"]),
+    ):
+        shown = kvpagoda(name, "--help", width=80).stdout
+        lines = shown.splitlines()
+        heads = [line.strip("╭─╮ ") for line in lines if line.startswith("╭─")]
+        assert [head for head in heads if head in panels] == panels and max(map(len, lines)) <= 80 and "…" not in shown
+        text = shown[: shown.index("╭─")].strip().split("\n")
+        paragraphs = "\n".join(line.strip() for line in text).split("\n\n")
+        assert all(len(line) > 50 for paragraph in paragraphs for line in paragraph.split("\n")[:-1]), "no stray breaks"
+        if "--engine" in shown:
+            assert ", ".join(PROFILES) in " ".join(shown.replace("│", " ").split())
+
+
 WRITES = {
     "version": ["--version"],
     "presets": ["plan", "--presets"],

@@ -9,14 +9,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
@@ -38,11 +38,24 @@ except ImportError:
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+F = TypeVar("F", bound=Callable[..., None])
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
 CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('kvpagoda plan --presets' lists them)"
+ENGINES = "kvpagoda, vllm-0.33, sglang-0.5.23, dynamo-1.6.1, dynamo-1.6.1-trtllm"
 KV_FORMAT = "raw; or fp8, int8, nvfp4 and others, for all layers, or by layer kind: full=fp8,window=raw"
+model_option = partial(typer.Option, rich_help_panel="Model")
+memory_option = partial(typer.Option, rich_help_panel="Memory and requests")
+rank_option = partial(typer.Option, rich_help_panel="Ranks")
+answer_option = partial(typer.Option, rich_help_panel="Prompts and answers")
+cache_option = partial(typer.Option, rich_help_panel="Cache")
+trace_option = partial(typer.Option, rich_help_panel="Which requests")
+blocks_option = partial(typer.Option, rich_help_panel="A cache of blocks")
+layers_option = partial(typer.Option, rich_help_panel="A cache with a model's layers")
+file_option = partial(typer.Option, rich_help_panel="Files to write")
+lines_option = partial(typer.Option, rich_help_panel="Requests one by one")
+worker_option = partial(typer.Option, rich_help_panel="Workers and their steps")
 Tiers = Annotated[
-    list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB or redis://HOST:PORT; repeat for several tiers")
+    list[str] | None, cache_option(help="host:4GiB, disk:FOLDER:50GiB or redis://HOST:PORT; repeat for several tiers")
 ]
 WIDTH = get_terminal_size().columns
 app = typer.Typer(
@@ -115,24 +128,35 @@ def _list_presets(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command()
+def command(name: str | None = None, **settings: Any) -> Callable[[F], F]:
+    """As ``app.command``; the help is the docstring, with its lines joined: Rich breaks them again."""
+
+    def added(function: F) -> F:
+        paragraphs = (function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        return app.command(name, help=text, **settings)(function)
+
+    return added
+
+
+@command()
 def plan(
     config: Annotated[str, typer.Argument(help=CONFIG)],
-    budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
-    max_requests: Annotated[int, typer.Option(help="the most requests that run at once")] = 256,
-    block_size: Annotated[int | None, typer.Option(help="tokens per block (default: what the layers need)")] = None,
-    tp: Annotated[int, typer.Option(help="number of tensor-parallel ranks")] = 1,
-    pp: Annotated[int, typer.Option(help="number of pipeline stages")] = 1,
-    stage: Annotated[int, typer.Option(help="the pipeline stage to plan, from 0")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
-    layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
+    dtype: Annotated[str | None, model_option(help="dtype of the cached rows (default: the config's)")] = None,
+    kv_format: Annotated[str, model_option(help=KV_FORMAT)] = "raw",
+    layout: Annotated[str | None, model_option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
     draft: Annotated[
-        str | None, typer.Option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
+        str | None, model_option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
     ] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
-    kernel_page: Annotated[int | None, typer.Option(help="tokens per kernel page (default: a block)")] = None,
-    lengths: Annotated[str, typer.Option(help="request lengths in tokens")] = "1024,8192,32768,131072",
+    kernel: Annotated[list[str] | None, model_option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
+    kernel_page: Annotated[int | None, model_option(help="tokens per kernel page (default: a block)")] = None,
+    budget: Annotated[str, memory_option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
+    max_requests: Annotated[int, memory_option(help="the most requests that run at once")] = 256,
+    block_size: Annotated[int | None, memory_option(help="tokens per block (default: what the layers need)")] = None,
+    lengths: Annotated[str, memory_option(help="request lengths in tokens")] = "1024,8192,32768,131072",
+    tp: Annotated[int, rank_option(help="number of tensor-parallel ranks")] = 1,
+    pp: Annotated[int, rank_option(help="number of pipeline stages")] = 1,
+    stage: Annotated[int, rank_option(help="the pipeline stage to plan, from 0")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     list_presets: Annotated[
         bool, typer.Option("--presets", help="list the presets and exit", is_eager=True, callback=_list_presets)
@@ -175,7 +199,7 @@ def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str
     return schema if dtype is None else schema.cast(dtype)
 
 
-@app.command()
+@command()
 def layout(
     source: Annotated[
         str, typer.Argument(help="a layout: NAME[,size=number..][,tp=ranks][,pp=stages], or a JSON file")
@@ -201,23 +225,23 @@ def layout(
         typer.echo(f"copy: {made}")
 
 
-@app.command()
+@command()
 def generate(
     model: Annotated[
-        str | None, typer.Option(help="name or folder of a transformers model (default: the package's own)")
+        str | None, model_option(help="name or folder of a transformers model (default: the package's own)")
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="a file, one prompt per line (default: built-in ones)")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="the most tokens to generate for each prompt")] = 64,
-    budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
-    max_requests: Annotated[int, typer.Option(help="the most requests that run at once; others wait")] = 4,
-    prefill_chunk: Annotated[int, typer.Option(help="the most prompt tokens of one request in one step")] = 256,
-    samples: Annotated[int, typer.Option(help="answers for each prompt; the prompt is computed once")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 tokens are sampled")] = 0.0,
-    seed: Annotated[int, typer.Option(help="seed of the sampled tokens")] = 0,
-    lookup: Annotated[int, typer.Option(help="the most tokens to propose by prompt lookup in a step")] = 0,
-    kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
+    prompts: Annotated[Path | None, answer_option(help="a file, one prompt per line (default: built-in ones)")] = None,
+    max_new_tokens: Annotated[int, answer_option(help="the most tokens to generate for each prompt")] = 64,
+    budget: Annotated[str, cache_option(help="memory for the cache")] = "64MiB",
+    max_requests: Annotated[int, cache_option(help="the most requests that run at once; others wait")] = 4,
+    prefill_chunk: Annotated[int, cache_option(help="the most prompt tokens of one request in one step")] = 256,
+    samples: Annotated[int, answer_option(help="answers for each prompt; the prompt is computed once")] = 1,
+    temperature: Annotated[float, answer_option(help="0 takes the likeliest token; above 0 tokens are sampled")] = 0.0,
+    seed: Annotated[int, answer_option(help="seed of the sampled tokens")] = 0,
+    lookup: Annotated[int, answer_option(help="the most tokens to propose by prompt lookup in a step")] = 0,
+    kv_format: Annotated[str, model_option(help=KV_FORMAT)] = "raw",
     tier: Tiers = None,
-    dtype: Annotated[str, typer.Option(help="dtype in which to load --model")] = "auto",
+    dtype: Annotated[str, model_option(help="dtype in which to load --model")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
 ) -> None:
     """Generate text for many prompts at once, with the model's whole cache in kvpagoda.
@@ -246,47 +270,65 @@ def generate(
     )  # fmt: skip
 
 
-@app.command("replay")
+@command("replay")
 def replay_trace(
     trace: Annotated[
         list[Path] | None,
         typer.Argument(help="traces, plain or gzip, or folders (default: a synthetic workload)", show_default=False),
     ] = None,
-    capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
+    capacity: Annotated[
+        str | None, blocks_option(help="blocks, with commas (default: 1 to 50 % of the different ones)")
+    ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="with commas, own: FILE.py:CLASS (default: lru,s3fifo,opt; workers: lru)")
+        str | None,
+        blocks_option(
+            help="eviction policies, with commas; your own: FILE.py:CLASS (default: lru,s3fifo,opt; with --workers: lru)"
+        ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="another engine's cache: NAME[,block_size=64][,at_once=16][,step_tokens=2048]..")
+        str | None,
+        blocks_option(
+            help=f"with --capacity: another engine's cache, {ENGINES}; settings follow, e.g. vllm-0.33,block_size=64"
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="write a plot to this file, e.g. rates.png")] = None,
-    requests: Annotated[Path | None, typer.Option(help="write the hits of each request to this file")] = None,
-    timeline: Annotated[
-        Path | None, typer.Option("--trace", help="write trace events of one replay to this file, for Perfetto")
-    ] = None,
-    page: Annotated[Path | None, typer.Option("--report", help="write a page of figures, e.g. out.html")] = None,
-    warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
-    hints: Annotated[bool, typer.Option("--hints", help="also LRU told what the application knew")] = False,
-    jobs: Annotated[int | None, typer.Option(help="replays at once, each in a process (default: one per core)")] = None,
-    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
-    file_order: Annotated[bool, typer.Option("--file-order", help="do not sort requests by arrival")] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="leave out lines that cannot be read, and say so")
+    hints: Annotated[
+        bool, blocks_option("--hints", help="also run LRU that is told what the application knew")
     ] = False,
-    seed: Annotated[int, typer.Option(help="seed of the synthetic workload")] = 0,
-    schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
-    budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
-    max_requests: Annotated[int | None, typer.Option(help="with --schema: most that run at once (default: 64)")] = None,
-    checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: add a checkpoint every N blocks")] = None,
-    tokens_per_id: Annotated[int | None, typer.Option(help="tokens per block (default: the trace's, or 512)")] = None,
+    schema: Annotated[str | None, layers_option(help="the model: " + CONFIG)] = None,
+    budget: Annotated[str | None, layers_option(help="memory of the cache, with commas (default: 40GiB)")] = None,
+    max_requests: Annotated[int | None, layers_option(help="the most requests that run at once (default: 64)")] = None,
+    checkpoint_every: Annotated[
+        str | None, layers_option(help="blocks between two checkpoints of states, with commas (default: none added)")
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="with --schema: caches that share a trace, each in a process; else as --jobs")
+        int | None,
+        layers_option(help="caches that share the trace, each in a process; without --schema the same as --jobs"),
     ] = None,
-    store: Annotated[str | None, typer.Option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
+    store: Annotated[str | None, layers_option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
+    limit: Annotated[int | None, trace_option(help="run only this many requests, the first of the file")] = None,
+    warm_up: Annotated[
+        float, trace_option(help="share of the requests that run first and are not counted, 0 to 1")
+    ] = 0.0,
+    file_order: Annotated[
+        bool, trace_option("--file-order", help="leave requests in the order of the file (default: sorted by arrival)")
+    ] = False,
+    skip_bad: Annotated[
+        bool, trace_option("--skip-bad", help="leave out lines that cannot be read, and say so")
+    ] = False,
+    tokens_per_id: Annotated[
+        int | None,
+        trace_option(help="tokens that an id of the trace stands for (default: what the trace says, or 512)"),
+    ] = None,
+    seed: Annotated[int, trace_option(help="seed of the synthetic workload")] = 0,
+    plot: Annotated[Path | None, file_option(help="a plot of the hit rates, e.g. rates.png")] = None,
+    requests: Annotated[Path | None, file_option(help="the hits of each request, as lines of JSON")] = None,
+    timeline: Annotated[Path | None, file_option("--trace", help="trace events of one replay, for Perfetto")] = None,
+    page: Annotated[Path | None, file_option("--report", help="a page of figures, e.g. out.html")] = None,
     json_lines: Annotated[
-        Path | None, typer.Option("--json-lines", help="answer requests as they come, from this file or pipe; -: stdin")
+        Path | None, lines_option("--json-lines", help="answer requests as they come, from this file or pipe; -: stdin")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="with --json-lines: end at the first bad line")] = False,
+    strict: Annotated[bool, lines_option("--strict", help="with --json-lines: end at the first bad line")] = False,
+    jobs: Annotated[int | None, typer.Option(help="replays at once, each in a process (default: one per core)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
     """Print the hit rate of a prefix cache at each capacity, evictions, reuse distances and the working set of a trace.
@@ -311,30 +353,33 @@ def replay_trace(
         raise typer.Exit(130)
 
 
-@app.command("simulate")
+@command("simulate")
 def simulate_trace(
     trace: Annotated[
         Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
     ] = None,
-    schema: Annotated[str, typer.Option(help="the model's layers: " + CONFIG)] = "llama-3.1-8b",
-    budget: Annotated[str, typer.Option(help="memory of each worker's cache, with commas")] = "40GiB",
+    schema: Annotated[str, cache_option(help="the model's layers: " + CONFIG)] = "llama-3.1-8b",
+    budget: Annotated[str, cache_option(help="memory of each worker's cache, with commas")] = "40GiB",
     costs: Annotated[
-        str, typer.Option(help="h100, h100:MODEL, 4xh100:MODEL (MODEL: default --schema), a JSON file, or none")
+        str, worker_option(help="h100, h100:MODEL, 4xh100:MODEL (MODEL: default --schema), a JSON file, or none")
     ] = "h100",
-    workers: Annotated[str, typer.Option(help="number of caches, with commas")] = "1",
-    routing: Annotated[str, typer.Option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
-    policy: Annotated[str, typer.Option(help="eviction policies, with commas")] = "lru",
-    engine: Annotated[str, typer.Option(help="whose cache: kvpagoda, vllm-0.33, sglang-0.5.23, ..")] = "kvpagoda",
+    workers: Annotated[str, worker_option(help="number of caches, with commas")] = "1",
+    routing: Annotated[str, worker_option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
+    policy: Annotated[str, cache_option(help="eviction policies, with commas")] = "lru",
+    engine: Annotated[str, cache_option(help=f"whose cache, with commas: {ENGINES}")] = "kvpagoda",
     tier: Annotated[
-        list[str] | None, typer.Option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
+        list[str] | None, cache_option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
     ] = None,
-    max_requests: Annotated[int, typer.Option(help="the most requests that run at once on a worker")] = 64,
-    step_tokens: Annotated[int, typer.Option(help="the most tokens that a step computes")] = 2048,
-    block_size: Annotated[int | None, typer.Option(help="tokens per block (default: what the layers need)")] = None,
-    tokens_per_id: Annotated[int | None, typer.Option(help="tokens per id (default: the trace's, or 512)")] = None,
-    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out lines that cannot be read")] = False,
-    seed: Annotated[int, typer.Option(help="seed of random routing, and of the synthetic workload")] = 0,
+    max_requests: Annotated[int, worker_option(help="the most requests that run at once on a worker")] = 64,
+    step_tokens: Annotated[int, worker_option(help="the most tokens that a step computes")] = 2048,
+    block_size: Annotated[int | None, cache_option(help="tokens per block (default: what the layers need)")] = None,
+    tokens_per_id: Annotated[
+        int | None,
+        trace_option(help="tokens that an id of the trace stands for (default: what the trace says, or 512)"),
+    ] = None,
+    limit: Annotated[int | None, trace_option(help="run only this many requests, the first of the file")] = None,
+    skip_bad: Annotated[bool, trace_option("--skip-bad", help="leave out lines that cannot be read")] = False,
+    seed: Annotated[int, trace_option(help="seed of random routing, and of the synthetic workload")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
     """Serve a trace at its times of arrival with caches that have a clock, and print hits and times to tokens.
@@ -358,7 +403,7 @@ def simulate_trace(
         raise typer.Exit(130)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure the host path beside other installed engines (in a source checkout; --help there lists the options)."""
     root = Path(__file__).parents[2]
@@ -370,7 +415,7 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root).returncode)
 
 
-@app.command()
+@command()
 def router(
     worker: Annotated[
         list[str] | None,
@@ -418,9 +463,12 @@ def _workers(given: list[str], file: Path | None) -> dict[str, tuple[str, str]]:
     return found
 
 
-@app.command()
+@command()
 def top(
-    source: Annotated[str, typer.Argument(help="the address that serves metrics, e.g. localhost:9100, or a file")],
+    source: Annotated[
+        list[str],
+        typer.Argument(help="addresses that serve metrics, e.g. localhost:9100, or files; several: one table"),
+    ],
     every: Annotated[float, typer.Option(help="seconds between two updates")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print one table and exit")] = False,
     vllm: Annotated[str, typer.Option(help="prefix of vLLM's metric names, see CacheCollector")] = "vllm:",
@@ -436,7 +484,7 @@ def top(
         run(source, every, once=once, as_json=as_json, vllm=vllm)
 
 
-@app.command("dashboard")
+@command("dashboard")
 def print_dashboard() -> None:
     """Print a dashboard for Grafana, as JSON to import, of the metrics that a CacheCollector exports."""
     from kvpagoda.metrics import dashboard
@@ -444,7 +492,7 @@ def print_dashboard() -> None:
     typer.echo(dashboard())
 
 
-@app.command()
+@command()
 def tier(
     folder: Annotated[Path, typer.Argument(help="the FOLDER of disk:FOLDER:SIZE")],
     clean: Annotated[bool, typer.Option("--clean", help="delete the files; refused while a process uses one")] = False,
@@ -466,7 +514,7 @@ def tier(
         typer.echo(f"deleted {format_bytes(freed)}" if files else f"no disk tier in {folder}")
 
 
-@app.command()
+@command()
 def doctor(
     tier: Tiers = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
