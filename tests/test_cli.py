@@ -253,7 +253,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_help_groups_its_options_and_names_the_engines() -> None:
-    from kvpagoda.replay import PROFILES
+    from kvpagoda.replay import POLICIES, PROFILES
 
     for name, panels in (
         ("replay", ["A cache of blocks", "A cache with a model's layers", "Which requests", "Files to write"]),
@@ -269,7 +269,8 @@ def test_help_groups_its_options_and_names_the_engines() -> None:
         paragraphs = "\n".join(line.strip() for line in text).split("\n\n")
         assert all(len(line) > 50 for paragraph in paragraphs for line in paragraph.split("\n")[:-1]), "no stray breaks"
         if "--engine" in shown:
-            assert ", ".join(PROFILES) in " ".join(shown.replace("│", " ").split())
+            words = " ".join(shown.replace("│", " ").split())
+            assert ", ".join(PROFILES) in words and ", ".join(POLICIES[:8]) in words
 
 
 WRITES = {

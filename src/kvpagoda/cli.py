@@ -1,6 +1,7 @@
 """The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``router``, ``tier`` and others.
 
-The exit code is 0, or 2 on bad input, with one line on standard error. ``doctor`` exits with 1 if something is broken.
+The exit code is 0, or 2 on bad input and where the output is full, with one line on standard error; 1 where nobody reads the
+output any more; 130 after Ctrl-C. ``doctor`` exits with 1 if something is broken.
 """
 
 from __future__ import annotations
@@ -282,7 +283,8 @@ def replay_trace(
     policy: Annotated[
         str | None,
         blocks_option(
-            help="eviction policies, with commas; your own: FILE.py:CLASS (default: lru,s3fifo,opt; with --workers: lru)"
+            help="lru, fifo, lfu, lfuda, sieve, s3fifo, arc, auto, block-fifo, opt, with commas; your own: FILE.py:CLASS "
+            "(default: lru,s3fifo,opt; with --schema: lru,s3fifo; with --workers: lru)"
         ),
     ] = None,
     engine: Annotated[
@@ -365,7 +367,7 @@ def simulate_trace(
     ] = "h100",
     workers: Annotated[str, worker_option(help="number of caches, with commas")] = "1",
     routing: Annotated[str, worker_option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
-    policy: Annotated[str, cache_option(help="eviction policies, with commas")] = "lru",
+    policy: Annotated[str, cache_option(help="lru, fifo, lfu, lfuda, sieve, s3fifo, arc, auto, with commas")] = "lru",
     engine: Annotated[str, cache_option(help=f"whose cache, with commas: {ENGINES}")] = "kvpagoda",
     tier: Annotated[
         list[str] | None, cache_option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
