@@ -58,6 +58,12 @@ worker_option = partial(typer.Option, rich_help_panel="Workers and their steps")
 Tiers = Annotated[
     list[str] | None, cache_option(help="host:4GiB, disk:FOLDER:50GiB or redis://HOST:PORT; repeat for several tiers")
 ]
+Limit = Annotated[int | None, trace_option(help="run only this many requests, the first of the file")]
+TokensPerId = Annotated[
+    int | None, trace_option(help="tokens that an id of the trace stands for (default: what the trace says, or 512)")
+]
+SkipBad = Annotated[bool, trace_option("--skip-bad", help="leave out lines that cannot be read, and say so")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the results as JSON")]
 WIDTH = get_terminal_size().columns
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False,
@@ -307,20 +313,15 @@ def replay_trace(
         layers_option(help="caches that share the trace, each in a process; without --schema the same as --jobs"),
     ] = None,
     store: Annotated[str | None, layers_option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
-    limit: Annotated[int | None, trace_option(help="run only this many requests, the first of the file")] = None,
+    limit: Limit = None,
     warm_up: Annotated[
         float, trace_option(help="share of the requests that run first and are not counted, 0 to 1")
     ] = 0.0,
     file_order: Annotated[
         bool, trace_option("--file-order", help="leave requests in the order of the file (default: sorted by arrival)")
     ] = False,
-    skip_bad: Annotated[
-        bool, trace_option("--skip-bad", help="leave out lines that cannot be read, and say so")
-    ] = False,
-    tokens_per_id: Annotated[
-        int | None,
-        trace_option(help="tokens that an id of the trace stands for (default: what the trace says, or 512)"),
-    ] = None,
+    skip_bad: SkipBad = False,
+    tokens_per_id: TokensPerId = None,
     seed: Annotated[int, trace_option(help="seed of the synthetic workload")] = 0,
     plot: Annotated[Path | None, file_option(help="a plot of the hit rates, e.g. rates.png")] = None,
     requests: Annotated[Path | None, file_option(help="the hits of each request, as lines of JSON")] = None,
@@ -331,7 +332,7 @@ def replay_trace(
     ] = None,
     strict: Annotated[bool, lines_option("--strict", help="with --json-lines: end at the first bad line")] = False,
     jobs: Annotated[int | None, typer.Option(help="replays at once, each in a process (default: one per core)")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the hit rate of a prefix cache at each capacity, evictions, reuse distances and the working set of a trace.
 
@@ -375,14 +376,11 @@ def simulate_trace(
     max_requests: Annotated[int, worker_option(help="the most requests that run at once on a worker")] = 64,
     step_tokens: Annotated[int, worker_option(help="the most tokens that a step computes")] = 2048,
     block_size: Annotated[int | None, cache_option(help="tokens per block (default: what the layers need)")] = None,
-    tokens_per_id: Annotated[
-        int | None,
-        trace_option(help="tokens that an id of the trace stands for (default: what the trace says, or 512)"),
-    ] = None,
-    limit: Annotated[int | None, trace_option(help="run only this many requests, the first of the file")] = None,
-    skip_bad: Annotated[bool, trace_option("--skip-bad", help="leave out lines that cannot be read")] = False,
+    tokens_per_id: TokensPerId = None,
+    limit: Limit = None,
+    skip_bad: SkipBad = False,
     seed: Annotated[int, trace_option(help="seed of random routing, and of the synthetic workload")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Serve a trace at its times of arrival with caches that have a clock, and print hits and times to tokens.
 
