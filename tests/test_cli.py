@@ -182,6 +182,8 @@ BAD = {
     "absurd field": (["plan", "absurd.json"], "num_key_value_heads"),
     "not json": (["plan", "text.json"], "is not JSON"),
     "not an object": (["plan", "list.json"], "must hold a JSON object"),
+    "deep": (["plan", "deep.json"], "deep.json is not JSON that can be read: it is nested too deeply"),
+    "bytes": (["plan", "bytes.json"], "bytes.json is no text: its byte 3 (0xff) is not UTF-8"),
     "size": (["plan", "config.json", "--budget", "many"], "cannot read 'many' as a size"),
     "too small": (["plan", "config.json", "--budget", "1MiB"], "one request of up to 16 tokens needs 4,194,304 bytes"),
     "no requests": (["plan", "config.json", "--max-requests", "0"], "max_requests must be a positive whole number"),
@@ -201,12 +203,19 @@ BAD = {
     "layout size": (["layout", "trtllm,head_dim"], "write NAME,size=number"),
     "layout file": (["layout", "nowhere.json"], "nowhere.json"),
     "layout of a list": (["layout", "list.json"], "not a layout"),
+    "layout of bytes": (["layout", "bytes.json"], "bytes.json is no text"),
+    "deep layout": (["layout", "deep.json"], "not a layout"),
+    "deep workers": (["router", "--workers", "deep.json"], "deep.json must hold JSON like"),
+    "deep costs": (["simulate", "--limit", "3", "--costs", "deep.json"], "deep.json must hold a JSON object"),
+    "costs of bytes": (["simulate", "--limit", "3", "--costs", "bytes.json"], "bytes.json is no text"),
+    "metrics of bytes": (["top", "--once", "bytes.json"], "bytes.json is no text"),
     "other content": (
         ["layout", "trtllm", "flashmla-v32"],
         "has the parts k, v; the target has code, scale, rope: code, k, rope, scale, v not in both",
     ),
     "model": (["generate", "--model", "nowhere/at-all"], "cannot load 'nowhere/at-all'"),
     "prompts": (["generate", "--prompts", "nowhere.txt"], "nowhere.txt"),
+    "prompts of bytes": (["generate", "--prompts", "bytes.json"], "bytes.json is no text"),
     "empty prompts": (["generate", "--prompts", "empty.txt"], "has no prompts"),
     "budget": (["generate", "--budget", "1KiB"], "needs"),
     "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 8192"),
@@ -232,6 +241,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         Path(f"{name}.json").write_text(json.dumps(kept))
     Path("text.json").write_text("not json")
     Path("list.json").write_text("[1]")
+    Path("deep.json").write_text('{"a":' * 50_000)
+    Path("bytes.json").write_bytes(b"{}\n\xff\xfe")
     Path("empty.txt").write_text("\n\n")
     Path("long.txt").write_text("x" * 9000)
     arguments, message = BAD[case]
@@ -239,6 +250,59 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_help_groups_its_options_and_names_the_engines() -> None:
+    from kvpagoda.replay import POLICIES, PROFILES
+
+    for name, panels in (
+        ("replay", ["A cache of blocks", "A cache with a model's layers", "Which requests", "Files to write"]),
+        ("simulate", ["Cache", "Workers and their steps", "Which requests"]),
+        ("plan", ["Model", "Memory and requests", "Ranks"]),
+        ("generate", ["Model", "Prompts and answers", "Cache"]),
+    ):
+        shown = kvpagoda(name, "--help", width=80).stdout
+        lines = shown.splitlines()
+        heads = [line.strip("╭─╮ ") for line in lines if line.startswith("╭─")]
+        assert [head for head in heads if head in panels] == panels and max(map(len, lines)) <= 80 and "…" not in shown
+        text = shown[: shown.index("╭─")].strip().split("\n")
+        paragraphs = "\n".join(line.strip() for line in text).split("\n\n")
+        assert all(len(line) > 50 for paragraph in paragraphs for line in paragraph.split("\n")[:-1]), "no stray breaks"
+        if "--engine" in shown:
+            words = " ".join(shown.replace("│", " ").split())
+            assert ", ".join(PROFILES) in words and ", ".join(POLICIES[:8]) in words
+
+
+WRITES = {
+    "version": ["--version"],
+    "presets": ["plan", "--presets"],
+    "plan": ["plan", "qwen3-8b"],
+    "help": ["replay", "--help"],
+    "replay": ["replay", "--limit", "30", "--policy", "lru"],
+    "folder": ["tier", "."],
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("case", WRITES)
+def test_an_output_that_takes_nothing_is_an_error_in_one_line(
+    case: str, here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        done = here(*WRITES[case])
+        monkeypatch.undo()
+    assert done.returncode == 2 and done.stderr == "kvpagoda: [Errno 28] No space left on device\n"
+
+
+def test_the_interpreter_does_not_complain_about_an_output_at_its_end() -> None:
+    command = [sys.executable, "-m", "kvpagoda", *WRITES["replay"]]
+    reading, writing = os.pipe()
+    os.close(reading)
+    for out, code, said in ((open("/dev/full", "w"), 2, "No space left"), (open(writing, "w"), 1, "")):  # noqa: SIM115
+        with out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert done.returncode == code and said in done.stderr and done.stderr.count("\n") == (code == 2)
 
 
 def test_layout_prints_where_elements_are_and_what_a_copy_costs(here: Command) -> None:

@@ -110,6 +110,7 @@ def test_every_description_belongs_to_a_command() -> None:
         "replay_requests",
         "replay_lines",
         "replay_traces",
+        "top_sources",
     }
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ pytest.importorskip("typer")
 pytest.importorskip("xxhash")
 
 from kvpagoda import doctor
-from kvpagoda.cli import app
 from kvpagoda.doctor import EXTRAS, Finding, examine
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.device_memory import DeviceMemory
 from kvpagoda.tiers import tier_from_text
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def found(*tiers: str) -> dict[str, Finding]:
@@ -123,16 +125,13 @@ def test_the_command() -> None:
     assert done.returncode == 0 and done.stdout.startswith("ok      python: ") and "cache on cpu" in done.stdout
 
 
-def test_the_command_exits_with_1_for_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        app(["doctor", "--json", "--tier", "redis://127.0.0.1:1"])
-    figures = json.loads(capsys.readouterr().out)
-    assert end.value.code == 1 and figures["broken"] == ["redis://127.0.0.1:1"]
+def test_the_command_exits_with_1_for_what_is_broken(here: Command) -> None:
+    done = here("doctor", "--json", "--tier", "redis://127.0.0.1:1")
+    figures = json.loads(done.stdout)
+    assert done.returncode == 1 and figures["broken"] == ["redis://127.0.0.1:1"]
     assert {finding["state"] for finding in figures["findings"]} <= {"ok", "absent", "broken"}
 
 
-def test_the_command_refuses_what_is_no_tier(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        app(["doctor", "--tier", "floppy"])
-    told = capsys.readouterr()
-    assert end.value.code == 2 and len(told.err.strip().splitlines()) == 1 and not told.out
+def test_the_command_refuses_what_is_no_tier(here: Command) -> None:
+    done = here("doctor", "--tier", "floppy")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout

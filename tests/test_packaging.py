@@ -328,7 +328,7 @@ LIGHT = {
     "from kvpagoda import Schema": PLAN,
     "import kvpagoda.schema.presets": PLAN,
     "from kvpagoda.replay import Trace, hit_rate_curve, replay, working_set": {
-        "errors", "loading", "units", "blocks", "policies", "prefix", "replay",
+        "errors", "loading", "text", "units", "blocks", "policies", "prefix", "replay",
     },
     "from kvpagoda import KVCache": {*PLAN, "blocks", "policies", "prefix", "memory", "tiers", "cache", "batch", "kv_cache"},
 }  # fmt: skip

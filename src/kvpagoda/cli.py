@@ -1,21 +1,23 @@
 """The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``router``, ``tier`` and others.
 
-The exit code is 0, or 2 on bad input, with one line on standard error. ``doctor`` exits with 1 if something is broken.
+The exit code is 0, or 2 on bad input and where the output is full, with one line on standard error; 1 where nobody reads the
+output any more; 130 after Ctrl-C. ``doctor`` exits with 1 if something is broken.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
@@ -24,7 +26,7 @@ from kvpagoda.schema.config_source import config_named
 from kvpagoda.schema.families import known_types
 from kvpagoda.schema.kv_format import KVFormatNames, as_text, parsed
 from kvpagoda.schema.presets import presets
-from kvpagoda.text import numbers_of, words_of
+from kvpagoda.text import json_of, numbers_of, text_in, words_of
 from kvpagoda.units import format_bytes
 from kvpagoda.version import installed
 
@@ -37,12 +39,31 @@ except ImportError:
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+F = TypeVar("F", bound=Callable[..., None])
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
 CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('kvpagoda plan --presets' lists them)"
+ENGINES = "kvpagoda, vllm-0.33, sglang-0.5.23, dynamo-1.6.1, dynamo-1.6.1-trtllm"
 KV_FORMAT = "raw; or fp8, int8, nvfp4 and others, for all layers, or by layer kind: full=fp8,window=raw"
+model_option = partial(typer.Option, rich_help_panel="Model")
+memory_option = partial(typer.Option, rich_help_panel="Memory and requests")
+rank_option = partial(typer.Option, rich_help_panel="Ranks")
+answer_option = partial(typer.Option, rich_help_panel="Prompts and answers")
+cache_option = partial(typer.Option, rich_help_panel="Cache")
+trace_option = partial(typer.Option, rich_help_panel="Which requests")
+blocks_option = partial(typer.Option, rich_help_panel="A cache of blocks")
+layers_option = partial(typer.Option, rich_help_panel="A cache with a model's layers")
+file_option = partial(typer.Option, rich_help_panel="Files to write")
+lines_option = partial(typer.Option, rich_help_panel="Requests one by one")
+worker_option = partial(typer.Option, rich_help_panel="Workers and their steps")
 Tiers = Annotated[
-    list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB or redis://HOST:PORT; repeat for several tiers")
+    list[str] | None, cache_option(help="host:4GiB, disk:FOLDER:50GiB or redis://HOST:PORT; repeat for several tiers")
 ]
+Limit = Annotated[int | None, trace_option(help="run only this many requests, the first of the file")]
+TokensPerId = Annotated[
+    int | None, trace_option(help="tokens that an id of the trace stands for (default: what the trace says, or 512)")
+]
+SkipBad = Annotated[bool, trace_option("--skip-bad", help="leave out lines that cannot be read, and say so")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the results as JSON")]
 WIDTH = get_terminal_size().columns
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False,
@@ -53,17 +74,41 @@ app = typer.Typer(
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn an error of this library or of the file system into one line on standard error and exit code 2."""
+    """Turn an error of this library, of a file or of an output into one line on standard error and exit code 2; where nobody
+    reads standard output any more, into exit code 1 alone."""
     try:
         yield
-    except (KVPagodaError, OSError) as error:
-        typer.echo(f"kvpagoda: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
+        _flush()
+    except BrokenPipeError:
+        _drop_output()
+        raise SystemExit(1) from None
+    except (KVPagodaError, OSError, UnicodeError) as error:
+        said = str(error)
+    except RecursionError:
+        said = "the input is nested too deeply"
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        typer.echo("kvpagoda: this command needs torch; pip install 'kvpagoda[torch]'", err=True)
-        raise typer.Exit(2) from None
+        said = "this command needs torch; pip install 'kvpagoda[torch]'"
+    else:
+        return
+    _drop_output()
+    with suppress(OSError):
+        typer.echo(f"kvpagoda: {' '.join(said.split())}", err=True)
+    raise SystemExit(2)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is where standard output is closed
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Drop what standard output has not taken, if it takes nothing more: else the interpreter complains at its end."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.callback(invoke_without_command=True)
@@ -90,48 +135,58 @@ def _list_presets(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command()
+def command(name: str | None = None, **settings: Any) -> Callable[[F], F]:
+    """As ``app.command``; the help is the docstring, with its lines joined: Rich breaks them again."""
+
+    def added(function: F) -> F:
+        paragraphs = (function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        return app.command(name, help=text, **settings)(function)
+
+    return added
+
+
+@command()
 def plan(
     config: Annotated[str, typer.Argument(help=CONFIG)],
-    budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
-    max_requests: Annotated[int, typer.Option(help="the most requests that run at once")] = 256,
-    block_size: Annotated[int | None, typer.Option(help="tokens per block (default: what the layers need)")] = None,
-    tp: Annotated[int, typer.Option(help="number of tensor-parallel ranks")] = 1,
-    pp: Annotated[int, typer.Option(help="number of pipeline stages")] = 1,
-    stage: Annotated[int, typer.Option(help="the pipeline stage to plan, from 0")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
-    layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
+    dtype: Annotated[str | None, model_option(help="dtype of the cached rows (default: the config's)")] = None,
+    kv_format: Annotated[str, model_option(help=KV_FORMAT)] = "raw",
+    layout: Annotated[str | None, model_option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
     draft: Annotated[
-        str | None, typer.Option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
+        str | None, model_option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
     ] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
-    kernel_page: Annotated[int | None, typer.Option(help="tokens per kernel page (default: a block)")] = None,
-    lengths: Annotated[str, typer.Option(help="request lengths in tokens")] = "1024,8192,32768,131072",
+    kernel: Annotated[list[str] | None, model_option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
+    kernel_page: Annotated[int | None, model_option(help="tokens per kernel page (default: a block)")] = None,
+    budget: Annotated[str, memory_option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
+    max_requests: Annotated[int, memory_option(help="the most requests that run at once")] = 256,
+    block_size: Annotated[int | None, memory_option(help="tokens per block (default: what the layers need)")] = None,
+    lengths: Annotated[str, memory_option(help="request lengths in tokens")] = "1024,8192,32768,131072",
+    tp: Annotated[int, rank_option(help="number of tensor-parallel ranks")] = 1,
+    pp: Annotated[int, rank_option(help="number of pipeline stages")] = 1,
+    stage: Annotated[int, rank_option(help="the pipeline stage to plan, from 0")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     list_presets: Annotated[
         bool, typer.Option("--presets", help="list the presets and exit", is_eager=True, callback=_list_presets)
     ] = False,
 ) -> None:
     """Print what a budget holds: bytes per token and request, blocks, states, and how many requests of a length fit."""
-    with one_line_errors():
-        from kvpagoda import console
+    from kvpagoda import console
 
-        schema = _schema(config, dtype, parsed(kv_format), draft)
-        schema = (schema if layout is None else schema.laid_out(words_of(layout))).split(tp=tp, pp=pp, rank=stage)
-        sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
-        try:
-            made = schema.plan(budget, max_requests, lengths=numbers_of(lengths, "--lengths", "tokens"), **sizes)
-        except SchemaError as error:
-            text, fits, _ = str(error).partition("it fits with layout=")
-            raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
-        typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
-        preset = presets().get(schema.name, {})
-        if (why := preset.get("unverified")) is not None:
-            typer.echo(f"{schema.name} is unverified: {why}", err=True)
-        model_type = preset.get("config", {}).get("model_type", schema.name)
-        if (remark := known_types().get(model_type, {}).get("remark")) is not None:
-            typer.echo(f"{schema.name}: {remark}", err=True)
+    schema = _schema(config, dtype, parsed(kv_format), draft)
+    schema = (schema if layout is None else schema.laid_out(words_of(layout))).split(tp=tp, pp=pp, rank=stage)
+    sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
+    try:
+        made = schema.plan(budget, max_requests, lengths=numbers_of(lengths, "--lengths", "tokens"), **sizes)
+    except SchemaError as error:
+        text, fits, _ = str(error).partition("it fits with layout=")
+        raise SchemaError(f"{text}it fits with --layout {','.join(error.available)}" if fits else text) from None
+    typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
+    preset = presets().get(schema.name, {})
+    if (why := preset.get("unverified")) is not None:
+        typer.echo(f"{schema.name} is unverified: {why}", err=True)
+    model_type = preset.get("config", {}).get("model_type", schema.name)
+    if (remark := known_types().get(model_type, {}).get("remark")) is not None:
+        typer.echo(f"{schema.name}: {remark}", err=True)
 
 
 def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str | None = None) -> Schema:
@@ -151,7 +206,7 @@ def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str
     return schema if dtype is None else schema.cast(dtype)
 
 
-@app.command()
+@command()
 def layout(
     source: Annotated[
         str, typer.Argument(help="a layout: NAME[,size=number..][,tp=ranks][,pp=stages], or a JSON file")
@@ -163,11 +218,10 @@ def layout(
 
     kvpagoda layout vllm-flashinfer,page_size=16,layers=32,tp=2 trtllm,page_size=32,layers=32
     """
-    with one_line_errors():
-        from kvpagoda.layouts import read, reshard
+    from kvpagoda.layouts import read, reshard
 
-        sides = {name: read(text) for name, text in (("source", source), ("target", target)) if text is not None}
-        made = reshard(sides["source"], sides["target"]) if target is not None else None
+    sides = {name: read(text) for name, text in (("source", source), ("target", target)) if text is not None}
+    made = reshard(sides["source"], sides["target"]) if target is not None else None
     if as_json:
         figures: dict[str, Any] = {name: [rank.to_dict() for rank in ranks] for name, ranks in sides.items()}
         typer.echo(json.dumps(figures if made is None else {**figures, "copy": made.to_dict()}, indent=2))
@@ -178,23 +232,23 @@ def layout(
         typer.echo(f"copy: {made}")
 
 
-@app.command()
+@command()
 def generate(
     model: Annotated[
-        str | None, typer.Option(help="name or folder of a transformers model (default: the package's own)")
+        str | None, model_option(help="name or folder of a transformers model (default: the package's own)")
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="a file, one prompt per line (default: built-in ones)")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="the most tokens to generate for each prompt")] = 64,
-    budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
-    max_requests: Annotated[int, typer.Option(help="the most requests that run at once; others wait")] = 4,
-    prefill_chunk: Annotated[int, typer.Option(help="the most prompt tokens of one request in one step")] = 256,
-    samples: Annotated[int, typer.Option(help="answers for each prompt; the prompt is computed once")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 tokens are sampled")] = 0.0,
-    seed: Annotated[int, typer.Option(help="seed of the sampled tokens")] = 0,
-    lookup: Annotated[int, typer.Option(help="the most tokens to propose by prompt lookup in a step")] = 0,
-    kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
+    prompts: Annotated[Path | None, answer_option(help="a file, one prompt per line (default: built-in ones)")] = None,
+    max_new_tokens: Annotated[int, answer_option(help="the most tokens to generate for each prompt")] = 64,
+    budget: Annotated[str, cache_option(help="memory for the cache")] = "64MiB",
+    max_requests: Annotated[int, cache_option(help="the most requests that run at once; others wait")] = 4,
+    prefill_chunk: Annotated[int, cache_option(help="the most prompt tokens of one request in one step")] = 256,
+    samples: Annotated[int, answer_option(help="answers for each prompt; the prompt is computed once")] = 1,
+    temperature: Annotated[float, answer_option(help="0 takes the likeliest token; above 0 tokens are sampled")] = 0.0,
+    seed: Annotated[int, answer_option(help="seed of the sampled tokens")] = 0,
+    lookup: Annotated[int, answer_option(help="the most tokens to propose by prompt lookup in a step")] = 0,
+    kv_format: Annotated[str, model_option(help=KV_FORMAT)] = "raw",
     tier: Tiers = None,
-    dtype: Annotated[str, typer.Option(help="dtype in which to load --model")] = "auto",
+    dtype: Annotated[str, model_option(help="dtype in which to load --model")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
 ) -> None:
     """Generate text for many prompts at once, with the model's whole cache in kvpagoda.
@@ -204,68 +258,81 @@ def generate(
 
     Give several tiers in the order of their speed, the fastest first.
     """
-    with one_line_errors():
-        from kvpagoda import console
+    from kvpagoda import console
 
-        try:
-            with console.waiting("loading torch and transformers"):
-                from kvpagoda.hf import Sampling, report
-            from kvpagoda.tiers import tier_from_text
-        except ImportError as error:
-            raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
-        report.run(
-            model, prompts, as_json,
-            dict(
-                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup,
-                kv_format=parsed(kv_format),
-                tiers=[tier_from_text(text) for text in tier or ()],
-            ),
-            dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,
-        )  # fmt: skip
+    try:
+        with console.waiting("loading torch and transformers"):
+            from kvpagoda.hf import Sampling, report
+        from kvpagoda.tiers import tier_from_text
+    except ImportError as error:
+        raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
+    report.run(
+        model, prompts, as_json,
+        dict(
+            budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup,
+            kv_format=parsed(kv_format),
+            tiers=[tier_from_text(text) for text in tier or ()],
+        ),
+        dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,
+    )  # fmt: skip
 
 
-@app.command("replay")
+@command("replay")
 def replay_trace(
     trace: Annotated[
         list[Path] | None,
         typer.Argument(help="traces, plain or gzip, or folders (default: a synthetic workload)", show_default=False),
     ] = None,
-    capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
+    capacity: Annotated[
+        str | None, blocks_option(help="blocks, with commas (default: 1 to 50 % of the different ones)")
+    ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="with commas, own: FILE.py:CLASS (default: lru,s3fifo,opt; workers: lru)")
+        str | None,
+        blocks_option(
+            help="lru, fifo, lfu, lfuda, sieve, s3fifo, arc, auto, block-fifo, opt, with commas; your own: FILE.py:CLASS "
+            "(default: lru,s3fifo,opt; with --schema: lru,s3fifo; with --workers: lru)"
+        ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="another engine's cache: NAME[,block_size=64][,at_once=16][,step_tokens=2048]..")
+        str | None,
+        blocks_option(
+            help=f"with --capacity: another engine's cache, {ENGINES}; settings follow, e.g. vllm-0.33,block_size=64"
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="write a plot to this file, e.g. rates.png")] = None,
-    requests: Annotated[Path | None, typer.Option(help="write the hits of each request to this file")] = None,
-    timeline: Annotated[
-        Path | None, typer.Option("--trace", help="write trace events of one replay to this file, for Perfetto")
-    ] = None,
-    page: Annotated[Path | None, typer.Option("--report", help="write a page of figures, e.g. out.html")] = None,
-    warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
-    hints: Annotated[bool, typer.Option("--hints", help="also LRU told what the application knew")] = False,
-    jobs: Annotated[int | None, typer.Option(help="replays at once, each in a process (default: one per core)")] = None,
-    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
-    file_order: Annotated[bool, typer.Option("--file-order", help="do not sort requests by arrival")] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="leave out lines that cannot be read, and say so")
+    hints: Annotated[
+        bool, blocks_option("--hints", help="also run LRU that is told what the application knew")
     ] = False,
-    seed: Annotated[int, typer.Option(help="seed of the synthetic workload")] = 0,
-    schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
-    budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
-    max_requests: Annotated[int | None, typer.Option(help="with --schema: most that run at once (default: 64)")] = None,
-    checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: add a checkpoint every N blocks")] = None,
-    tokens_per_id: Annotated[int | None, typer.Option(help="tokens per block (default: the trace's, or 512)")] = None,
+    schema: Annotated[str | None, layers_option(help="the model: " + CONFIG)] = None,
+    budget: Annotated[str | None, layers_option(help="memory of the cache, with commas (default: 40GiB)")] = None,
+    max_requests: Annotated[int | None, layers_option(help="the most requests that run at once (default: 64)")] = None,
+    checkpoint_every: Annotated[
+        str | None, layers_option(help="blocks between two checkpoints of states, with commas (default: none added)")
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="with --schema: caches that share a trace, each in a process; else as --jobs")
+        int | None,
+        layers_option(help="caches that share the trace, each in a process; without --schema the same as --jobs"),
     ] = None,
-    store: Annotated[str | None, typer.Option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
+    store: Annotated[str | None, layers_option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
+    limit: Limit = None,
+    warm_up: Annotated[
+        float, trace_option(help="share of the requests that run first and are not counted, 0 to 1")
+    ] = 0.0,
+    file_order: Annotated[
+        bool, trace_option("--file-order", help="leave requests in the order of the file (default: sorted by arrival)")
+    ] = False,
+    skip_bad: SkipBad = False,
+    tokens_per_id: TokensPerId = None,
+    seed: Annotated[int, trace_option(help="seed of the synthetic workload")] = 0,
+    plot: Annotated[Path | None, file_option(help="a plot of the hit rates, e.g. rates.png")] = None,
+    requests: Annotated[Path | None, file_option(help="the hits of each request, as lines of JSON")] = None,
+    timeline: Annotated[Path | None, file_option("--trace", help="trace events of one replay, for Perfetto")] = None,
+    page: Annotated[Path | None, file_option("--report", help="a page of figures, e.g. out.html")] = None,
     json_lines: Annotated[
-        Path | None, typer.Option("--json-lines", help="answer requests as they come, from this file or pipe; -: stdin")
+        Path | None, lines_option("--json-lines", help="answer requests as they come, from this file or pipe; -: stdin")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="with --json-lines: end at the first bad line")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+    strict: Annotated[bool, lines_option("--strict", help="with --json-lines: end at the first bad line")] = False,
+    jobs: Annotated[int | None, typer.Option(help="replays at once, each in a process (default: one per core)")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the hit rate of a prefix cache at each capacity, evictions, reuse distances and the working set of a trace.
 
@@ -281,77 +348,74 @@ def replay_trace(
     With --json-lines each line of standard input is a request, and is answered by a line at once.
     """
     given = locals()
-    with one_line_errors():
-        from kvpagoda.replay.command import Options, run
+    from kvpagoda.replay.command import Options, run
 
-        layers = None if schema is None else _schema(schema, None, "raw")
-        is_partial = run(Options(**{**given, "schema": layers}))
+    layers = None if schema is None else _schema(schema, None, "raw")
+    is_partial = run(Options(**{**given, "schema": layers}))
     if is_partial:
         raise typer.Exit(130)
 
 
-@app.command("simulate")
+@command("simulate")
 def simulate_trace(
     trace: Annotated[
         Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
     ] = None,
-    schema: Annotated[str, typer.Option(help="the model's layers: " + CONFIG)] = "llama-3.1-8b",
-    budget: Annotated[str, typer.Option(help="memory of each worker's cache, with commas")] = "40GiB",
+    schema: Annotated[str, cache_option(help="the model's layers: " + CONFIG)] = "llama-3.1-8b",
+    budget: Annotated[str, cache_option(help="memory of each worker's cache, with commas")] = "40GiB",
     costs: Annotated[
-        str, typer.Option(help="h100, h100:MODEL, 4xh100:MODEL (MODEL: default --schema), a JSON file, or none")
+        str, worker_option(help="h100, h100:MODEL, 4xh100:MODEL (MODEL: default --schema), a JSON file, or none")
     ] = "h100",
-    workers: Annotated[str, typer.Option(help="number of caches, with commas")] = "1",
-    routing: Annotated[str, typer.Option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
-    policy: Annotated[str, typer.Option(help="eviction policies, with commas")] = "lru",
-    engine: Annotated[str, typer.Option(help="whose cache: kvpagoda, vllm-0.33, sglang-0.5.23, ..")] = "kvpagoda",
+    workers: Annotated[str, worker_option(help="number of caches, with commas")] = "1",
+    routing: Annotated[str, worker_option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
+    policy: Annotated[str, cache_option(help="lru, fifo, lfu, lfuda, sieve, s3fifo, arc, auto, with commas")] = "lru",
+    engine: Annotated[str, cache_option(help=f"whose cache, with commas: {ENGINES}")] = "kvpagoda",
     tier: Annotated[
-        list[str] | None, typer.Option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
+        list[str] | None, cache_option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
     ] = None,
-    max_requests: Annotated[int, typer.Option(help="the most requests that run at once on a worker")] = 64,
-    step_tokens: Annotated[int, typer.Option(help="the most tokens that a step computes")] = 2048,
-    block_size: Annotated[int | None, typer.Option(help="tokens per block (default: what the layers need)")] = None,
-    tokens_per_id: Annotated[int | None, typer.Option(help="tokens per id (default: the trace's, or 512)")] = None,
-    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the file")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out lines that cannot be read")] = False,
-    seed: Annotated[int, typer.Option(help="seed of random routing, and of the synthetic workload")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+    max_requests: Annotated[int, worker_option(help="the most requests that run at once on a worker")] = 64,
+    step_tokens: Annotated[int, worker_option(help="the most tokens that a step computes")] = 2048,
+    block_size: Annotated[int | None, cache_option(help="tokens per block (default: what the layers need)")] = None,
+    tokens_per_id: TokensPerId = None,
+    limit: Limit = None,
+    skip_bad: SkipBad = False,
+    seed: Annotated[int, trace_option(help="seed of random routing, and of the synthetic workload")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Serve a trace at its times of arrival with caches that have a clock, and print hits and times to tokens.
 
     Steps take what --costs says; nothing of a GPU is modelled. Ctrl-C prints what is done so far, and exits with 130.
     """
-    with one_line_errors():
-        from kvpagoda.replay import report
-        from kvpagoda.replay.fleet import report as fleet_report
-        from kvpagoda.replay.fleet.costs import Costs
-        from kvpagoda.replay.setup import Fleet, Setup
+    from kvpagoda.replay import report
+    from kvpagoda.replay.fleet import report as fleet_report
+    from kvpagoda.replay.fleet.costs import Costs
+    from kvpagoda.replay.setup import Fleet, Setup
 
-        layers = _schema(schema, None, "raw")
-        source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
-        counts = numbers_of(workers, "--workers", "workers")
-        cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))
-        tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
-        setup = Setup(layers, budget, max_requests=max_requests, step_tokens=step_tokens, block_size=block_size)
-        fleet = Fleet(Costs.read(costs, layers.name), tiers=tiers, seed=seed)
-        is_partial = fleet_report.run(source, setup, fleet, cases, tokens_per_id, as_json)
+    layers = _schema(schema, None, "raw")
+    source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
+    counts = numbers_of(workers, "--workers", "workers")
+    cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))
+    tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
+    setup = Setup(layers, budget, max_requests=max_requests, step_tokens=step_tokens, block_size=block_size)
+    fleet = Fleet(Costs.read(costs, layers.name), tiers=tiers, seed=seed)
+    is_partial = fleet_report.run(source, setup, fleet, cases, tokens_per_id, as_json)
     if is_partial:
         raise typer.Exit(130)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure the host path beside other installed engines (in a source checkout; --help there lists the options)."""
-    with one_line_errors():
-        root = Path(__file__).parents[2]
-        if not (root / "benchmarks" / "__main__.py").exists():
-            if "--help" not in context.args:
-                raise BadInput(f"the benchmarks are in the repository, not in the package: no {root / 'benchmarks'}")
-            typer.echo(context.get_help())
-            return
+    root = Path(__file__).parents[2]
+    if not (root / "benchmarks" / "__main__.py").exists():
+        if "--help" not in context.args:
+            raise BadInput(f"the benchmarks are in the repository, not in the package: no {root / 'benchmarks'}")
+        typer.echo(context.get_help())
+        return
     raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root).returncode)
 
 
-@app.command()
+@command()
 def router(
     worker: Annotated[
         list[str] | None,
@@ -371,7 +435,7 @@ def router(
 
     The engines publish with kvpagoda.events.Publisher.
     """
-    with one_line_errors(), suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         from kvpagoda.events import Router, RouterServer
 
         secret = b"" if secret_file is None else secret_file.read_bytes()
@@ -384,7 +448,7 @@ def router(
 def _workers(given: list[str], file: Path | None) -> dict[str, tuple[str, str]]:
     """Return name -> (endpoint, replay endpoint) of the workers on the command line and in ``file``. Raises BadInput."""
     try:
-        listed: Any = {} if file is None else json.loads(file.read_text())
+        listed: Any = {} if file is None else json_of(text_in(file))
         pairs = [(name, *ends) for name, ends in listed.items()]
     except (ValueError, AttributeError, TypeError) as error:
         raise BadInput(f'{file} must hold JSON like {{"NAME": ["ENDPOINT", "REPLAY"]}}: {error}') from None
@@ -401,9 +465,12 @@ def _workers(given: list[str], file: Path | None) -> dict[str, tuple[str, str]]:
     return found
 
 
-@app.command()
+@command()
 def top(
-    source: Annotated[str, typer.Argument(help="the address that serves metrics, e.g. localhost:9100, or a file")],
+    source: Annotated[
+        list[str],
+        typer.Argument(help="addresses that serve metrics, e.g. localhost:9100, or files; several: one table"),
+    ],
     every: Annotated[float, typer.Option(help="seconds between two updates")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print one table and exit")] = False,
     vllm: Annotated[str, typer.Option(help="prefix of vLLM's metric names, see CacheCollector")] = "vllm:",
@@ -413,33 +480,31 @@ def top(
 
     A kvpagoda.metrics.CacheCollector in the serving process exports these metrics.
     """
-    with one_line_errors(), suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         from kvpagoda.metrics.top import run
 
         run(source, every, once=once, as_json=as_json, vllm=vllm)
 
 
-@app.command("dashboard")
+@command("dashboard")
 def print_dashboard() -> None:
     """Print a dashboard for Grafana, as JSON to import, of the metrics that a CacheCollector exports."""
-    with one_line_errors():
-        from kvpagoda.metrics import dashboard
+    from kvpagoda.metrics import dashboard
 
-        typer.echo(dashboard())
+    typer.echo(dashboard())
 
 
-@app.command()
+@command()
 def tier(
     folder: Annotated[Path, typer.Argument(help="the FOLDER of disk:FOLDER:SIZE")],
     clean: Annotated[bool, typer.Option("--clean", help="delete the files; refused while a process uses one")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the files as JSON")] = False,
 ) -> None:
     """Show what tiers on a disk keep in a folder, for each engine and rank, and delete it."""
-    with one_line_errors():
-        from kvpagoda.tiers.disk import delete_tier_files, tier_files
+    from kvpagoda.tiers.disk import delete_tier_files, tier_files
 
-        files = tier_files(folder)
-        freed = delete_tier_files(folder) if clean else 0
+    files = tier_files(folder)
+    freed = delete_tier_files(folder) if clean else 0
     if as_json:
         shown = [{**asdict(file), "path": str(file.path)} for file in files]
         typer.echo(json.dumps({"files": shown, "deleted_nbytes": freed}, indent=2))
@@ -451,7 +516,7 @@ def tier(
         typer.echo(f"deleted {format_bytes(freed)}" if files else f"no disk tier in {folder}")
 
 
-@app.command()
+@command()
 def doctor(
     tier: Tiers = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
@@ -460,15 +525,14 @@ def doctor(
 
     The exit code is 1 if something is broken.
     """
-    with one_line_errors():
-        from kvpagoda import console
-        from kvpagoda.doctor import examine
+    from kvpagoda import console
+    from kvpagoda.doctor import examine
 
-        found = []
-        for finding in examine(tier or ()):
-            found.append(finding)
-            if not as_json:
-                console.say(f"{finding.state:7} {finding.name}: {finding.detail}", indent=8)
+    found = []
+    for finding in examine(tier or ()):
+        found.append(finding)
+        if not as_json:
+            console.say(f"{finding.state:7} {finding.name}: {finding.detail}", indent=8)
     broken = [finding.name for finding in found if finding.state == "broken"]
     if as_json:
         typer.echo(json.dumps({"broken": broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
@@ -479,11 +543,12 @@ def doctor(
 def main() -> None:
     """Run the ``kvpagoda`` command. Errors of typer about wrong arguments are printed in one line too."""
     try:
-        code = app(standalone_mode=False)
+        with one_line_errors():
+            code = app(standalone_mode=False)
     except UsageError as error:
         typer.echo(f"kvpagoda: {' '.join(error.format_message().split())}", err=True)
         code = error.exit_code
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         code = 130
     raise SystemExit(code)
 

@@ -113,7 +113,7 @@ def test_names_before_which_something_else_stands() -> None:
 
 
 def test_json_is_as_described(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(str(file), 2.0, once=True, as_json=True)
+    run([str(file)], 2.0, once=True, as_json=True)
     printed = json.loads(capsys.readouterr().out)
     assert violations(printed, schema_of("top")) == [] and printed["groups"][0]["blocks"]["free"] >= 0
 
@@ -127,7 +127,7 @@ def test_it_goes_on_until_it_is_stopped(
     looks = [read, read, lambda _: read("/nowhere"), read, lambda _: (_ for _ in ()).throw(KeyboardInterrupt)]
     monkeypatch.setattr(top, "read", lambda source, vllm: looks.pop(0)(source))
     with pytest.raises(KeyboardInterrupt):
-        run(str(file), 0.1, once=False, as_json=False)
+        run([str(file)], 0.1, once=False, as_json=False)
     assert not looks and "0/s computed" in capsys.readouterr().out
 
 
@@ -143,7 +143,73 @@ def test_what_is_no_source_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read(str(tmp_path / "nothing"))
     with pytest.raises(BadInput, match=r"at least 0\.1"):
-        run("x", 0.0, once=True, as_json=False)
+        run(["x"], 0.0, once=True, as_json=False)
+
+
+@pytest.fixture
+def sources(file: Path) -> list[str]:
+    """Return two sources, the second with one running request less, and one that is not there."""
+    other = file.with_name("other.prom")
+    text = file.read_text()
+    line = next(
+        line for line in text.splitlines() if line.startswith("vllm:num_requests_running") and line.endswith("1.0")
+    )
+    other.write_text(text.replace(line, line.replace("1.0", "0.0")))
+    return [str(file), str(other), str(file.with_name("nowhere.prom"))]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_several_engines_have_a_line_each(
+    sources: list[str], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(sources[0]).parent)
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = [Path(source).name for source in sources]
+    run([*names, names[0]], 2.0, once=True, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    engines = [line.split() for line in lines if " of 6 " in line]
+    assert [line[:4] for line in engines] == [[names[0], "1", "of", "6"], [names[1], "0", "of", "6"]], "each once"
+    groups = [line.split()[:2] for line in lines if " full " in line or " window(8) " in line]
+    assert groups == [[name, group] for name in names[:2] for group in ("full", "window(8)")]
+    assert any(line.startswith(f"{names[2]} (failing)  ") for line in lines)
+    assert sum(line.startswith(f"{names[2]}: ") and "No such file" in " ".join(lines) for line in lines) == 1
+    assert ("private" in lines[lines.index("") + 6] or width < 100) and "█ private" in lines[-3] + lines[-2] + lines[-1]
+
+
+def test_json_of_several_engines_is_as_described(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run(sources, 2.0, once=True, as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert violations(printed, schema_of("top_sources")) == []
+    assert [one["source"] for one in printed["sources"]] == sources
+    assert [one["figures"] and one["figures"]["running"] for one in printed["sources"]] == [1, 0, None]
+    figures = {key: value for key, value in schema_of("top").items() if key not in ("$schema", "title")}
+    many = schema_of("top_sources")["properties"]["sources"]["items"]["properties"]
+    assert many["figures"]["anyOf"] == [{"type": "null"}, figures]
+    with pytest.raises(FileNotFoundError):
+        run(sources[2:] * 2, 2.0, once=True, as_json=True)
+
+
+def test_an_engine_that_stops_answering_keeps_its_last_figures(
+    sources: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpagoda.metrics import top
+
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            Path(sources[1]).unlink()
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        run(sources[:2], 3.0, once=False, as_json=True)
+    before, after = (json.loads(line)["sources"] for line in capsys.readouterr().out.splitlines())
+    assert slept == [3.0, 3.0] and after[1]["figures"] == before[1]["figures"]
+    assert [one["error"] is None for one in (*before, *after)] == [True, True, True, False]
 
 
 def test_a_cache_without_traffic_has_no_rates() -> None:

@@ -216,6 +216,69 @@ def test_an_interrupt_ends_the_processes(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+def running_in(group: int) -> list[str]:
+    """Return the processes of a process group that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it has ended
+            continue
+        if int(pgrp) == group and state != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+WORKERS = ("--limit", "20000", "--schema", "qwen3-8b", "--workers", "2")
+JOBS = ("--limit", "20000", "--capacity", "3000,4000", "--policy", "lru,s3fifo,lfuda", "--jobs", "2")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="processes are listed in /proc")
+@pytest.mark.parametrize(
+    ("number", "options", "children", "wait"),
+    [
+        (signal.SIGINT, JOBS, 2, 0.0),  # the command, the tracker of resources, one of the pool
+        (signal.SIGINT, JOBS, 3, 0.0),
+        (signal.SIGINT, JOBS, 3, 0.6),  # both import
+        (signal.SIGINT, WORKERS, 3, 3.0),
+        (signal.SIGKILL, JOBS, 3, 0.3),
+        (signal.SIGKILL, JOBS, 3, 3.0),
+        (signal.SIGKILL, WORKERS, 3, 3.0),
+        (signal.SIGTERM, JOBS, 3, 3.0),
+    ],
+)
+def test_the_processes_end_with_the_command(
+    number: signal.Signals, options: tuple[str, ...], children: int, wait: float
+) -> None:
+    command = [sys.executable, "-m", "kvpagoda", "replay", *options, "--json"]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "2"}  # a thread that may take the interrupt
+    started = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True)
+    with subprocess.Popen(
+        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **started
+    ) as process:  # type: ignore[call-overload]
+        try:
+            until(lambda: len(running_in(process.pid)) > children or process.poll() is not None)
+            time.sleep(wait)
+            assert process.poll() is None, process.communicate()
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # as a terminal does
+            else:
+                process.send_signal(number)
+            process.communicate(timeout=60)  # until no process has its standard output
+            until(lambda: not running_in(process.pid))
+        finally:
+            for pid in running_in(process.pid):
+                os.kill(int(pid), signal.SIGKILL)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < end, "not within a minute"
+        time.sleep(0.005)
+
+
 def is_running(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import pytest
 from kvpagoda import BadLine
 from kvpagoda.errors import BadInput
 from kvpagoda.replay import Request, Trace, read_requests, replay
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def write(path: Path, *records: object) -> Path:
@@ -139,6 +144,91 @@ def test_wekas_conversations_are_files_with_ids_of_their_own(indent: int | None,
     ) as caught:
         list(read_requests(tmp_path))
     assert caught.value.field == "requests[1].requests[0].in"
+
+
+def talk(scope: str, prompts: list[list[int]]) -> dict[str, Any]:
+    steps = [{**STEP, "t": float(i), "in": 64 * len(prompt), "hash_ids": prompt} for i, prompt in enumerate(prompts)]
+    return {"block_size": 64, "hash_id_scope": scope, "requests": steps}
+
+
+def chains_of(talks: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the blocks of each request, each named by its scope."""
+    return [
+        [i if talk["hash_id_scope"] == "global" else (number, i) for i in step["hash_ids"]]
+        for number, talk in enumerate(talks)
+        for step in talk["requests"]
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_local_and_global_ids_in_one_trace_share_what_they_name(seed: int) -> None:
+    rng = random.Random(seed)
+    talks = [
+        talk(rng.choice(["local", "global"]), [rng.sample(range(5), rng.randrange(1, 5)) for _ in range(3)])
+        for _ in range(5)
+    ]
+    names: dict[Any, int] = {}
+    found = [request.block_ids.tolist() for request in read_requests(talks)]
+    for block_ids, chain in zip(found, chains_of(talks), strict=True):
+        assert [names.setdefault(name, i) for i, name in zip(block_ids, chain, strict=True)] == block_ids
+    assert len(set(names.values())) == len(names)
+    one = [each for each in talks if each["hash_id_scope"] == talks[0]["hash_id_scope"]]
+    assert min(i for request in read_requests(one) for i in request.block_ids.tolist()) >= 0, "as they are, or shifted"
+
+
+def test_a_scope_or_an_id_that_means_nothing_is_a_bad_line() -> None:
+    with pytest.raises(BadLine, match=r"'hash_id_scope' must be 'local' or 'global', got 'file'") as caught:
+        list(read_requests([talk("file", [[1]])]))
+    assert caught.value.field == "hash_id_scope"
+    with pytest.raises(BadLine, match="from 0 to 2"):
+        list(read_requests([talk("local", [[1]]), talk("local", [[2**64 - 1]])]))
+
+
+def with_agents(*agents: tuple[float, list[float]]) -> dict[str, Any]:
+    """Return a conversation with agents: (time of the entry, times of the requests)."""
+    entries = [{"type": "subagent", "t": t, "requests": [{**STEP, "t": each} for each in times]} for t, times in agents]
+    return {**TALK, "requests": [STEP, *entries, {**STEP, "t": 200.0}]}
+
+
+def test_times_of_agents_count_from_the_agent_or_from_the_conversation() -> None:
+    for base, agent in (("agent", (100.0, [0.0, 110.0])), ("conversation", (100.0, [100.0, 210.0]))):
+        trace = Trace.read([with_agents(agent)])
+        assert (trace.arrivals.tolist(), trace.agent_times) == ([0.0, 100.0, 200.0, 210.0], base)
+    nested = {"type": "subagent", "t": 5.0, "requests": [{**STEP, "t": 6.0}, {**AGENT, "t": 7.0}]}
+    inner = {**nested, "requests": [nested["requests"][0], {**AGENT, "t": 7.0, "requests": [{**STEP, "t": 8.0}]}]}
+    trace = Trace.read([{**TALK, "requests": [STEP, inner]}])
+    assert (trace.arrivals.tolist(), trace.agent_times) == ([0.0, 6.0, 8.0], "conversation")
+    assert Trace.read([{**TALK, "requests": [STEP, inner]}], agent_times="agent").arrivals.tolist() == [0, 11, 20]
+    for quiet in (with_agents(), with_agents((0.0, [3.0]))):
+        assert Trace.read([quiet]).agent_times is None, "no agents, or none that tells"
+    with pytest.raises(BadInput, match="known: agent, conversation; did you mean 'agent'"):
+        Trace.read([TALK], agent_times="agents")
+
+
+def test_the_most_agents_of_a_trace_say_from_when_their_times_count(tmp_path: Path) -> None:
+    """An agent whose first request comes later than its entry says nothing certain; one before its entry may be an error."""
+    late, plain = with_agents((2.0, [3.0, 4.0])), with_agents((50.0, [0.0]), (60.0, [1.0]))
+    records = [late, plain]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for source in (records, path):
+        trace = Trace.read(source, keep_order=True)
+        assert (trace.arrivals.tolist(), trace.agent_times) == ([0, 5, 6, 200, 0, 50, 61, 200], "agent")
+    with pytest.raises(BadInput, match="give agent_times, 'agent' or 'conversation', or a list of records"):
+        Trace.read(iter(records))
+    assert Trace.read(iter(records), agent_times="agent").agent_times == "agent"
+    wrong = with_agents((50.0, [49.0]), (60.0, [60.0]), (70.0, [70.0]))
+    trace = Trace.read([wrong, with_agents((20.0, [20.0 - 1e-9]))], keep_order=True)
+    assert (trace.arrivals.tolist(), trace.agent_times) == ([0, 49, 60, 70, 200, 0, 20 - 1e-9, 200], "conversation")
+
+
+def test_the_output_says_from_when_the_times_of_agents_count(tmp_path: Path, here: Command) -> None:
+    path = tmp_path / "talks.jsonl"
+    for times, said in (([0.0], "the agent's own entry"), ([100.0], "the beginning of the conversation")):
+        path.write_text(json.dumps(with_agents((100.0, times))) + "\n")
+        for options in (["--capacity", "9"], ["--schema", "qwen3-8b"]):
+            shown = here("replay", str(path), *options, "--policy", "lru").stdout
+            assert f"the times of the requests of agents count from {said}\n" in shown
 
 
 def deep(levels: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvpagoda.hf.generator import Generator
 from kvpagoda.hf.held_out import format_cost
 from kvpagoda.hf.run import Prompts, Run, answer, answer_after_restart, embedded_on_one_thread
 from kvpagoda.schema.kv_format import as_text
+from kvpagoda.text import text_in
 from kvpagoda.tiers import disk_tier
 from kvpagoda.units import format_bytes
 
@@ -40,7 +41,7 @@ def run(
     The embedded model (``model_name`` None) prints what ``kv_format`` costs. Without tiers it also answers the same
     prompts from the cache, and in a new process from a file in a temporary folder. Raises BadInput, OSError.
     """
-    texts = built_in_prompts() if prompt_file is None else [x for x in prompt_file.read_text().splitlines() if x]
+    texts = built_in_prompts() if prompt_file is None else [x for x in text_in(prompt_file).splitlines() if x]
     if not texts:
         raise BadInput(f"{prompt_file} has no prompts; write one on each line")
     is_embedded, kv_format = model_name is None, generator_arguments["kv_format"]

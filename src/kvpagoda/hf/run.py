@@ -11,6 +11,7 @@ import torch
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.hf.embedded import embedded_model
 from kvpagoda.hf.generator import Generator
+from kvpagoda.replay.jobs import process_pool
 from kvpagoda.schema.kv_format import KVFormatNames
 
 Prompts = list[list[int]]
@@ -82,11 +83,9 @@ def embedded_on_one_thread(kv_format: KVFormatNames) -> Any:
 def answer_after_restart(name: str, generator_arguments: dict[str, Any], prompts: Prompts, how: dict[str, Any]) -> Run:
     """Answer ``prompts`` with the embedded model in a process of its own, which has nothing of this one but the tiers
     among ``generator_arguments``. Their folders must not be in use."""
-    from concurrent.futures import ProcessPoolExecutor  # slow to load
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_answer_in_a_process, name, generator_arguments, prompts, how).result()
+    with process_pool(1) as submit:
+        answered: Run = submit(_answer_in_a_process, name, generator_arguments, prompts, how).result()
+        return answered
 
 
 def _answer_in_a_process(name: str, generator_arguments: dict[str, Any], prompts: Prompts, how: dict[str, Any]) -> Run:

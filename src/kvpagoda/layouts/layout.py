@@ -328,7 +328,7 @@ class Layout:
                 data["expression"], axes, **kept, index=Index(**data.get("index", {})), name=data.get("name", "")
             )
             claimed, follows = dict(data.get("follows", {})), layout.to_dict()["follows"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, LayoutError):
                 raise
             raise LayoutError.of("descriptor", f"this text is not a layout: {type(error).__name__} {error}") from None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from kvpagoda.errors import LayoutError, did_you_mean
 from kvpagoda.layouts.layout import Index, Layout
 from kvpagoda.loading import read_json
+from kvpagoda.text import text_in
 from kvpagoda.units import whole_number
 
 
@@ -103,6 +105,5 @@ def read(text: str) -> tuple[Layout, ...]:
     ranks = {ways: sizes.pop(ways, 1) for ways in ("tp", "pp")}
     if not name.endswith(".json"):
         return named(name, **sizes).split(**ranks)
-    with open(name, encoding="utf-8") as file:
-        layout = Layout.from_json(file.read())
+    layout = Layout.from_json(text_in(Path(name)))
     return (layout.resized(**sizes) if sizes else layout).split(**ranks)

@@ -1,4 +1,4 @@
-"""``kvpagoda top``: figures read from a metrics address, or a file with the same text, and their tables on a terminal.
+"""``kvpagoda top``: figures read from metrics addresses, or files with the same text, and their tables on a terminal.
 
 The tables fit its width, and are printed once or updated every few seconds. Needs prometheus_client and rich.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from http.client import HTTPException
 from itertools import pairwise
 from math import inf
@@ -25,7 +25,7 @@ from rich.text import Text
 from kvpagoda import console
 from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra
 from kvpagoda.metrics.names import METRICS, STATES, VLLM
-from kvpagoda.text import table
+from kvpagoda.text import table, text_in
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.units import format_bytes
 
@@ -34,6 +34,10 @@ with MissingExtra.unless("prometheus_client", "'top' needs prometheus_client; pi
 
 _MARKS = {"private": "█", "shared": "▓", "evictable": "░", "free": "·"}
 _BARS = ((60, 8), (100, 16), (inf, 40))  # (the most columns of the terminal, marks of a bar)
+_MARKS_LEGEND = Text("  ".join(f"{mark} {state}" for state, mark in _MARKS.items()))
+GROUP_COLUMNS = ("group", "in use", "blocks", *STATES, "evicted")
+DROPPED = ("evicted", "free", "evictable", "shared", "private")
+"""Columns of groups that are left out, in this order, where the terminal is narrow."""
 _TIMEOUT = 5.0  # seconds
 _SERIES = frozenset(name for metric in METRICS for name in metric.series)
 
@@ -157,7 +161,7 @@ def read(source: str, vllm: str = VLLM) -> Figures:
     if "://" not in source and not Path(source).exists() and ":" in source:
         address = f"http://{source}"
     if "://" not in address:
-        return figures(Path(source).read_text(), source, vllm)
+        return figures(text_in(Path(source)), source, vllm)
     if not address.startswith(("http://", "https://")):
         raise BadInput(f"{source!r} is neither an http address of metrics, such as localhost:9100, nor a file")
     if address.count("/") < 3:
@@ -238,65 +242,118 @@ def _tiers(samples: _Samples) -> tuple[TierFigures, ...]:
     return tuple(made)
 
 
-def run(source: str, every: float, *, once: bool, as_json: bool, vllm: str = VLLM) -> None:
-    """Show the figures at ``source`` every ``every`` seconds until Ctrl-C, or ``once``. With ``as_json`` print a line
-    of JSON each time instead. Raises BadInput, OSError."""
+class Watch:
+    """The figures at one source, look by look. ``figures``: the last ones that could be read; ``rates``: the tokens per second
+    that were saved and computed between the last two; ``error``: why the last look failed; each None if there is none."""
+
+    def __init__(self, source: str, vllm: str) -> None:
+        self.source, self._vllm = source, vllm
+        self.figures: Figures | None = None
+        self.rates: tuple[float, float] | None = None
+        self.error: Exception | None = None
+        self._then = 0.0
+
+    def look(self) -> None:
+        """Read the source again."""
+        try:
+            figures, now = read(self.source, self._vllm), monotonic()
+        except (KVPagodaError, OSError) as error:
+            self.error = error
+            return
+        before, self.rates = self.figures, None
+        if before is not None and figures.computed_tokens >= before.computed_tokens:
+            seconds = max(1e-3, now - self._then)
+            saved = figures.cached_tokens - before.cached_tokens
+            self.rates = saved / seconds, (figures.computed_tokens - before.computed_tokens) / seconds
+        self.figures, self._then, self.error = figures, now, None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the source, its figures, and why they could not be read now, as plain data."""
+        figures = None if self.figures is None else self.figures.to_dict()
+        return {"source": self.source, "error": None if self.error is None else str(self.error), "figures": figures}
+
+
+def run(sources: Sequence[str], every: float, *, once: bool, as_json: bool, vllm: str = VLLM) -> None:
+    """Show the figures at ``sources`` every ``every`` seconds until Ctrl-C, or ``once``. With ``as_json`` print a line
+    of JSON each time instead. A source that cannot be read is tried again. Raises BadInput, OSError if at first none can be
+    read."""
     if not 0.1 <= every < 3600:
         raise BadInput(f"--every must be at least 0.1 and less than 3600 seconds, got {every}")
-    look = partial(read, source, vllm)
+    watches = [Watch(source, vllm) for source in dict.fromkeys(sources)]
+    _look(watches)
+    if (error := watches[0].error) is not None and all(watch.figures is None for watch in watches):
+        raise error
     if as_json:
-        for figures, _ in _moments(look, every, once=once):
-            print(json.dumps(figures.to_dict()), flush=True)
-        return
+        while True:
+            if len(watches) > 1:
+                print(json.dumps({"sources": [watch.to_dict() for watch in watches]}), flush=True)
+            elif watches[0].error is None and watches[0].figures is not None:
+                print(json.dumps(watches[0].figures.to_dict()), flush=True)
+            if once:
+                return
+            sleep(every)
+            _look(watches)
     out = console.output()
     if once:
-        out.print(view(look(), None, out.width))
+        out.print(_screen(watches, out.width))
         return
-    first = look()  # an error here is printed in one line, and not on the live screen, which is cleared at the end
-    with Live(view(first, None, out.width), console=out, screen=out.is_terminal, auto_refresh=False) as live:
-        sleep(every)
-        for figures, rates in _moments(look, every, before=first):
-            live.update(view(figures, rates, out.width), refresh=True)
-
-
-def _moments(
-    look: Callable[[], Figures], every: float, *, once: bool = False, before: Figures | None = None
-) -> Iterator[tuple[Figures, tuple[float, float] | None]]:
-    """Yield the figures every ``every`` seconds, with the tokens per second that were saved and computed since the last
-    time. Raises if the source cannot be read the first time; later it tries again."""
-    then = monotonic() - every
-    while True:
-        try:
-            figures, now = look(), monotonic()
-        except (KVPagodaError, OSError):
-            if before is None:
-                raise
+    with Live(_screen(watches, out.width), console=out, screen=out.is_terminal, auto_refresh=False) as live:
+        while True:
             sleep(every)
+            _look(watches)
+            live.update(_screen(watches, out.width), refresh=True)
+
+
+def _look(watches: Sequence[Watch]) -> None:
+    """Look at all sources at once: one that does not answer delays no other."""
+    if len(watches) == 1:
+        watches[0].look()
+        return
+    with ThreadPoolExecutor(len(watches)) as pool:
+        list(pool.map(Watch.look, watches))
+
+
+def _screen(watches: Sequence[Watch], width: int) -> RenderableType:
+    figures = watches[0].figures
+    if len(watches) > 1 or figures is None:
+        return overview(watches, width)
+    return view(figures, watches[0].rates, width)
+
+
+def overview(watches: Sequence[Watch], width: int) -> RenderableType:
+    """Return a table with a line for each source, one of their groups, and why sources cannot be read, in lines of at most
+    ``width`` characters."""
+    engines, groups = list[list[str]](), list[list[str]]()
+    bar = _bar_width(width)
+    for watch in watches:
+        name, figures = f"{watch.source}{' (failing)' if watch.error else ''}", watch.figures
+        if figures is None:
+            engines.append([name, *["-"] * 7])
             continue
-        rates = None
-        if before is not None and figures.computed_tokens >= before.computed_tokens:
-            seconds = max(1e-3, now - then)
-            saved = figures.cached_tokens - before.cached_tokens
-            rates = saved / seconds, (figures.computed_tokens - before.computed_tokens) / seconds
-        yield figures, rates
-        if once:
-            return
-        before, then = figures, now
-        sleep(every)
+        tokens = [f"{figures.cached_tokens:,}", f"{figures.computed_tokens:,}"]
+        if watch.rates is not None:
+            tokens = [f"{rate:,.0f}/s" for rate in watch.rates]
+        engines.append([
+            name, f"{figures.running} of {figures.requests_max}", "-" if figures.waiting is None else f"{figures.waiting:,}",
+            format_bytes(figures.nbytes), f"{figures.usage:.1%}", f"{figures.hit_rate:.1%}", *tokens,
+        ])  # fmt: skip
+        groups += [[watch.source, *_group_cells(group, bar)] for group in figures.groups]
+    names = ["engine", "running", "waiting", "memory", "in use", "hits", "saved tokens", "computed tokens"]
+    dropped = ("computed tokens", "saved tokens", "memory", "waiting")
+    parts = _table(names, engines, ("engine",), width, drop=dropped)
+    parts += _table(["engine", *GROUP_COLUMNS], groups, ("engine", "group", "blocks"), width, drop=DROPPED)
+    parts.append(_MARKS_LEGEND)
+    parts += [Text(f"{watch.source}: {watch.error}") for watch in watches if watch.error is not None]
+    return Group(*parts)
 
 
 def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> RenderableType:
     """Return all tables, in lines of at most ``width`` characters. ``rates``: tokens saved and computed per second."""
     parts: list[RenderableType] = [Text(line) for line in _head(figures, rates)]
-    bar = next(marks for most, marks in _BARS if width <= most)
-    names, rows = ["group", "in use", "blocks", *STATES, "evicted"], []
-    for group in figures.groups:
-        total = sum(group.blocks.values())
-        held = group.blocks["private"] + group.blocks["shared"]
-        counts = [f"{group.blocks[state]:,}" for state in STATES]
-        rows.append([group.name, f"{held / max(1, total):.0%}", _bar(group.blocks, bar), *counts, f"{group.evicted:,}"])
-    parts += _table(names, rows, ("group", "blocks"), width, drop=("evicted", "free", "evictable", "shared", "private"))
-    parts.append(Text("  ".join(f"{_MARKS[state]} {state}" for state in STATES)))
+    bar = _bar_width(width)
+    rows = [_group_cells(group, bar) for group in figures.groups]
+    parts += _table(GROUP_COLUMNS, rows, ("group", "blocks"), width, drop=DROPPED)
+    parts.append(_MARKS_LEGEND)
     short = [[reason, f"{n:,}", f"{tokens:,}"] for reason, (n, tokens) in figures.short_hits.items()]
     parts += _table(["hits cut short by", "requests", "tokens lost"], short, ("hits cut short by",), width)
     tiers = [
@@ -317,6 +374,18 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
         ["namespace", "requests", "prompt tokens", "saved"], spaces, ("namespace",), width, drop=("requests",)
     )
     return Group(*parts)
+
+
+def _bar_width(width: int) -> int:
+    return next(marks for most, marks in _BARS if width <= most)
+
+
+def _group_cells(group: GroupFigures, bar: int) -> list[str]:
+    """Return a row under ``GROUP_COLUMNS``. ``bar``: marks of its bar."""
+    total = sum(group.blocks.values())
+    held = group.blocks["private"] + group.blocks["shared"]
+    counts = [f"{group.blocks[state]:,}" for state in STATES]
+    return [group.name, f"{held / max(1, total):.0%}", _bar(group.blocks, bar), *counts, f"{group.evicted:,}"]
 
 
 def _head(figures: Figures, rates: tuple[float, float] | None) -> Iterator[str]:

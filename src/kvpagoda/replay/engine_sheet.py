@@ -63,5 +63,5 @@ def measured(source: Source, sizes: Sequence[int], text: str, jobs: int | None =
         )
         for each in results
     ]  # fmt: skip
-    columns = ("capacity", "of tokens", "hit tokens", "preempted", "never fit")
+    columns = ("capacity\nin blocks", "hit rate\nof tokens", "tokens\nhit", "times\npreempted", "requests\nnever fit")
     return Sheet({"trace": trace.name, **order, "results": [each.to_dict() for each in results]}, lines, columns, cells)

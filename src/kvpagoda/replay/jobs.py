@@ -1,14 +1,21 @@
-"""Independent jobs over one object, in this process or in several: replays of a trace, or of many traces."""
+"""Independent jobs over one object, in this process or in several: replays of a trace, or of many traces.
+
+The processes of a pool end when the one that started them ends, whatever ended it."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from threading import Thread, current_thread, main_thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpagoda.units import whole_number
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 _shared: Any = None  # in a process of the pool
@@ -34,26 +41,47 @@ def run_jobs(
             told = {} if moved is None else {"on_request": partial(moved, number)}
             done(number, job(shared, **told))
         return
-    from concurrent.futures import ProcessPoolExecutor, as_completed  # slow to load, both
-    from multiprocessing import active_children, get_context
+    from concurrent.futures import as_completed  # slow to load
 
-    others = set(active_children())
-    count = min(processes, len(jobs))
-    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(shared,))
-    try:
-        with _interrupts_wait():
-            futures = {pool.submit(_call, job): number for number, job in enumerate(jobs)}
+    with process_pool(min(processes, len(jobs)), _begin, shared) as submit:
+        futures = {submit(_call, job): number for number, job in enumerate(jobs)}
         for future in as_completed(futures):
             done(futures[future], future.result())
             if moved is not None:
                 moved(futures[future], 0)
+
+
+@contextmanager
+def process_pool(
+    count: int, begin: Callable[..., object] | None = None, *shared: Any
+) -> Iterator[Callable[..., Future[Any]]]:
+    """Yield ``submit(function, *arguments)`` of a pool of up to ``count`` new processes, each of which calls
+    ``begin(*shared)`` first. They ignore interrupts. An exception in the block, also an interrupt, ends them; so does the end
+    of this process, also if it is killed: one that still imports ends when it has."""
+    from concurrent.futures import ProcessPoolExecutor  # slow to load, both
+    from multiprocessing import active_children, get_context
+
+    pool = ProcessPoolExecutor(
+        count, mp_context=get_context("spawn"), initializer=_begin_watched, initargs=(begin, shared)
+    )
+    mine = set[Any]()
+
+    def submit(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        before = {*active_children()}
+        try:
+            with _interrupts_wait():
+                return pool.submit(function, *arguments)
+        finally:
+            mine.update({*active_children()} - before)
+
+    try:
+        yield submit
+        pool.shutdown()
     except BaseException:
-        mine = set(active_children()) - others
         pool.shutdown(wait=False, cancel_futures=True)
         for process in mine:
             process.terminate()
         raise
-    pool.shutdown()
 
 
 @contextmanager
@@ -63,11 +91,36 @@ def _interrupts_wait() -> Iterator[None]:
     from multiprocessing.resource_tracker import ensure_running
 
     ensure_running()  # started inside the block, it would let interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came = list[int]()
+    before = signal.getsignal(signal.SIGINT)
+    # A mask alone holds nothing back: an interrupt may go to another thread, such as one of OpenBLAS.
+    is_ours = current_thread() is main_thread() and callable(before)
+    if is_ours:
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_ours:
+            signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _begin_watched(begin: Callable[..., object] | None, shared: tuple[Any, ...]) -> None:
+    Thread(target=_end_with_parent, name="kvpagoda-parent", daemon=True).start()
+    if begin is not None:
+        begin(*shared)
+
+
+def _end_with_parent() -> None:
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _begin(shared: Any) -> None:

@@ -331,7 +331,9 @@ def _plot_rates(axes: Any, trace: Trace, reuse: Reuse, results: Sequence[ReplayR
             style |= dict(linestyle="none")
         axes.plot(*zip(*mine), markersize=6, markerfacecolor="none", linewidth=1.4, **style)
     axes.axhline(rates[-1], color="0.5", linewidth=0.8, linestyle=":")
-    axes.annotate(f"all reuse {rates[-1]:.1f} %", (low, rates[-1]), (2, 3), textcoords="offset points", color="0.35")
+    axes.annotate(
+        f"with unlimited memory {rates[-1]:.1f} %", (low, rates[-1]), (2, 3), textcoords="offset points", color="0.35"
+    )
     axes.set(xscale="log", xlabel="capacity, blocks", ylabel="hit rate, % of block references", xlim=(low, high * 1.1))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if high < 10 * low else "")
@@ -345,9 +347,9 @@ def _plot_distances(axes: Any, trace: Trace, reuse: Reuse) -> None:
     rows = reuse_histogram(reuse)
     share = 100 / max(1, trace.num_refs)
     bars = [count * share for _, _, count in rows]
-    axes.bar(range(len(rows)), bars, width=0.9, color="C0", zorder=2)
+    axes.bar(range(len(rows)), bars, width=0.9, color="C0", zorder=2, label="at this distance")
     total = np.cumsum(bars)
-    axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="cumulative", zorder=3)
+    axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="up to here", zorder=3)
     step = 1 if len(rows) < 8 else 2
     axes.set_xticks(range(0, len(rows), step), [short_number(low) for low, _, _ in rows[::step]])
     axes.set(xlabel="different blocks used since, at least", ylabel="% of block references")

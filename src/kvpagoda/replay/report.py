@@ -43,7 +43,10 @@ MANY_REFS = 20_000_000
 agent trace (94 million references) a tree takes some 25 s for each capacity, all other policies together one or two
 seconds."""
 WINDOWS = 12  # windows of time of a working set
-COLUMNS = ("policy", "capacity", "of all", "hit rate", "of tokens", "hits", "evictions")
+COLUMNS = (
+    "policy", "capacity\nin blocks", "of different\nblocks", "hit rate\nof blocks", "hit rate\nof tokens", "blocks\nhit",
+    "blocks\nevicted",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def show(sheets: Sequence[Sheet], as_json: bool) -> bool:
             out.print("")
         for line in sheet.lines:
             console.say(line)
+        if sheet.lines[-1]:
+            out.print("")
         out.print(
             "\n".join(table(sheet.columns, sheet.cells, ("policy", "budget", "worker", "routing"), out.width)),
             soft_wrap=True,
@@ -108,7 +113,7 @@ def read(
 
 def order_of(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     """Return which requests run, and in which order: figures for JSON; a line if that is not the order of the source, or if
-    the source is not in order of arrival; and lines about bad lines that were left out."""
+    the source is not in order of arrival; and lines about the times of agents, and about bad lines that were left out."""
     late = trace.out_of_order
     is_kept = bool((np.diff(trace.arrivals) < 0).any())
     told = f"{late:,} of {len(trace):,} requests were not in order of arrival; "
@@ -116,6 +121,9 @@ def order_of(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     bad = trace.skipped
     lines = [f"{bad.lines:,} bad lines left out; the first {len(bad.first)}:", *bad.first] if bad.lines else []
     figures = {"order": "file" if is_kept else "arrival", "out_of_order": late, "skipped": asdict(bad)}
+    if trace.agent_times is not None:
+        begin = "the agent's own entry" if trace.agent_times == "agent" else "the beginning of the conversation"
+        lines.insert(0, f"the times of the requests of agents count from {begin}")
     return figures, [told, *lines] if late else lines
 
 

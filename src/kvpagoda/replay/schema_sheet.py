@@ -24,7 +24,14 @@ from kvpagoda.schema import Schema
 
 Job = tuple[str, str, int, AnyPolicy]
 """(budget, name of the policy, checkpoint interval, policy) of a replay."""
-LEGEND = "hits: prompt tokens not computed; found: in the tree; runs: mean requests at once; unused: memory of no use"
+COLUMNS = (
+    "budget", "policy", "checkpoint\nevery", "tokens\nhit", "tokens\nin tree", "requests\nat once", "blocks\nevicted",
+    "memory\nunusable",
+)  # fmt: skip
+LEGEND = (
+    "tokens: of all prompts, the share that was hit, so not computed, and that was in the tree, usable or not; "
+    "requests at once, memory unusable: on average"
+)
 LEGEND_OF_BOUND = f"{BOUND}: no cache above in the steps of lru, even one that knows the whole trace"
 
 
@@ -76,8 +83,7 @@ def measured(
     lines.append(LEGEND)
     if any(isinstance(result, HitBound) for result in results):
         lines.append(LEGEND_OF_BOUND)
-    columns = ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused")
-    return Sheet(figures, lines, columns, [_cells_of(*row) for row in zip(told, results)], is_partial)
+    return Sheet(figures, lines, COLUMNS, [_cells_of(*row) for row in zip(told, results)], is_partial)
 
 
 def _checked_grid(grid: Sequence[tuple[str, str, int]], with_timeline: bool, with_page: bool) -> list[Job]:
@@ -103,7 +109,7 @@ def _checked_grid(grid: Sequence[tuple[str, str, int]], with_timeline: bool, wit
 def _cells_of(job: tuple[str, str, int], result: Served) -> tuple[str, ...]:
     """Return a row of the table of replays with a model's layers. ``job``: budget, policy, checkpoint interval."""
     budget, policy, every = job
-    first = (budget, policy, str(every or "-"), f"{result.hit_rate:.1%}")
+    first = (budget, policy, f"{every} blocks" if every else "-", f"{result.hit_rate:.1%}")
     if isinstance(result, HitBound):
         return (*first, "-", "-", "-", "-")
     found = result.matched_tokens / max(1, result.prompt_tokens)
@@ -190,7 +196,10 @@ def run_workers(
         for name, part in parts.items()
     ]  # fmt: skip
     lines = [f"{title(trace, schema)}, {budget} a worker", *notes]
-    show([Sheet(figures, lines, ("worker", "requests", "hits", "from store", "evicted"), cells)], as_json)
+    show(
+        [Sheet(figures, lines, ("worker", "requests", "tokens\nhit", "tokens\nfrom store", "blocks\nevicted"), cells)],
+        as_json,
+    )
 
 
 def _shares(results: Sequence[ServeResult]) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.recording import Recording
 from kvpagoda.replay.batching import Batching, Running
+from kvpagoda.replay.jobs import process_pool
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Ints, Trace
@@ -166,16 +167,15 @@ def serve_multi_worker(
     BadInput, NeverFits.
     """
     workers = whole_number(workers, "workers", at_least=1, below=1025)
-    from concurrent.futures import ProcessPoolExecutor, wait  # slow to load
+    from concurrent.futures import wait  # slow to load
     from multiprocessing import get_context
 
     _tiers(store)
     columns = Trace.read(trace)
-    context = get_context("spawn")
-    counts = context.Array("q", workers)
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(counts,)) as pool:
+    counts = get_context("spawn").Array("q", workers)
+    with process_pool(workers, _begin, counts) as submit:
         work = partial(_serve, columns, schema, budget, store, workers, settings)
-        futures = [pool.submit(work, worker) for worker in range(workers)]
+        futures = [submit(work, worker) for worker in range(workers)]
         waiting = set(futures)
         while waiting:
             waiting = wait(waiting, timeout=0.2).not_done

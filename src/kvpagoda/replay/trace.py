@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvpagoda.errors import BadInput, BadLine
 from kvpagoda.replay.readers import Ids as Ids64
 from kvpagoda.replay.readers import Source, read_requests
+from kvpagoda.replay.readers.sessions import AGENT_TIMES, AgentTimes
 from kvpagoda.units import whole_number
 
 Ids32 = npt.NDArray[np.int32]
@@ -53,7 +54,8 @@ class Trace:
     number of tokens. ``sessions`` int64 ``[requests]``: the number of each request's conversation, -1 where the source
     does not say; ``calls_tool`` bool ``[requests]``: see ``Request``; both None if it says nothing. ``out_of_order``:
     how many requests the source named after one that arrived later; ``read`` ordered them, unless it was told to keep
-    the order. ``skipped``: the bad lines that ``read`` was told to leave out.
+    the order. ``skipped``: the bad lines that ``read`` was told to leave out. ``agent_times``: from when the times of the
+    requests of agents counted, the "agent"'s entry or the beginning of the "conversation"; None without agents that tell it.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Trace:
     sessions: Ints | None = None
     calls_tool: npt.NDArray[np.bool_] | None = None
     skipped: Skipped = field(default_factory=Skipped)
+    agent_times: str | None = None
 
     @classmethod
     def read(
@@ -78,22 +81,46 @@ class Trace:
         *,
         keep_order: bool = False,
         skip_bad: bool = False,
+        agent_times: str | None = None,
     ) -> Trace:
         """Read a source of ``read_requests``, at most its first ``limit`` requests, and order them by arrival if they are
         not, which ``out_of_order`` counts and a log line says. ``keep_order``: leave them in the order of the source. A
         Trace is left as it is. ``block_size``: tokens per id if the source does not say; None: 512. ``skip_bad``: leave
-        out lines that cannot be read, which ``skipped`` counts; else the first one raises BadLine. Raises BadInput. O(refs);
-        the ids are in memory once, and a second time while they are ordered.
+        out lines that cannot be read, which ``skipped`` counts; else the first one raises BadLine. ``agent_times``: see
+        there; None: what most agents of the trace say. Where some conversations say otherwise the source is read a second
+        time, so it must be a path or a list. Raises BadInput. O(refs); the ids are in memory once, and a second time while
+        they are ordered.
         """
         if limit is not None:
             whole_number(limit, "a limit of requests", at_least=1)
         if isinstance(source, Trace):
             return source if limit is None or limit >= len(source) else source.take(np.arange(limit))
+        times = AgentTimes(agent_times)
+        trace = cls._read(source, limit, block_size, keep_order, skip_bad, times)
+        if times.is_mixed:
+            if not isinstance(source, str | Path) and iter(source) is source:
+                raise BadInput(
+                    f"the agents of {trace.name} do not agree from when their times count, most from the {times.most}: give "
+                    f"agent_times, {' or '.join(map(repr, AGENT_TIMES))}, or a list of records"
+                )
+            trace = cls._read(source, limit, block_size, keep_order, skip_bad, AgentTimes(times.most))
+        return replace(trace, agent_times=times.most)
+
+    @classmethod
+    def _read(
+        cls,
+        source: Source,
+        limit: int | None,
+        block_size: int | None,
+        keep_order: bool,
+        skip_bad: bool,
+        times: AgentTimes,
+    ) -> Trace:
         name = str(source) if isinstance(source, str | Path) else "records"
         arrivals, inputs, outputs, counts, tokens = [], [], [], [0], []
         sessions, tools = [], []
         ids, skipped = _GrowingIds(), Skipped()
-        for request in islice(read_requests(source, on_bad=skipped.add if skip_bad else None), limit):
+        for request in islice(read_requests(source, on_bad=skipped.add if skip_bad else None, times=times), limit):
             arrivals.append(request.arrival)
             inputs.append(request.input_length)
             outputs.append(request.output_length)
@@ -218,7 +245,7 @@ class Trace:
             self.name, taken(self.ids), starts, self.arrivals[chosen], self.input_lengths[chosen],
             self.output_lengths[chosen], self.block_size, None if self.block_tokens is None else taken(self.block_tokens),
             sessions=None if self.sessions is None else self.sessions[chosen],
-            calls_tool=None if self.calls_tool is None else self.calls_tool[chosen],
+            calls_tool=None if self.calls_tool is None else self.calls_tool[chosen], agent_times=self.agent_times,
         )  # fmt: skip
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from os import PathLike, fspath
 from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from kvpagoda.errors import SchemaError, did_you_mean, shown
+from kvpagoda.errors import BadInput, SchemaError, did_you_mean, shown
 from kvpagoda.schema.presets import find_preset, presets
+from kvpagoda.text import json_of, text_in
 
 
 def config_named(source: str | PathLike[str], others: Iterable[str] = ()) -> tuple[str | None, dict[str, Any]]:
@@ -22,9 +22,9 @@ def config_named(source: str | PathLike[str], others: Iterable[str] = ()) -> tup
     path = Path(name) / "config.json" if isdir(name) else Path(name)
     if isfile(path):
         try:
-            data = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise SchemaError(f"{path} is not JSON: {error}") from None
+            data = json_of(text_in(path), f"{path} is ")
+        except BadInput as error:
+            raise SchemaError(str(error)) from None
         if not isinstance(data, dict):
             raise SchemaError(f"{path} must hold a JSON object, got {type(data).__name__}")
         return None, data

@@ -151,6 +151,24 @@ def test_times_are_those_of_single_steps(engine: str, name: str) -> None:
     assert 0 < found.workers[0].busy <= 1 and found.workers[0].requests == found.finished
 
 
+@pytest.mark.parametrize("length", [160, 200, 240])
+@pytest.mark.parametrize(("engine", "name"), [*CASES, ("dynamo-1.6.1-trtllm", "full")])
+def test_a_request_that_outgrows_the_cache_is_refused(engine: str, name: str, length: int) -> None:
+    """Some fit at first, are admitted, preempt all others and themselves, and fit no more."""
+    lengths = [(64, 8), (length, 20_000), (length // 2, 20_000), (48, 40)]
+    records = [
+        {"timestamp": 0, "input_length": n, "output_length": out, "hash_ids": [*range(100 * i, 100 * i + -(-n // 16))]}
+        for i, (n, out) in enumerate(lengths)
+    ]
+    trace = Trace.read(records, block_size=16)
+    setup = Setup(SCHEMAS[name], SMALL[name], 16, max_requests=6, step_tokens=STEP[name])
+    made = Simulation(trace, setup, Fleet(COSTS, engine=engine))
+    made.run()
+    found, (worker,) = made.result(), made.workers
+    assert (found.finished, found.never_fit) == (2, 2), "the short ones end"
+    assert (worker.backlog, worker.num_requests) == (0, 0)
+
+
 def test_a_step_takes_what_its_tokens_cost() -> None:
     """One request of 40 prompt tokens and 3 of output: two pieces, then two decode steps of 40 and 41 tokens of context."""
     records = [{"timestamp": 0, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, 3]}]

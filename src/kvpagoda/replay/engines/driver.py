@@ -85,7 +85,8 @@ class Served:
 
 @dataclass
 class Step:
-    """What a step did. ``admitted``: requests that were admitted for the first time; ``refused``: those that never fit;
+    """What a step did. ``admitted``: requests that were admitted for the first time; ``refused``: those that never fit,
+    also one that fitted at first, was preempted, and has grown too large since;
     ``ended``: those that are complete. ``prefilled``: tokens of texts that were computed; ``decoding``: requests that
     computed the one token that they generated last, and ``context``: all their tokens before it."""
 
@@ -165,6 +166,7 @@ class Run:
             if self.running:
                 return False
             self.served.never_fit += 1
+            self.known.pop(request, None)
             self._done.refused.append(self.waiting.popleft())
             return True
         if request not in self.known:

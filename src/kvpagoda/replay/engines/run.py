@@ -28,9 +28,10 @@ from kvpagoda.units import whole_number
 class EngineResult:
     """What the requests of a trace find in the cache of an engine.
 
-    ``never_fit``: requests that did not fit into an empty cache; they find nothing. ``preempted``: how often a running
-    request had to give its memory to another; what it finds when it starts again is not counted. ``per_request`` int64
-    ``[requests]``: the tokens of its prompt that each request found.
+    ``never_fit``: requests that did not fit into an empty cache, which find nothing; and those that fitted at first, were
+    preempted, and had outgrown it. ``preempted``: how often a running request had to give its memory to another; what it
+    finds when it starts again is not counted. ``per_request`` int64 ``[requests]``: the tokens of its prompt that each
+    request found.
     """
 
     trace: str

@@ -26,6 +26,7 @@ import numpy as np
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.loading import read_json
 from kvpagoda.schema.plan import Plan
+from kvpagoda.text import text_in
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer
 from kvpagoda.tiers.slots import SlotDriver
 from kvpagoda.tiers.spec import TierSpec
@@ -93,10 +94,10 @@ class Costs:
     def from_file(cls, path: Path) -> Costs:
         """Return the costs in a JSON file. Raises BadInput, and OSError."""
         try:
-            given = json.loads(path.read_text())
+            given = json.loads(text_in(path))
             tiers = {name: TierCosts(**costs) for name, costs in given.pop("tiers", {}).items()}
             return cls(**given, tiers=tiers)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             known = ", ".join(one.name for one in fields(cls))
             raise BadInput(f"{path} must hold a JSON object with numbers of seconds for {known}: {error}") from None
 

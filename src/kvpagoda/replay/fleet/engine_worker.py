@@ -63,12 +63,13 @@ class EngineWorker:
         if not self._run.num_left:
             return None
         step = self._step = self._run.step()
-        self._waits -= sum(self._expected.pop(number) for number in step.refused + step.admitted)
+        for number in step.refused + step.admitted:
+            self._waits -= self._expected.pop(number, 0)  # 0: it was admitted once, was preempted, and is refused now
         for number in step.admitted:
             self.outcomes.worker[number], self.outcomes.admitted[number] = self.index, now
             self.outcomes.prompt[number] = self._chains.prompts[number]
             self.outcomes.matched[number] = self.outcomes.cached[number]
-        self._first += step.admitted
+        self._first = [number for number in self._first if number not in step.refused] + step.admitted
         self.never_fit += len(step.refused)
         self._began = now
         steps = 1 if step.prefilled or step.decoding else 0  # else requests were refused, or found whole

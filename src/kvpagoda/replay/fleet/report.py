@@ -12,18 +12,12 @@ from kvpagoda.replay.report import Sheet, Source, order_of, partly, show, title
 from kvpagoda.replay.setup import Fleet, Setup
 
 COLUMNS = (
-    "budget",
-    "policy",
-    "engine",
-    "workers",
-    "routing",
-    "hits",
-    "first token",
-    "99 %",
-    "last token",
-    "99 %",
-    "next token",
-    "done",
+    "budget", "policy", "engine", "workers", "routing", "tokens\nhit", "first token\np50", "first token\np99",
+    "last token\np50", "last token\np99", "next token\np50", "requests\ndone",
+)  # fmt: skip
+LEGEND = (
+    "tokens hit: share of the prompt tokens that are not computed; first token, last token: from a request's arrival; next "
+    "token: from one token of an answer to the next; p50, p99: of half of the requests, of 99 %, it takes at most this"
 )
 Case = tuple[str, str, str, int, str]
 """A budget of each worker, a policy, an engine, a number of workers, a routing rule."""
@@ -62,7 +56,7 @@ def run(
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     if is_partial:
         lines.append(f"{partly(len(results), len(cases))}, in the middle of the last one")
-    lines.append("hits: prompt tokens not computed; times: median and 99 % of the requests, from their arrival")
+    lines.append(LEGEND)
     cells = [_cells(case, result) for case, result in zip(cases, results)]
     return show([Sheet({**shared, "results": rows}, lines, COLUMNS, cells, is_partial)], as_json)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,15 @@ from typing import Any, TypeAlias
 from kvpagoda.errors import BadInput, BadLine
 from kvpagoda.replay.readers.records import Form, Request
 from kvpagoda.replay.readers.requests import AZURE_HEADER, BURST_HEADER, TABLES, Bailian, DynamoTrace, LookupLog, Public
-from kvpagoda.replay.readers.sessions import BenchResult, CommonPrefix, Conversations, Prompts, RunLength
+from kvpagoda.replay.readers.sessions import (
+    AgentTimes,
+    BenchResult,
+    CommonPrefix,
+    Conversations,
+    Prompts,
+    RunLength,
+)  # fmt: skip
+from kvpagoda.text import json_of
 
 HEADED: dict[str, type[Form]] = {"weka-rle-v1": RunLength, "lcp-v1": CommonPrefix}
 """``format`` of a first line -> the form of the lines below it."""
@@ -42,8 +49,9 @@ _END: Any = object()
 class Records:
     """Reads records one after another; the first one tells the form of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: AgentTimes | None = None) -> None:
         self._form: Form | None = None
+        self._times = times
 
     def __call__(self, record: Any) -> list[Request]:
         """Return the requests of the next record; a Request is returned unchanged. Raises BadLine, ValueError."""
@@ -52,15 +60,16 @@ class Records:
         if not isinstance(record, Mapping):
             raise BadLine(f"a request is an object with 'hash_ids', got {type(record).__name__}")
         if self._form is None:
-            self._form = _form_of(record)()
+            form = _form_of(record)
+            self._form = Conversations(self._times) if form is Conversations else form()
         return self._form(record)
 
 
 class Lines(Records):
     """Reads lines of text, or objects of a JSON document, one after another. Empty lines are passed over."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, times: AgentTimes | None = None) -> None:
+        super().__init__(times)
         self._table: Form | None = None
         self._is_first = True
 
@@ -111,17 +120,18 @@ def _form_of(record: Mapping[str, Any]) -> type[Form]:
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadLine(f"not JSON: {error}") from None
+        found = json_of(line)
+    except BadInput as error:
+        raise BadLine(str(error)) from None
     if not isinstance(found, dict):
         raise BadLine(f"expected a JSON object, got {type(found).__name__}")
     return found
 
 
-def read_requests(source: Source, *, on_bad: OnBad | None = None) -> Iterator[Request]:
+def read_requests(source: Source, *, on_bad: OnBad | None = None, times: AgentTimes | None = None) -> Iterator[Request]:
     """Yield the requests of a file of any known form, of all files of a folder in the order of their names, or of an
     iterable of Requests or records, one at a time. The first line tells the form; ``docs/replay.md`` lists the forms.
+    ``times``: from when the times of agents count; each conversation tells by itself (``Trace.read``: all together).
 
     Raises BadLine with the file, the line (or the record's number) and the field for a record that is malformed or
     incomplete, after the requests before it were yielded; with ``on_bad`` it is called with that error instead, and the
@@ -133,9 +143,9 @@ def read_requests(source: Source, *, on_bad: OnBad | None = None) -> Iterator[Re
             records = iter(source)
         except TypeError:
             raise BadInput(f"a trace is a path or an iterable of records, got {type(source).__name__}") from None
-        yield from _parsed(records, Records(), "records", "record", counts)
+        yield from _parsed(records, Records(times), "records", "record", counts)
     else:
-        parse = Lines()
+        parse = Lines(times)
         for path in _files(Path(source)):
             parse.begin()
             with path.open("rb") as file:
@@ -176,9 +186,9 @@ def _items(lines: io.TextIOWrapper) -> Iterator[Any]:
         yield from lines
         return
     try:
-        document = json.loads(first + lines.read())
-    except (ValueError, RecursionError) as error:
-        raise BadLine(f"not JSON: {error}") from None
+        document = json_of(first + lines.read())
+    except BadInput as error:
+        raise BadLine(str(error)) from None
     yield from document if isinstance(document, list) else [document]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvpagoda.errors import BadLine
+from kvpagoda.errors import BadLine, shown, unknown_name
 from kvpagoda.replay.readers.records import Ids, Numbers, Request, count, field, listed, seconds
 
 TEXT_BLOCK = 64  # bytes of a text that become an id: about 16 tokens of English or code
+AGENT_TIMES = ("agent", "conversation")
+EPSILON = 1e-6  # seconds by which a time may be off
 MOST_BLOCKS = 1 << 24  # in one prompt; a line that names more is refused before they are made
 
 
@@ -52,44 +56,99 @@ class RunLength:
         self._first, self._session = self._fresh, self._session + 1
 
 
+class AgentTimes:
+    """From when the times of the requests of agents count: from the entry of the "agent" in its conversation, as the recorder
+    writes them, or from the beginning of the "conversation", as data sets are published. ``base``: the one that is known to
+    hold in the whole trace. Raises BadInput for another.
+
+    An agent says which by its earliest request: one before the agent's own entry counts from there. A conversation takes
+    what most of its agents say, and ``most`` is what most agents of the trace said so far, None before one did."""
+
+    def __init__(self, base: str | None = None) -> None:
+        if base not in (None, *AGENT_TIMES):
+            raise unknown_name("base of the times of agents", str(base), AGENT_TIMES)
+        self.base, self._said, self._taken = base, Counter[str](), set[str]()
+
+    def of(self, agents: Iterable[tuple[float, float]]) -> str:
+        """Return which one a conversation takes. ``agents``: (time of the entry, time of the earliest request) of each."""
+        said = Counter(
+            "agent" if earliest < entry - EPSILON else "conversation" for entry, earliest in agents if entry > EPSILON
+        )
+        self._said += said
+        taken = self.base or _most(said) or self.most or "agent"
+        self._taken |= {taken} if said else set()
+        return taken
+
+    @property
+    def most(self) -> str | None:
+        """What most agents said; ``base`` if it is known, and any did."""
+        most = _most(self._said)
+        return most and (self.base or most)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a conversation took another one than ``most``."""
+        return not self._taken <= {self.most}
+
+
+def _most(said: Counter[str]) -> str | None:
+    return max(AGENT_TIMES, key=lambda base: said[base]) if said else None
+
+
 class Conversations:
     """Weka's traces as they are published (kv-cache-tester), a file for each conversation: {"id": .., "block_size": ..,
     "hash_id_scope": "local", "requests": [{"t": s, "in": .., "out": .., "hash_ids": [..], "stop": ..}, ..]}. A request of
-    type "subagent" holds ``requests`` of its own, whose times count from its own. Ids are local to the conversation."""
+    type "subagent" holds ``requests`` of its own; ``times`` tells from when theirs count. Ids are local to the conversation,
+    or global: the same in every conversation of the trace that says so, and in no other."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: AgentTimes | None = None) -> None:
+        self._times = times or AgentTimes()
         self._fresh = self._session = 0
+        self._first_scope = ""  # its ids stay as they are, or are shifted up; those of the other one become negative
 
     def __call__(self, record: Mapping[str, Any]) -> list[Request]:
-        size, local = count(record, "block_size", least=1), record.get("hash_id_scope", "local") == "local"
-        first, numbers = self._fresh if local else 0, Numbers()
-        found = []
-        for where, since, request in _flat(record, "", 0.0, 4):
+        size, scope = count(record, "block_size", least=1), record.get("hash_id_scope", "local")
+        if scope not in ("local", "global"):
+            raise BadLine(f"'hash_id_scope' must be 'local' or 'global', got {shown(scope)}", field="hash_id_scope")
+        first, numbers = self._fresh if scope == "local" else 0, Numbers()
+        made, agents, end = list[tuple[float, float, Request]](), dict[str, tuple[float, float]](), first
+        for where, entries, request in _flat(record, "", (), 4):
             try:
-                ids = numbers.of(field(request, "hash_ids")) + first
-                if ids.min(initial=0) < 0 or ids.max(initial=0) >= 2**62:
+                ids = numbers.of(field(request, "hash_ids"))
+                if ids.min(initial=0) < 0 or ids.max(initial=0) >= 2**62 - first:
                     raise BadLine("'hash_ids' must be from 0 to 2^62", field="hash_ids")
-                tokens, outputs, time = count(request, "in"), count(request, "out"), since + seconds(request, "t")
+                tokens, outputs, time = count(request, "in"), count(request, "out"), seconds(request, "t")
             except BadLine as error:
                 raise BadLine(f"{where}: {error}", field=f"{where}.{error.field}", needed=error.needed) from None
+            ids += first
+            end = max(end, int(ids.max(initial=-1)) + 1)
+            if scope != (self._first_scope or scope):
+                ids = -1 - ids
+            if entries:
+                agent = where.rpartition("requests")[0]
+                agents[agent] = entries[-1], min(time, agents.get(agent, (0.0, time))[1])
             calls_tool = request.get("stop", "") not in ("", "end_turn")
-            found.append(Request(time, tokens, outputs, ids, size, self._session, calls_tool))
+            made.append((time, sum(entries), Request(time, tokens, outputs, ids, size, self._session, calls_tool)))
+        if scope == "local":
+            self._fresh = end
+        self._first_scope = self._first_scope or scope
         self._session += 1
-        self._fresh = max([self._fresh, *(int(request.block_ids.max(initial=-1)) + 1 for request in found)])
-        return found
+        if self._times.of(agents.values()) == "conversation":
+            return [request for _, _, request in made]
+        return [replace(request, arrival=since + time) for time, since, request in made]
 
 
 def _flat(
-    record: Mapping[str, Any], where: str, since: float, depth: int
-) -> Iterator[tuple[str, float, Mapping[str, Any]]]:
-    """Yield (its place in the record, the seconds its time counts from, the request) for all requests of a conversation,
-    those of its agents too, ``depth`` levels deep. Raises BadLine."""
+    record: Mapping[str, Any], where: str, entries: tuple[float, ...], depth: int
+) -> Iterator[tuple[str, tuple[float, ...], Mapping[str, Any]]]:
+    """Yield (its place in the record, the times of the entries of the agents that it is in, the request) for all requests of a
+    conversation, those of its agents too, ``depth`` levels deep. Raises BadLine."""
     for number, request in enumerate(listed(record, "requests", Mapping)):
         place = f"{where}requests[{number}]"
         if "requests" not in request:
-            yield place, since, request
+            yield place, entries, request
         elif depth:
-            yield from _flat(request, f"{place}.", since + seconds(request, "t"), depth - 1)
+            yield from _flat(request, f"{place}.", (*entries, seconds(request, "t")), depth - 1)
         else:
             raise BadLine(f"{place} holds agents of agents of agents", field=place)
 
