@@ -1,5 +1,5 @@
-"""Tables and wrapped lines of text, fitted to a width; words and numbers with commas between; what ``repr`` shows; files of text
-and of JSON."""
+"""Tables and wrapped lines of text, fitted to a width; words and numbers with commas between; what ``repr`` shows; files of
+text and of JSON."""
 
 from __future__ import annotations
 
