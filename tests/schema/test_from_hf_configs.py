@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvpagoda.errors import NeverFits, SchemaError  # noqa: E402
 from kvpagoda.formats.encoding import Encoding  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Growth, Shared  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
+from kvpagoda.schema.from_hf import TEXT  # noqa: E402
 from models import tiny_config  # noqa: E402
 from more_models import DECODERS, MORE  # noqa: E402
 
@@ -402,6 +404,67 @@ def test_a_flat_config_of_a_multimodal_model() -> None:
     schema = Schema.from_hf_config({**flat, "max_window_layers": 28})
     assert schema.name == "qwen2_vl_text"
     assert {layer.kinds for layer in schema.layers} == {(Attention(8, 128, 128, "bfloat16"),)}
+
+
+def told(config: Any) -> Any:
+    """The schema of a config; without one, that it is refused."""
+    try:
+        return Schema.from_hf_config(config)
+    except SchemaError:
+        return "refused"
+
+
+DIRECTIONS = ("is_encoder_decoder", "use_bidirectional_attention", "is_decoder")
+
+
+def without(fields: Any, names: tuple[str, ...]) -> Any:
+    """A config without ``names``, on every level."""
+    if not isinstance(fields, dict):
+        return fields
+    return {name: without(value, names) for name, value in fields.items() if name not in names}
+
+
+WRAPPERS = sorted(
+    name for name, config in transformers.CONFIG_MAPPING.items() if {*config.sub_configs} & {*TEXT} or name in DECODERS
+)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_file_and_an_object_are_read_alike(name: str) -> None:
+    """A file leaves out what its type adds: on load, transformers writes it into the object."""
+    try:
+        config = config_class(name)()
+    except Exception:
+        pytest.skip("its config has no defaults")
+    written = json.loads(config.to_json_string(use_diff=True))
+    assert told(config) == told(written) == told(without(config.to_dict(), DIRECTIONS))
+
+
+LLAMA = dict(LLAMA_8B, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "paligemma", "text_config": dict(LLAMA, model_type="gemma")}, "a prefix language model"),
+        ({"is_encoder_decoder": True, "text_config": LLAMA}, "is_encoder_decoder is True"),
+        ({"use_bidirectional_attention": True, "text_config": LLAMA}, "use_bidirectional_attention is True"),
+        ({"thinker_config": {"is_causal": False, "text_config": LLAMA}}, "is_causal is False"),
+        (dict(LLAMA, is_causal=False), "is_causal is False"),
+        (dict(LLAMA, model_type="bart", decoder_layers=2, decoder_attention_heads=8), "is_encoder_decoder is True"),
+        (dict(LLAMA, model_type="mpt", attn_config={"prefix_lm": True}), r"attn_config.prefix_lm is True"),
+    ],
+)
+def test_what_attends_to_later_tokens_is_refused_on_every_level(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        Schema.from_hf_config(config)
+
+
+def test_what_is_causal_stays() -> None:
+    plain = Schema.from_hf_config(LLAMA)
+    for fields in ({"is_causal": True}, {"is_causal": None}, {"attn_config": {"prefix_lm": False}}):
+        assert Schema.from_hf_config({**LLAMA, **fields}) == plain
+    assert Schema.from_hf_config({"use_bidirectional_attention": "vision", "text_config": LLAMA}) == plain
 
 
 def test_objects_without_to_dict() -> None:

@@ -22,8 +22,17 @@ from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, Laye
 from kvpagoda.schema.kv_format import KVFormat, KVFormatNames, as_kernels_read, check_used, formats_by_kind, kind_of
 from kvpagoda.schema.layers import Layer
 
-NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
-"""Config field -> the values with which a token also attends to later tokens, so that the model is not causal."""
+NOT_CAUSAL: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (True,),
+    "use_bidirectional_attention": (True, "all"),
+    "is_causal": (False,),
+    "attn_config.prefix_lm": (True,),
+}
+"""Config field -> the values with which a token also attends to later tokens, so that the model is not causal. They count on
+every level of a nested config. ("vision": the tokens of one image, which a request has all or none of.)"""
+
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Fields in which the config of a multimodal model holds that of its text, perhaps one inside the other."""
 
 MOST_LAYERS = 10_000
 """No model has as many layers: the deepest that was published has 1,000."""
@@ -116,30 +125,50 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
 
     ``dtype``: the caller's choice; None: the dtype that the config names, else bfloat16. Raises SchemaError.
     """
-    raw, known = fields_of(config), known_types()
-    nested, name = raw.get("text_config"), raw.get("model_type")
-    if isinstance(name, str) and str(name) in refused():
-        raise SchemaError(unknown_type(name))
-    inner = raw if nested is None else fields_of(nested)
-    if nested is not None:
-        name = inner.get("model_type") or f"{name}_text"
+    levels, known = levels_of(config), known_types()
+    inner, name = levels[-1], levels[-1].get("model_type")
+    for level in levels:
+        if isinstance(outer := level.get("model_type"), str) and str(outer) in refused():
+            raise SchemaError(unknown_type(outer))
+    if len(levels) > 1:
+        name = name or f"{levels[-2].get('model_type')}_text"
     elif isinstance(name, str) and str(name) not in known and f"{name}_text" in known:
         name = f"{name}_text"
     if not isinstance(name, str) or str(name) not in known:
         raise SchemaError(unknown_type(name))
     name = str(name)
-    for field, values in NOT_CAUSAL.items():
-        if isinstance(inner.get(field), bool | str) and inner[field] in values:
-            raise SchemaError(
-                f"this {name} config is not of a causal decoder ({field} is {inner[field]!r}): it has no cache that grows "
-                f"token by token, or not that alone"
-            )
     defaults: Mapping[str, Any] = known[name]["defaults"]
-    if nested is None:
+    for level in levels:
+        check_causal(Config(level, defaults if level is inner else {}), name)
+    if len(levels) == 1:
         defaults = {field: value for field, value in defaults.items() if field not in REQUIRED}
-    spellings = (source.get(field) for source in (inner, raw) for field in ("dtype", "torch_dtype"))
+    spellings = (source.get(field) for source in reversed(levels) for field in ("dtype", "torch_dtype"))
     chosen = dtype if dtype is not None else next((found for found in spellings if found is not None), "bfloat16")
     return name, Config({**inner, "model_type": name}, defaults, known[name]["family"].fields), dtype_name(chosen)
+
+
+def levels_of(config: Any) -> list[Mapping[str, Any]]:
+    """Return the fields of ``config``, of the model in it that has the text (``TEXT``), and so on: the outermost first.
+    Raises SchemaError."""
+    levels = [fields_of(config)]
+    for _ in TEXT:  # no model nests as deep
+        inner = next((levels[-1][field] for field in TEXT if levels[-1].get(field) is not None), None)
+        if inner is None:
+            break
+        levels.append(fields_of(inner))
+    return levels
+
+
+def check_causal(c: Config, name: str) -> None:
+    """Raise SchemaError if a field of ``c``, one level of the config of a ``name`` model, says that it is not causal."""
+    for field, values in NOT_CAUSAL.items():
+        table, _, key = field.rpartition(".")
+        value = c.get(key) if not table else c.raw[table].get(key) if isinstance(c.raw.get(table), Mapping) else None
+        if isinstance(value, bool | str) and value in values:
+            raise SchemaError(
+                f"this {name} config is not of a causal decoder ({field} is {value!r}): it has no cache that grows "
+                f"token by token, or not that alone"
+            )
 
 
 def check_requirements(c: Config, family: Family) -> None:

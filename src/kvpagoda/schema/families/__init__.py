@@ -140,8 +140,8 @@ def refused() -> Mapping[str, str]:
     >>> refused()["cpmant"].partition(":")[0]
     'it is not causal'
     """
-    reasons: Mapping[str, str] = read_json(__name__, "refused.json")["reasons"]
-    return reasons
+    table = read_json(__name__, "refused.json")
+    return {**table["reasons"], **table["others"]}
 
 
 @lru_cache(maxsize=1)
