@@ -100,7 +100,9 @@ def plan(
     pp: Annotated[int, typer.Option(help="number of pipeline stages")] = 1,
     stage: Annotated[int, typer.Option(help="the pipeline stage to plan, from 0")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, typer.Option(help=KV_FORMAT)] = "raw",
+    kv_format: Annotated[
+        str, typer.Option(help="auto (what the config's quantisation says, else raw); " + KV_FORMAT)
+    ] = "auto",
     layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
     draft: Annotated[
         str | None, typer.Option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
@@ -141,6 +143,7 @@ def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str
         name, data = config_named(config, PRESETS)
         schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format, draft=draft)
         return schema if name is None else replace(schema, name=name)
+    kv_format = "raw" if kv_format == "auto" else kv_format
     if dtype is not None and kv_format != "raw":
         raise BadInput(
             f"--dtype {dtype} is for raw rows: those of --kv-format {as_text(kv_format)} have dtypes of their own"
@@ -284,7 +287,7 @@ def replay_trace(
     with one_line_errors():
         from kvpagoda.replay.command import Options, run
 
-        layers = None if schema is None else _schema(schema, None, "raw")
+        layers = None if schema is None else _schema(schema, None, "auto")
         is_partial = run(Options(**{**given, "schema": layers}))
     if is_partial:
         raise typer.Exit(130)
@@ -326,7 +329,7 @@ def simulate_trace(
         from kvpagoda.replay.fleet.costs import Costs
         from kvpagoda.replay.setup import Fleet, Setup
 
-        layers = _schema(schema, None, "raw")
+        layers = _schema(schema, None, "auto")
         source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
         counts = numbers_of(workers, "--workers", "workers")
         cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))

@@ -59,6 +59,11 @@ Generated tokens equal those of the model's own forward pass without a cache. Th
   clamped.
 - Text only: images and sounds of multimodal models are not supported.
 """
+OTHERS = """
+Types of multimodal models and of published configs are refused with a reason too:
+
+| type | because |
+|---|---|"""
 BESIDE = """
 ## Beside vLLM's own specs
 
@@ -163,7 +168,7 @@ def table() -> str:
             *covered,
             f"\n## Refused: {len(other)}\n\n| type | because |\n|---|---|",
             *other,
-            "\nTypes of multimodal models and of published configs are refused with a reason too:\n\n| type | because |\n|---|---|",
+            OTHERS,
             *(
                 f"| {name} | {why} |"
                 for name, why in refused().items()

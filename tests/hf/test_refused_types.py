@@ -122,5 +122,5 @@ def test_the_rows_of_a_prefix_language_model_change_with_later_tokens() -> None:
         return out.past_key_values.layers[1].keys[0, :, :-1]
 
     assert float((keys(20) - keys(30)).abs().max()) > 0.001
-    with pytest.raises(SchemaError, match="paligemma.*prompts with the same beginning share nothing"):
+    with pytest.raises(SchemaError, match=r"paligemma.*prompts with the same beginning share nothing"):
         Schema.from_hf_config(model.config)

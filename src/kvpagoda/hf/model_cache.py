@@ -53,7 +53,7 @@ def runner_of(
         draft.eval()
         if draft.device != model.device:
             raise BadInput(f"the model is on {model.device} and its draft on {draft.device}; move one to the other")
-        drafts = Schema.from_hf_config(draft.config, dtype=str(draft.dtype).removeprefix("torch."))
+        drafts = Schema.from_hf_config(draft.config, dtype=str(draft.dtype).removeprefix("torch."), kv_format="raw")
         check_draft(schema.rewindable(width), drafts)
         schema = schema.drafted_by(drafts)
     schema = schema.rewindable(width)

@@ -20,6 +20,7 @@ from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.kv_format import KVFormat, KVFormatNames, as_kernels_read, check_used, formats_by_kind, kind_of
+from kvpagoda.schema.kv_scheme import kv_scheme
 from kvpagoda.schema.layers import Layer
 
 NOT_CAUSAL: dict[str, tuple[Any, ...]] = {
@@ -44,8 +45,11 @@ NO_ATTENTION = (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS)
 
 def read_config(
     config: Any, *, dtype: str | None, kv_format: KVFormatNames
-) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
-    """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
+) -> tuple[tuple[Layer, ...], str, int | None, int | None, str | None]:
+    """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size, kv_scheme).
+
+    Raises SchemaError."""
+    kv_format, scheme = format_of(config, kv_format)
     formats = formats_by_kind(kv_format)
     name, c, dtype = open_config(config, dtype)
     family: Family = known_types()[name]["family"]
@@ -64,8 +68,16 @@ def read_config(
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
         layer = read_layer(c, name, layer_type, index, dtype, formats)
         layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
-    check_used(kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name)
-    return tuple(layers), name, max_positions, vocab_size
+    if scheme is None:
+        check_used(
+            kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name
+        )
+    return tuple(layers), name, max_positions, vocab_size, scheme
+
+
+def format_of(config: Any, kv_format: KVFormatNames) -> tuple[KVFormatNames, str | None]:
+    """Return ``kv_format`` and None; for "auto" the format that ``config`` says, and what it says, see ``kv_scheme``."""
+    return kv_scheme(levels_of(config)) if isinstance(kv_format, str) and kv_format == "auto" else (kv_format, None)
 
 
 def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tuple[Layer, ...]:
@@ -81,7 +93,8 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tup
             f"the MTP layers of model type {name!r} are not known; they are for {', '.join(rows)}. Give the config of a "
             f"draft model instead"
         )
-    row, family, formats = rows[name], known_types()[name]["family"], formats_by_kind(kv_format)
+    row, family = rows[name], known_types()[name]["family"]
+    formats = formats_by_kind(format_of(config, kv_format)[0])
     counted = next((field for field in row["number"] if c.get(field) is not None), row["number"][0])
     try:
         if c.get(counted) is None and "default" not in row:

@@ -1,0 +1,54 @@
+"""What a checkpoint's config says of its cache: a scheme, which engines follow unless they are told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvpagoda.errors import SchemaError, shown
+from kvpagoda.schema.config import Config
+
+FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo")
+TABLES = ("quantization_config", "compression_config")
+BESIDE = "hf_quant_config.json"
+"""The file beside ``config.json`` in which older checkpoints of ModelOpt have their ``quantization_config``."""
+
+
+def kv_scheme(levels: Iterable[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """Return (``kv_format``, what was read, as text) of a config that is nested in ``levels``, the outermost first.
+
+    Read as vLLM reads it for ``kv_cache_dtype="auto"``: 8-bit floats of compressed-tensors and ModelOpt are ``fp8``, 4-bit
+    floats of ModelOpt ``nvfp4``. Other schemes of ModelOpt and those of other methods are passed over: ``raw``, and the text
+    says so. The text is None if no scheme is named. Raises SchemaError for a scheme of compressed-tensors that vLLM refuses.
+    """
+    tables = (Config(level, {}).table(name) for level in levels for name in TABLES if level.get(name))
+    whole = Config(next(tables, {}), {})
+    inner = Config(whole.table("quantization"), {})
+    method = str(whole.get("quant_method") or "").lower().replace("_", "-")
+    if whole.table("producer").get("name") == "modelopt" or "modelopt_quant_config" in inner.raw:
+        method = "modelopt"
+    named = ((field, table.get(field)) for field in FIELDS for table in (inner, whole) if table.get(field))
+    field, scheme = next(named, ("", None))
+    if scheme is None:
+        return "raw", None
+    kv_format = None
+    parts = scheme if isinstance(scheme, Mapping) else {}
+    said = f"{parts.get('num_bits')}-bit {parts.get('type')}" if parts else shown(scheme)
+    if method.startswith("modelopt"):
+        floats = {8: "fp8", 4: "nvfp4"}.get(parts.get("num_bits", 0)) if parts.get("type") == "float" else None
+        is_static = floats != "fp8" or parts.get("dynamic") is False
+        kv_format = floats if is_static and parts else {"fp8": "fp8", "nvfp4": "nvfp4"}.get(str(scheme).lower())
+    elif method == "compressed-tensors" and field == "kv_cache_scheme":
+        is_known = (parts.get("num_bits"), parts.get("type")) == (8, "float")
+        if (
+            not is_known
+            or parts.get("symmetric") is False
+            or parts.get("strategy", "tensor") not in ("tensor", "attn_head")
+        ):
+            raise SchemaError(
+                f"{field} of {method} is {shown(scheme)}; vLLM takes symmetric 8-bit floats with a scale a tensor or head "
+                f"(strategy 'tensor' or 'attn_head') alone. Give a kv_format: it goes before what the config says"
+            )
+        kv_format = "fp8"
+    by = f"{field}: {said} of {method or 'a method without a name'}"
+    return kv_format or "raw", f"{by}, so {kv_format}" if kv_format else f"{by}, which vLLM passes over, so raw"
