@@ -35,6 +35,16 @@ every level of a nested config. ("vision": the tokens of one image, which a requ
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 """Fields in which the config of a multimodal model holds that of its text, perhaps one inside the other."""
 
+LAYER_FIELDS = {
+    "num_attention_heads_per_layer": "num_attention_heads",
+    "num_key_value_heads_per_layer": "num_key_value_heads",
+    "attn_type_list": "",
+    "block_configs": "",
+    "use_cla": "",
+}
+"""Fields of published configs with which layers differ from one another or read the rows of others -> the field that says
+the same for all layers; "" if none does. What a family does not read is refused, not passed over."""
+
 MOST_LAYERS = 10_000
 """No model has as many layers: the deepest that was published has 1,000."""
 
@@ -126,8 +136,11 @@ def read_layer(c: Config, name: str, layer_type: str, index: int, dtype: str, fo
     """Return layer ``index`` of type ``layer_type`` of a model of type ``name``. Raises SchemaError."""
     family: Family = known_types()[name]["family"]
     try:
-        kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, formats)
-        queries = query_heads(c.at(index), family, layer_type)
+        own = c.at(index)
+        listed = {field: own.item(of, index) for field, of in family.per_layer.items() if own.get(of) is not None}
+        own = own.replaced(**listed)
+        kinds = layer_kinds(own, family, layer_type, index, dtype, formats)
+        queries = query_heads(own, family, layer_type)
     except SchemaError as error:
         raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
     return Layer(index, layer_type, kinds, queries)
@@ -189,6 +202,15 @@ def check_requirements(c: Config, family: Family) -> None:
     for field, (value, why) in family.requires.items():
         if c.get(field) != value:
             raise SchemaError(f"{field} is {shown(c.get(field))}; expected {value!r}: {why}")
+    for field, alike in LAYER_FIELDS.items():
+        value = c.get(field)
+        if value is None or value is False or field in (*family.reads, *family.per_layer.values()):
+            continue
+        if not (alike and isinstance(value, list | tuple) and {*map(repr, value)} == {repr(c.get(alike))}):
+            raise SchemaError(
+                f"{field} is {shown(value)}; it changes what layers keep, and the code of this type does not read it. Give "
+                f"the type of the model that does, or make the schema of its layers: Schema((Layer(0, 'name', kinds), ..))"
+            )
 
 
 def unknown_type(name: Any) -> str:

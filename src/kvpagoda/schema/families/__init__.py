@@ -31,6 +31,10 @@ class Family:
                  only checked
     verified     the layer types that were compared with transformers; any other type is an error
     heads        K/V heads and row widths of a layer with attention; for MLA the widths of the latent and its RoPE key
+    repeats_heads  the field with which transformers' model keeps K/V heads repeated, one for each query head; engines,
+                 and so schemas, keep them once
+    per_layer    field that rules read -> the field that lists its values, one for each layer, if the config has it
+    reads        those of ``LAYER_FIELDS`` that its rules read; if a config has others of them, it is refused
     states       the states of linear, convolution and hybrid layers (None: the family has no such layers)
     attention    "heads", "latent" (MLA) or "compressed" (DeepSeek-V4)
     has_indexer  whether layer i keeps indexer keys, if its type is indexed
@@ -54,6 +58,9 @@ class Family:
     reads_layer_types: bool = True
     verified: tuple[str, ...] = (FULL,)
     heads: HeadRule = grouped
+    repeats_heads: str = ""
+    per_layer: Mapping[str, str] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
     states: StateRule | None = None
     attention: str = "heads"
     has_indexer: Callable[[Config, int], bool] = layer_types.every_layer

@@ -46,16 +46,15 @@ def every_head(c: Config, layer_type: str) -> Heads:
 
 
 def multi_query(c: Config, layer_type: str) -> Heads:
-    """Return one K/V head, ``num_kv_heads``, or as many as query heads.
-
-    Falcon's newer architecture repeats its K/V heads in the cache, once for each query head.
-    """
+    """Return one K/V head, ``num_kv_heads``, or as many as query heads. A newer architecture ignores ``multi_query``."""
     every_one = every_head(c, layer_type)
-    if c.get("new_decoder_architecture"):
-        return every_one
-    if c.get("multi_query"):
+    if c.get("multi_query") and not c.get("new_decoder_architecture"):
         return replace(every_one, number=1)
-    return every_one if c.get("num_kv_heads") is None else replace(every_one, number=c.size("num_kv_heads"))
+    return (
+        every_one
+        if c.get("num_kv_heads") is None
+        else replace(every_one, number=every_one.number // c.ratio("num_attention_heads", "num_kv_heads"))
+    )
 
 
 def dbrx(c: Config, layer_type: str) -> Heads:

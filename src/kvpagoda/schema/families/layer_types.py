@@ -153,10 +153,22 @@ def kimi_linear(c: Config, i: int) -> str:
 
 
 def minimax(c: Config, i: int) -> str:
-    """Every second layer is linear, or those that ``layer_types`` calls so. The others go by ``by_fields``."""
-    listed = c.get("layer_types")
-    is_linear = i % 2 if listed is None else c.item("layer_types", i) == LINEAR
+    """Linear are the layers that ``layer_types`` calls so, or has as 0 ``attn_type_list``, the list of checkpoints from
+    before it; without both every second layer. The others go by ``by_fields``."""
+    if c.get("layer_types") is not None:
+        is_linear = c.item("layer_types", i) == LINEAR
+    elif c.get("attn_type_list") is not None:
+        is_linear = c.item("attn_type_list", i) == 0
+    else:
+        is_linear = bool(i % 2)
     return LINEAR if is_linear else by_fields(c, i)
+
+
+def mimo(c: Config, i: int) -> str:
+    """Sliding where ``hybrid_layer_pattern`` has 1; without it all layers but the first and every sixth."""
+    if c.get("hybrid_layer_pattern") is not None:
+        return SLIDING if c.item("hybrid_layer_pattern", i) == 1 else FULL
+    return FULL if i == 0 or i % 6 == 5 else SLIDING
 
 
 def minimax_m3(c: Config, i: int) -> str:
