@@ -252,7 +252,10 @@ def test_refused_types_are_told_why(name: str) -> None:
         assert str(caught.value) == f"model type {name!r} is not supported: {refused()[name]}"
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("lama", "llama"), ("qwen33", "qwen3"), ("lxyzma", None), ("emu", None)])
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("lama", "llama"), ("qwen33", "qwen3"), ("lxyzma", None), ("emu", None),
+    ("nemotron-nass", "nemotron-nas"), ("nemotron-nas2x", None), ("minimax_m4", None), ("qwen3_omni_text", None),
+])  # fmt: skip
 def test_only_near_names_are_suggested(typed: str, meant: str | None) -> None:
     with pytest.raises(SchemaError) as caught:
         Schema.from_hf_config({"model_type": typed})

@@ -7,6 +7,7 @@ error.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,15 @@ from typing import Any
 from kvpagoda.errors import SchemaError, did_you_mean, shown
 from kvpagoda.formats.encoding import RAW
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, known_types, mtp_layers, mtp_letters, refused
+from kvpagoda.schema.families import (
+    Family,
+    known_types,
+    mtp_layers,
+    mtp_letters,
+    mtp_refused,
+    other_names,
+    refused,
+)
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
@@ -76,7 +85,7 @@ def read_config(
             owner = owner_of(c, types, index)
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
-        layer = read_layer(c, name, layer_type, index, dtype, formats)
+        layer = read_layer(c, family, name, layer_type, index, dtype, formats)
         layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
     if scheme is None:
         check_used(
@@ -98,6 +107,8 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tup
     """
     name, c, dtype = open_config(config, dtype)
     rows = mtp_layers()
+    if name in mtp_refused():
+        raise SchemaError(f"the MTP layers of model type {name!r} are not supported: {mtp_refused()[name]}")
     if name not in rows:
         raise SchemaError(
             f"the MTP layers of model type {name!r} are not known; they are for {', '.join(rows)}. Give the config of a "
@@ -119,7 +130,8 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tup
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
     listed = [t.LEGACY.get(each, each) for _ in range(number) for each in types]
-    return tuple(read_layer(c, name, layer_type, first + at, dtype, formats) for at, layer_type in enumerate(listed))
+    family = replace(family, has_indexer=t.every_layer)  # each selects tokens itself
+    return tuple(read_layer(c, family, name, each, first + at, dtype, formats) for at, each in enumerate(listed))
 
 
 def draft_config(config: Any) -> Mapping[str, Any]:
@@ -132,9 +144,10 @@ def draft_config(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-def read_layer(c: Config, name: str, layer_type: str, index: int, dtype: str, formats: Formats) -> Layer:
+def read_layer(
+    c: Config, family: Family, name: str, layer_type: str, index: int, dtype: str, formats: Formats
+) -> Layer:
     """Return layer ``index`` of type ``layer_type`` of a model of type ``name``. Raises SchemaError."""
-    family: Family = known_types()[name]["family"]
     try:
         own = c.at(index)
         listed = {field: own.item(of, index) for field, of in family.per_layer.items() if own.get(of) is not None}
@@ -160,6 +173,8 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
         name = name or f"{levels[-2].get('model_type')}_text"
     elif isinstance(name, str) and str(name) not in known and f"{name}_text" in known:
         name = f"{name}_text"
+    if isinstance(name, str):
+        name = other_names().get(str(name), name)
     if not isinstance(name, str) or str(name) not in known:
         raise SchemaError(unknown_type(name))
     name = str(name)
@@ -219,9 +234,19 @@ def unknown_type(name: Any) -> str:
         return f"model_type must name the model family, got {shown(name)}"
     if str(name) in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
-    hint = did_you_mean(name, known_types(), cutoff=0.8)
+    hint = did_you_mean(name, [known for known in known_types() if is_typo(name, known)], cutoff=0.8)
     why = "its cache was not verified" + (f"; {hint}" if hint else "")
     return f"model type {name!r} is not supported: {why} (docs/models.md lists those that are)"
+
+
+def is_typo(name: str, known: str) -> bool:
+    """Whether ``name`` is ``known`` but for letters of its words. With another word it is another model, of other layers.
+
+    >>> is_typo("lama", "llama"), is_typo("nemotron-nas", "nemotron"), is_typo("minimax_m4", "minimax_m2")
+    (True, False, False)
+    """
+    words, others = (re.split("[_-]", each) for each in (name, known))
+    return len(words) == len(others) and all(map(bool, map(did_you_mean, words, ([one] for one in others))))
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:

@@ -125,6 +125,13 @@ def served_types() -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=1)
+def other_names() -> Mapping[str, str]:
+    """Return what published configs call a type -> the type among ``known_types``. Read at the first call."""
+    names: Mapping[str, str] = read_json(__name__, "served_types.json")["names"]
+    return names
+
+
+@lru_cache(maxsize=1)
 def known_types() -> Mapping[str, Any]:
     """Return the rows of ``model_types`` and ``served_types``."""
     return {**model_types(), **served_types()}
@@ -160,6 +167,13 @@ def mtp_layers() -> Mapping[str, Any]:
     """
     rows: Mapping[str, Any] = read_json(__name__, "mtp.json")["model_types"]
     return rows
+
+
+@lru_cache(maxsize=1)
+def mtp_refused() -> Mapping[str, str]:
+    """Return model type -> why its MTP layers are refused. Read at the first call."""
+    reasons: Mapping[str, str] = read_json(__name__, "mtp.json")["refused"]
+    return reasons
 
 
 @lru_cache(maxsize=1)

@@ -70,6 +70,26 @@ def swa(c: Config, layer_type: str) -> Heads:
     return grouped(c.replaced(**{field: c.get(f"swa_{field}") for field in own}), layer_type)
 
 
+def step(c: Config, layer_type: str) -> Heads:
+    """Grouped heads; sliding layers have query heads of their own: ``num_sliding_attention_heads``, or those of the table
+    ``attention_other_setting`` in checkpoints."""
+    heads, other = grouped(c, layer_type), Config(c.table("attention_other_setting"), {})
+    if layer_type != SLIDING:
+        return heads
+    if c.get("num_sliding_attention_heads") is not None:
+        return replace(heads, queries=c.size("num_sliding_attention_heads"))
+    return (
+        replace(heads, queries=other.size("num_attention_heads")) if other.get("attention_type") == SLIDING else heads
+    )
+
+
+def nemotron_nas(c: Config, layer_type: str) -> Heads:
+    """Grouped heads: ``n_heads_in_group`` query heads share one, which each layer's ``block_config`` names."""
+    group = Config(Config(c.table("block_config"), {}).table("attention"), {}).size("n_heads_in_group")
+    c = c.replaced(n_heads_in_group=group)
+    return grouped(c.replaced(num_key_value_heads=c.ratio("num_attention_heads", "n_heads_in_group")), layer_type)
+
+
 def mimo(c: Config, layer_type: str) -> Heads:
     """Grouped heads; V rows have a width of their own. Sliding layers have twice as many heads of the same sizes; each size
     that the config names in a ``swa_`` field, as checkpoints do, is that field's instead."""

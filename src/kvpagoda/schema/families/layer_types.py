@@ -122,8 +122,18 @@ def llama4(c: Config, i: int) -> str:
 
 
 def exaone(c: Config, i: int) -> str:
-    """Full on the last layer of each ``sliding_window_pattern``, or on all layers without a window, else sliding."""
-    return FULL if c.get("sliding_window") is None else every("sliding_window_pattern")(c, i)
+    """Full on the last layer of each ``sliding_window_pattern``, or on all layers without a window, else sliding.
+
+    A pattern of letters, "LLLG", repeats over the layers, L for sliding; the last layer is full whatever it says.
+    """
+    pattern = c.get("sliding_window_pattern")
+    if c.get("sliding_window") is None:
+        return FULL
+    if not isinstance(pattern, str):
+        return every("sliding_window_pattern")(c, i)
+    if not pattern or {*pattern} - {"L", "G"}:
+        raise SchemaError(f"sliding_window_pattern is {pattern!r}; expected a number, or letters L and G")
+    return SLIDING if pattern[i % len(pattern)] == "L" and i < c.size("num_hidden_layers") - 1 else FULL
 
 
 def cohere2_moe(c: Config, i: int) -> str:
@@ -185,6 +195,12 @@ def nemotron_h(c: Config, i: int) -> str:
     if letter not in letters:
         raise SchemaError(f"layer {i} of hybrid_override_pattern is {letter!r}; expected one of {', '.join(letters)}")
     return letters[letter]
+
+
+def nemotron_nas(c: Config, i: int) -> str:
+    """Full, or no attention where the layer's entry in ``block_configs`` has none (``no_op``) or a linear map instead."""
+    found = Config(Config({"layer": c.item("block_configs", i)}, {}).table("layer"), {}).table("attention")
+    return MLP if found.get("no_op") or found.get("replace_with_linear") else FULL
 
 
 def deepseek_v4(c: Config, i: int) -> str:
