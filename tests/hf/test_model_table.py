@@ -21,7 +21,15 @@ from vllm_specs import EXPLAINED, RESULT, ours  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
-from kvpagoda.schema.families import families, known_types, mtp_layers, refused, served_types  # noqa: E402
+from kvpagoda.schema.families import (  # noqa: E402
+    families,
+    known_types,
+    mtp_layers,
+    other_names,
+    refused,
+    served_types,
+)  # fmt: skip
+from kvpagoda.schema.from_hf import TEXT  # noqa: E402
 from kvpagoda.schema.presets import presets  # noqa: E402
 from models import FAMILIES, tiny_config  # noqa: E402
 from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
@@ -93,6 +101,10 @@ positions, not where a prompt ends.
 
 | preset | type | bytes | beside | remarks |
 |---|---|---|---|---|"""
+PUBLISHED_FOOT = """
+Published configs have these types too, without a preset: {types}. Other names: {names}. A config may nest its text as
+{text}. vLLM {vllm} keeps the same bytes for configs as they are published of {same}.
+"""
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),
     "big_bird": "as a decoder, attention_type original_full",
@@ -214,6 +226,15 @@ def beside_vllm() -> str:
                 for name, row in presets().items()
                 if (kind := row["config"]["model_type"]) in {*served_types(), "kimi_linear"}
             ),
+            PUBLISHED_FOOT.format(
+                types=", ".join(
+                    sorted({*served_types()} - {row["config"]["model_type"] for row in presets().values()})
+                ),
+                names=", ".join(f"{name} ({kind})" for name, kind in other_names().items()),
+                text=", ".join(f"`{field}`" for field in TEXT),
+                vllm=found["vllm"],
+                same=", ".join(found["published"]),
+            ).rstrip(),
         ]
     )
 
@@ -254,7 +275,7 @@ def test_refused_types_are_told_why(name: str) -> None:
 
 @pytest.mark.parametrize(("typed", "meant"), [
     ("lama", "llama"), ("qwen33", "qwen3"), ("lxyzma", None), ("emu", None),
-    ("nemotron-nass", "nemotron-nas"), ("nemotron-nas2x", None), ("minimax_m4", None), ("qwen3_omni_text", None),
+    ("nemotron-nass", "nemotron-nas"), ("nemotron-x", None), ("minimax_m4", None), ("qwen3_omni_text", None),
 ])  # fmt: skip
 def test_only_near_names_are_suggested(typed: str, meant: str | None) -> None:
     with pytest.raises(SchemaError) as caught:
