@@ -274,7 +274,7 @@ def test_refused_types_are_told_why(name: str) -> None:
 
 
 @pytest.mark.parametrize(("typed", "meant"), [
-    ("lama", "llama"), ("qwen33", "qwen3"), ("lxyzma", None), ("emu", None),
+    ("lama", "llama"), ("qwne3", "qwen3"), ("qwen33", None), ("minicpm", None), ("lxyzma", None), ("emu", None),
     ("nemotron-nass", "nemotron-nas"), ("nemotron-x", None), ("minimax_m4", None), ("qwen3_omni_text", None),
 ])  # fmt: skip
 def test_only_near_names_are_suggested(typed: str, meant: str | None) -> None:

@@ -377,6 +377,29 @@ def test_what_changes_layers_and_is_not_read_is_refused(name: str, fields: dict[
     assert Schema.from_hf_config({**config, **same}) == Schema.from_hf_config(config)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model_type": "llama", "use_mla": True, "kv_lora_rank": 64},
+            "use_mla is True; layers of this type keep heads",
+        ),
+        ({"model_type": "deepseek_v2", "use_mla": False}, "use_mla is False; layers of this type keep latent"),
+        (
+            {"model_type": "mpt", "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 8}},
+            "attn_type is 'g",
+        ),
+    ],
+)
+def test_another_attention_than_that_of_the_type_is_refused(fields: dict[str, Any], message: str) -> None:
+    for config in ({**LLAMA_8B, **fields}, {"model_type": "x", "language_config": {**LLAMA_8B, **fields}}):
+        with pytest.raises(SchemaError, match=message):
+            Schema.from_hf_config(config)
+    plain = {**LLAMA_8B, "model_type": "mpt", "attn_config": {"attn_type": "multihead_attention"}}
+    assert Schema.from_hf_config(plain).layers == Schema.from_hf_config({**LLAMA_8B, "model_type": "mpt"}).layers
+    assert Schema.from_hf_config({**LLAMA_8B, "use_mla": False}) == Schema.from_hf_config(LLAMA_8B)
+
+
 def test_layers_by_the_lists_of_checkpoints() -> None:
     four = dict(LLAMA_8B, num_hidden_layers=4)
     listed = Schema.from_hf_config({**four, "model_type": "minimax", "attn_type_list": [0, 0, 0, 1]})

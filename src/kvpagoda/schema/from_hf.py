@@ -217,6 +217,10 @@ def check_requirements(c: Config, family: Family) -> None:
     for field, (value, why) in family.requires.items():
         if c.get(field) != value:
             raise SchemaError(f"{field} is {shown(c.get(field))}; expected {value!r}: {why}")
+    if isinstance(use_mla := c.get("use_mla"), bool) and family.attention == ("heads" if use_mla else "latent"):
+        raise SchemaError(
+            f"use_mla is {use_mla}; layers of this type keep {family.attention} here, and no others were verified"
+        )
     for field, alike in LAYER_FIELDS.items():
         value = c.get(field)
         if value is None or value is False or field in (*family.reads, *family.per_layer.values()):
@@ -240,13 +244,14 @@ def unknown_type(name: Any) -> str:
 
 
 def is_typo(name: str, known: str) -> bool:
-    """Whether ``name`` is ``known`` but for letters of its words. With another word it is another model, of other layers.
+    """Whether ``name`` is ``known`` but for letters of its words. Another word or number is another model, of other layers.
 
-    >>> is_typo("lama", "llama"), is_typo("nemotron-nas", "nemotron"), is_typo("minimax_m4", "minimax_m2")
+    >>> is_typo("lama", "llama"), is_typo("nemotron-x", "nemotron"), is_typo("minicpm", "minicpm3")
     (True, False, False)
     """
-    words, others = (re.split("[_-]", each) for each in (name, known))
-    return len(words) == len(others) and all(map(bool, map(did_you_mean, words, ([one] for one in others))))
+    words, others = (re.split("[_-]", each) for each in (name.lower(), known))
+    numbers = [[re.sub(r"\D", "", word) for word in each] for each in (words, others)]
+    return numbers[0] == numbers[1] and all(map(did_you_mean, words, ([one] for one in others)))
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
