@@ -130,6 +130,9 @@ BLOCKS = [
     for heads in (4, None, 2, 8, 4, None)
 ]
 FALCON = dict(bias=False, parallel_attn=True, alibi=False, layer_norm_epsilon=1e-5, multi_query=True)
+FP8 = dict(num_bits=8, type="float", dynamic=False, strategy="tensor", symmetric=True)
+TENSORS = dict(quant_method="compressed-tensors", format="float-quantized", config_groups={}, kv_cache_scheme=FP8)
+LLAMA = dict(SMALL, model_type="llama", attention_bias=False, mlp_bias=False, architectures=["LlamaForCausalLM"])
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "falcon": (
         dict(SMALL, **FALCON, model_type="falcon", new_decoder_architecture=True, num_kv_heads=2),
@@ -141,6 +144,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             architectures=["Exaone4ForCausalLM"], sliding_window_pattern=4,
             layer_types=[*["sliding_attention"] * 3, "full_attention", "sliding_attention", "full_attention"],
         ),
+    ),
+    "llama with a scheme of compressed-tensors": (dict(LLAMA, quantization_config=TENSORS), {}),
+    "llama with a scheme of ModelOpt": (
+        dict(LLAMA, quantization_config=dict(quant_method="modelopt", quant_algo="FP8", kv_cache_quant_algo="FP8")), {},
     ),
     "mimo": (
         dict(SMALL, model_type="mimo", use_sliding_window=False),
@@ -250,7 +257,7 @@ def ours(config: dict[str, Any] | str) -> dict[str, float]:
     from kvpagoda import Schema
 
     is_packed = not isinstance(config, str) and config["model_type"] == "deepseek_v4"
-    schema = Schema.from_hf_config(config, dtype="bfloat16", kv_format="fp8" if is_packed else "raw")
+    schema = Schema.from_hf_config(config, dtype="bfloat16", kv_format="fp8" if is_packed else "auto")
     found = Counter[str]()
     for group in schema.groups:
         rows = [row for layer in group.layers for row in layer.block_rows()]
