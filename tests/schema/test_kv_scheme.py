@@ -95,6 +95,17 @@ def test_schemes_that_vllm_refuses(change: dict[str, Any]) -> None:
     assert Schema.from_hf_config(config, kv_format="raw").bytes_per_token == 80 * 8 * 128 * 4
 
 
+@pytest.mark.parametrize("value", [3, "fp8", [1], {"num_bits": [8], "type": "float"}, {"type": 4}, True])
+@pytest.mark.parametrize("method", ["modelopt", "compressed-tensors", 7])
+def test_what_is_no_scheme(method: Any, value: Any) -> None:
+    for fields in ({"kv_cache_scheme": value}, {"quantization": {"kv_cache_scheme": value}}, {"quantization": value}):
+        try:
+            schema = Schema.from_hf_config(quantised(method, **fields))
+            assert schema.kv_scheme is None or value == "fp8" or schema.kv_scheme.endswith("passes over, so raw")
+        except SchemaError as error:
+            assert "kv_cache_scheme of compressed-tensors is" in str(error) or "quantization is" in str(error)
+
+
 def test_a_scheme_reaches_what_has_a_form_and_mtp_layers() -> None:
     scheme = quantised("modelopt", kv_cache_quant_algo="FP8")["quantization_config"]
     mamba = dict(model_type="mamba", num_hidden_layers=2, hidden_size=64, quantization_config=scheme)

@@ -21,30 +21,28 @@ def kv_scheme(levels: Iterable[Mapping[str, Any]]) -> tuple[str, str | None]:
     floats of ModelOpt ``nvfp4``. Other schemes of ModelOpt and those of other methods are passed over: ``raw``, and the text
     says so. The text is None if no scheme is named. Raises SchemaError for a scheme of compressed-tensors that vLLM refuses.
     """
-    tables = (Config(level, {}).table(name) for level in levels for name in TABLES if level.get(name))
+    tables = (Config(level, {}).table(name) for level in levels for name in TABLES if level.get(name) is not None)
     whole = Config(next(tables, {}), {})
     inner = Config(whole.table("quantization"), {})
-    method = str(whole.get("quant_method") or "").lower().replace("_", "-")
-    if whole.table("producer").get("name") == "modelopt" or "modelopt_quant_config" in inner.raw:
+    method = _word(whole.get("quant_method")).replace("_", "-")
+    if _word(whole.table("producer").get("name")) == "modelopt" or "modelopt_quant_config" in inner.raw:
         method = "modelopt"
-    named = ((field, table.get(field)) for field in FIELDS for table in (inner, whole) if table.get(field))
-    field, scheme = next(named, ("", None))
+    named = ((field, table.get(field)) for field in FIELDS for table in (inner, whole))
+    field, scheme = next(((field, value) for field, value in named if value is not None), ("", None))
     if scheme is None:
         return "raw", None
-    kv_format = None
     parts = scheme if isinstance(scheme, Mapping) else {}
-    said = f"{parts.get('num_bits')}-bit {parts.get('type')}" if parts else shown(scheme)
+    bits, type_of = parts.get("num_bits"), _word(parts.get("type"))
+    said = f"{shown(bits)}-bit {type_of}" if type_of else shown(scheme)
+    kv_format = None
     if method.startswith("modelopt"):
-        floats = {8: "fp8", 4: "nvfp4"}.get(parts.get("num_bits", 0)) if parts.get("type") == "float" else None
-        is_static = floats != "fp8" or parts.get("dynamic") is False
-        kv_format = floats if is_static and parts else {"fp8": "fp8", "nvfp4": "nvfp4"}.get(str(scheme).lower())
+        kv_format = {"fp8": "fp8", "nvfp4": "nvfp4"}.get(_word(scheme))
+        if type_of == "float" and isinstance(bits, int):
+            kv_format = {8: "fp8" if parts.get("dynamic") is False else None, 4: "nvfp4"}.get(bits)
     elif method == "compressed-tensors" and field == "kv_cache_scheme":
-        is_known = (parts.get("num_bits"), parts.get("type")) == (8, "float")
-        if (
-            not is_known
-            or parts.get("symmetric") is False
-            or parts.get("strategy", "tensor") not in ("tensor", "attn_head")
-        ):
+        is_float8 = type_of == "float" and isinstance(bits, int) and bits == 8
+        strategy = _word(parts.get("strategy", "tensor"))
+        if not is_float8 or parts.get("symmetric") is False or strategy not in ("tensor", "attn_head"):
             raise SchemaError(
                 f"{field} of {method} is {shown(scheme)}; vLLM takes symmetric 8-bit floats with a scale a tensor or head "
                 f"(strategy 'tensor' or 'attn_head') alone. Give a kv_format: it goes before what the config says"
@@ -52,3 +50,8 @@ def kv_scheme(levels: Iterable[Mapping[str, Any]]) -> tuple[str, str | None]:
         kv_format = "fp8"
     by = f"{field}: {said} of {method or 'a method without a name'}"
     return kv_format or "raw", f"{by}, so {kv_format}" if kv_format else f"{by}, which vLLM passes over, so raw"
+
+
+def _word(value: Any) -> str:
+    """Return ``value`` in lower case if it is text, else ""."""
+    return value.lower() if isinstance(value, str) else ""

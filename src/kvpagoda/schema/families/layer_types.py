@@ -200,7 +200,7 @@ def nemotron_h(c: Config, i: int) -> str:
 def nemotron_nas(c: Config, i: int) -> str:
     """Full, or no attention where the layer's entry in ``block_configs`` has none (``no_op``) or a linear map instead."""
     found = Config(Config({"layer": c.item("block_configs", i)}, {}).table("layer"), {}).table("attention")
-    return MLP if found.get("no_op") or found.get("replace_with_linear") else FULL
+    return MLP if any(found.get(field) is True for field in ("no_op", "replace_with_linear")) else FULL
 
 
 def deepseek_v4(c: Config, i: int) -> str:
