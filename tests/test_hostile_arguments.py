@@ -290,7 +290,15 @@ def test_a_config_is_read_or_a_field_is_refused(name: str) -> None:
     plain = TINY[name]().to_dict()
     opened(plain)
     faults = []
-    for field in [*plain, "text_config", "rope_scaling", "quantization_config", "torch_dtype", "layer_types"]:
+    more = [
+        "llm_config",
+        "compression_config",
+        "block_configs",
+        "attn_type_list",
+        "use_mla",
+        "num_attention_heads_per_layer",
+    ]
+    for field in [*plain, "text_config", "rope_scaling", "quantization_config", "torch_dtype", "layer_types", *more]:
         for value in random.Random(f"{name}.{field}").sample(palette(), 4):
             fault = outcome_of(opened, {**plain, field: value}).fault
             faults += [f"{field}={described(value)} {fault}"] * bool(fault)

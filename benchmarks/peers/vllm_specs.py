@@ -19,6 +19,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -110,7 +111,25 @@ def replace_what_needs_a_gpu() -> None:
     torch.accelerator.empty_cache = lambda: None
     for make in ("empty", "zeros"):
         setattr(torch, make, unpinned(getattr(torch, make)))
+    nas: Any = import_module("vllm.model_executor.models.nemotron_nas")
+    nas.DeciModel.__init__ = with_block_configs(nas.DeciModel.__init__)
     import_module("vllm.v1.worker.workspace").init_workspace_manager(torch.device("cpu"))
+
+
+def with_block_configs(make: Any) -> Any:
+    """``make``, which builds a model, for tables of a config that its own code makes objects of."""
+
+    def attributes(table: Any) -> Any:
+        if not isinstance(table, dict):
+            return table
+        return SimpleNamespace(**{name: attributes(value) for name, value in table.items()})
+
+    def made(model: Any, *arguments: Any, vllm_config: Any, **options: Any) -> None:
+        config = vllm_config.model_config.hf_config
+        config.block_configs = [attributes(block) for block in getattr(config, "block_configs", None) or ()]
+        make(model, *arguments, vllm_config=vllm_config, **options)
+
+    return made
 
 
 def unpinned(make: Any) -> Any:

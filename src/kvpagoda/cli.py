@@ -150,7 +150,9 @@ def command(name: str | None = None, **settings: Any) -> Callable[[F], F]:
 def plan(
     config: Annotated[str, typer.Argument(help=CONFIG)],
     dtype: Annotated[str | None, model_option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, model_option(help=KV_FORMAT)] = "raw",
+    kv_format: Annotated[
+        str, model_option(help="auto (what the config's quantisation says, else raw); " + KV_FORMAT)
+    ] = "auto",
     layout: Annotated[str | None, model_option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
     draft: Annotated[
         str | None, model_option(help="layers of a draft: mtp (the model's own), or a config as CONFIG")
@@ -196,6 +198,7 @@ def _schema(config: str, dtype: str | None, kv_format: KVFormatNames, draft: str
         name, data = config_named(config, PRESETS)
         schema = Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format, draft=draft)
         return schema if name is None else replace(schema, name=name)
+    kv_format = "raw" if kv_format == "auto" else kv_format
     if dtype is not None and kv_format != "raw":
         raise BadInput(
             f"--dtype {dtype} is for raw rows: those of --kv-format {as_text(kv_format)} have dtypes of their own"
@@ -350,7 +353,7 @@ def replay_trace(
     given = locals()
     from kvpagoda.replay.command import Options, run
 
-    layers = None if schema is None else _schema(schema, None, "raw")
+    layers = None if schema is None else _schema(schema, None, "auto")
     is_partial = run(Options(**{**given, "schema": layers}))
     if is_partial:
         raise typer.Exit(130)
@@ -391,7 +394,7 @@ def simulate_trace(
     from kvpagoda.replay.fleet.costs import Costs
     from kvpagoda.replay.setup import Fleet, Setup
 
-    layers = _schema(schema, None, "raw")
+    layers = _schema(schema, None, "auto")
     source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
     counts = numbers_of(workers, "--workers", "workers")
     cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))

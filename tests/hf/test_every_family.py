@@ -28,6 +28,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, MIXED) for name in "doge ministral3 mistral mixtral phi3 phimoe qwen3_moe starcoder2".split()),
     ("ministral", MIXED),
     ("llama4_text", dict(floor_scale=4)),
+    ("falcon", dict(new_decoder_architecture=True, num_kv_heads=2)),
     ("modernbert-decoder", dict(local_attention=11)),
     ("modernbert-decoder", dict(local_attention=8, sliding_window=7)),
     ("jamba", dict(hidden_size=52, num_attention_heads=5, num_key_value_heads=5)),
@@ -35,7 +36,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", dict(hidden_size=50, sliding_window=6)),
 ]
 """Models that mask every layer alike whatever ``layer_types`` say, and one that reads them; windows spelled in two ways;
-heads that do not divide the hidden size, of which the models take the whole part; queries that grow with their position."""
+heads that do not divide the hidden size, of which the models take the whole part; queries that grow with their position;
+heads that the model repeats."""
 
 
 def tiny(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:

@@ -21,7 +21,15 @@ from vllm_specs import EXPLAINED, RESULT, ours  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
-from kvpagoda.schema.families import families, known_types, mtp_layers, refused, served_types  # noqa: E402
+from kvpagoda.schema.families import (  # noqa: E402
+    families,
+    known_types,
+    mtp_layers,
+    other_names,
+    refused,
+    served_types,
+)  # fmt: skip
+from kvpagoda.schema.from_hf import TEXT  # noqa: E402
 from kvpagoda.schema.presets import presets  # noqa: E402
 from models import FAMILIES, tiny_config  # noqa: E402
 from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
@@ -59,6 +67,11 @@ Generated tokens equal those of the model's own forward pass without a cache. Th
   clamped.
 - Text only: images and sounds of multimodal models are not supported.
 """
+OTHERS = """
+Types of multimodal models and of published configs are refused with a reason too:
+
+| type | because |
+|---|---|"""
 BESIDE = """
 ## Beside vLLM's own specs
 
@@ -88,6 +101,10 @@ positions, not where a prompt ends.
 
 | preset | type | bytes | beside | remarks |
 |---|---|---|---|---|"""
+PUBLISHED_FOOT = """
+Published configs have these types too, without a preset: {types}. Other names: {names}. A config may nest its text as
+{text}. vLLM {vllm} keeps the same bytes for configs as they are published of {same}.
+"""
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),
     "big_bird": "as a decoder, attention_type original_full",
@@ -153,6 +170,7 @@ def table() -> str:
         keeps = list(dict.fromkeys(kept(kind) for layer in schema.layers for kind in layer.kinds))
         notes = [NOTES[text]] if text in NOTES else []
         notes += [f"its text part, {text}"] if text != name else []
+        notes += [why] if (why := remark(text)) else []
         notes += [f"MTP layers: {mtp(text)}"] if text in mtp_layers() else []
         covered.append(f"| {name} | {', '.join(keeps)} | {is_together(name, text, schema)} | {'; '.join(notes)} |")
     return "\n".join(
@@ -162,6 +180,12 @@ def table() -> str:
             *covered,
             f"\n## Refused: {len(other)}\n\n| type | because |\n|---|---|",
             *other,
+            OTHERS,
+            *(
+                f"| {name} | {why} |"
+                for name, why in refused().items()
+                if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            ),
             beside_vllm(),
             "",
         ]
@@ -183,7 +207,7 @@ def beside_vllm() -> str:
     head = BESIDE.format(
         vllm=found["vllm"], asked=len(rows), same=len(same), differ=len(differ), absent=sum(map(len, absent.values())),
         covered=len(names - refused().keys()), here=len(names & rows.keys()), parts=len(rows.keys() - names),
-        whole=len(names - rows.keys() - refused().keys()), refused=len(refused()),
+        whole=len(names - rows.keys() - refused().keys()), refused=len(names & refused().keys()),
     )  # fmt: skip
     ((name, sizes),) = found["sglang"]["sizes"].items()
     own = rows[name]["ours"]
@@ -202,6 +226,15 @@ def beside_vllm() -> str:
                 for name, row in presets().items()
                 if (kind := row["config"]["model_type"]) in {*served_types(), "kimi_linear"}
             ),
+            PUBLISHED_FOOT.format(
+                types=", ".join(
+                    sorted({*served_types()} - {row["config"]["model_type"] for row in presets().values()})
+                ),
+                names=", ".join(f"{name} ({kind})" for name, kind in other_names().items()),
+                text=", ".join(f"`{field}`" for field in TEXT),
+                vllm=found["vllm"],
+                same=", ".join(found["published"]),
+            ).rstrip(),
         ]
     )
 
@@ -233,14 +266,17 @@ def test_the_table_of_model_types_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("name", sorted(refused()))
 def test_refused_types_are_told_why(name: str) -> None:
-    assert name in transformers.CONFIG_MAPPING and name not in families() and name not in FAMILIES
+    assert name not in families() and name not in FAMILIES
     for config in ({"model_type": name}, {"model_type": name, "text_config": {"model_type": "llama"}}):
         with pytest.raises(SchemaError) as caught:
             Schema.from_hf_config(config)
         assert str(caught.value) == f"model type {name!r} is not supported: {refused()[name]}"
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("lama", "llama"), ("qwen33", "qwen3"), ("lxyzma", None), ("emu", None)])
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("lama", "llama"), ("qwne3", "qwen3"), ("qwen33", None), ("minicpm", None), ("lxyzma", None), ("emu", None),
+    ("nemotron-nass", "nemotron-nas"), ("nemotron-x", None), ("minimax_m4", None), ("qwen3_omni_text", None),
+])  # fmt: skip
 def test_only_near_names_are_suggested(typed: str, meant: str | None) -> None:
     with pytest.raises(SchemaError) as caught:
         Schema.from_hf_config({"model_type": typed})

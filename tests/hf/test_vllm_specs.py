@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from vllm_specs import EXPLAINED, PYTHON, RESULT, SERVED, SGLANG, TOLD, ask, compared, configs, ours, reason
+from vllm_specs import EXPLAINED, PUBLISHED, PYTHON, RESULT, SERVED, SGLANG, TOLD, ask, compared, configs, ours, reason
 
 from kvpagoda.schema.families import model_types, served_types
 from kvpagoda.schema.presets import presets
@@ -53,6 +53,12 @@ def test_presets_of_types_that_transformers_does_not_run(name: str) -> None:
     row, own = RESULTS["presets"][name], ours(name)
     assert own == row["ours"], "run python tests/hf/vllm_specs.py"
     assert (own == row["vllm"]) == (name not in EXPLAINED)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_configs_as_they_are_published(name: str) -> None:
+    row = RESULTS["published"][name]
+    assert ours(PUBLISHED[name][0]) == row["ours"] == row["vllm"]
 
 
 def test_a_preset_that_no_engine_was_asked_about_says_so() -> None:

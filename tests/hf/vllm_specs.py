@@ -121,6 +121,48 @@ whole builds for it; of others, vLLM's names of a type, a class and its fields."
 SERVED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("served_configs.json").read_text())
 """Preset -> the config by which vLLM builds it: the preset's, and what a model needs besides. Experts are fewer, tables of
 n-grams smaller, and there are no draft layers; a cache has none of them."""
+SMALL = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+    max_position_embeddings=256, rms_norm_eps=1e-5, hidden_act="silu", rope_parameters=ROPE, torch_dtype="bfloat16",
+)  # fmt: skip
+BLOCKS = [
+    {"attention": {"no_op": heads is None, "n_heads_in_group": heads}, "ffn": {"no_op": False, "ffn_mult": 1.0}}
+    for heads in (4, None, 2, 8, 4, None)
+]
+FALCON = dict(bias=False, parallel_attn=True, alibi=False, layer_norm_epsilon=1e-5, multi_query=True)
+FP8 = dict(num_bits=8, type="float", dynamic=False, strategy="tensor", symmetric=True)
+TENSORS = dict(quant_method="compressed-tensors", format="float-quantized", config_groups={}, kv_cache_scheme=FP8)
+LLAMA = dict(SMALL, model_type="llama", attention_bias=False, mlp_bias=False, architectures=["LlamaForCausalLM"])
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "falcon": (
+        dict(SMALL, **FALCON, model_type="falcon", new_decoder_architecture=True, num_kv_heads=2),
+        dict(architectures=["FalconForCausalLM"]),
+    ),
+    "exaone4": (
+        dict(SMALL, model_type="exaone4", sliding_window=8, sliding_window_pattern="LLLG"),
+        dict(
+            architectures=["Exaone4ForCausalLM"], sliding_window_pattern=4,
+            layer_types=[*["sliding_attention"] * 3, "full_attention", "sliding_attention", "full_attention"],
+        ),
+    ),
+    "llama with a scheme of compressed-tensors": (dict(LLAMA, quantization_config=TENSORS), {}),
+    "llama with a scheme of ModelOpt": (
+        dict(LLAMA, quantization_config=dict(quant_method="modelopt", quant_algo="FP8", kv_cache_quant_algo="FP8")), {},
+    ),
+    "mimo": (
+        dict(SMALL, model_type="mimo", use_sliding_window=False),
+        dict(architectures=["MiMoForCausalLM"], model_type="qwen2"),
+    ),
+    "nemotron-nas": (
+        dict(SMALL, model_type="nemotron-nas", num_key_value_heads=None, block_configs=BLOCKS),
+        dict(
+            architectures=["DeciLMForCausalLM"], model_type="llama", num_key_value_heads=2, attention_bias=False,
+            mlp_bias=False,
+        ),
+    ),
+}  # fmt: skip
+"""Type -> (a config as it is published, what vLLM is told besides): spellings that no config of ``configs`` has. vLLM is given
+its names of a class, and a type that its transformers has."""
 SGLANG: dict[str, dict[str, Any]] = {"zaya": dict(zaya_layers=["a"] * 4)}
 """Types that vLLM has only through its Transformers backend, without their states, and SGLang as a model of its own -> fields
 of the checkpoint that transformers' config leaves out."""
@@ -215,7 +257,7 @@ def ours(config: dict[str, Any] | str) -> dict[str, float]:
     from kvpagoda import Schema
 
     is_packed = not isinstance(config, str) and config["model_type"] == "deepseek_v4"
-    schema = Schema.from_hf_config(config, dtype="bfloat16", kv_format="fp8" if is_packed else "raw")
+    schema = Schema.from_hf_config(config, dtype="bfloat16", kv_format="fp8" if is_packed else "auto")
     found = Counter[str]()
     for group in schema.groups:
         rows = [row for layer in group.layers for row in layer.block_rows()]
@@ -266,6 +308,16 @@ def compared(answer: dict[str, Any], asked: dict[str, dict[str, Any]]) -> dict[s
     return rows
 
 
+def ask_published() -> dict[str, Any]:
+    """Type -> both answers to its config in ``PUBLISHED``."""
+    told = {name: {**config, **more} for name, (config, more) in PUBLISHED.items()}
+    answer = answered("vllm_specs", told, (os.environ.get("KVPAGODA_VLLM_PATH"),), 500)
+    return {
+        name: {"model": found["model"], "ours": ours(PUBLISHED[name][0]), "vllm": theirs(found["layers"])}
+        for name, found in answer["specs"].items()
+    }
+
+
 def main() -> None:
     """See the top of this file."""
     asked = configs()
@@ -282,7 +334,9 @@ def main() -> None:
     else:
         sglang = json.loads(RESULT.read_text())["sglang"]
     rows, served = compared(answer, asked), compared(ask(SERVED), SERVED)
+    published = ask_published()
     result = {"vllm": answer["vllm"], "transformers": versions, "types": rows, "presets": served, "sglang": sglang}
+    result["published"] = published
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     for name, row in {**rows, **served}.items():
         if "absent" in row:

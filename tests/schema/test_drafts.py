@@ -62,6 +62,38 @@ def test_mtp_layers_that_are_not_known_are_refused_by_name() -> None:
     assert "llama" not in mtp_layers()
 
 
+def test_mtp_layers_of_sparse_models_select_tokens_themselves() -> None:
+    """Whatever the layers of the model share: vLLM builds an indexer for each of them."""
+    glm = dict(
+        model_type="glm_moe_dsa", num_hidden_layers=6, hidden_size=64, num_attention_heads=4, kv_lora_rank=32,
+        qk_rope_head_dim=8, index_head_dim=16, indexer_types=["full", "shared"] * 3, num_nextn_predict_layers=2,
+    )  # fmt: skip
+    rows = [[row.name for row in layer.block_rows()] for layer in Schema.from_hf_config(glm, draft="mtp").layers]
+    assert rows[:2] == [["latent", "k_rope", "index_key"], ["latent", "k_rope"]]
+    assert rows[6:] == [["latent", "k_rope", "index_key"]] * 2
+    sparse = {"sparse_attention_freq": [0, 0, 1], "sparse_index_dim": 16}
+    text = dict(LLAMA, model_type="minimax_m3_text", num_hidden_layers=3, sparse_attention_config=sparse)
+    m3 = Schema.from_hf_config({"model_type": "minimax_m3_vl", "text_config": text}, draft="mtp")
+    (layer,) = m3.draft_layers
+    assert layer.block_rows() == m3.layers[2].block_rows() and len(layer.block_rows()) == 3
+    two = Schema.from_hf_config({"text_config": {**text, "num_mtp_modules": 2}}, draft="mtp")
+    assert len(two.draft_layers) == 2
+
+
+def test_mtp_layers_of_kimi_and_mimo() -> None:
+    kimi = {"model_type": "kimi_k3", "text_config": {**presets()["kimi-k3"]["config"], "num_nextn_predict_layers": 1}}
+    schema = Schema.from_hf_config(kimi, draft="mtp")
+    (layer,) = schema.draft_layers
+    assert [(row.name, row.row_nbytes) for row in layer.block_rows()] == [("latent", 1024), ("k_rope", 128)]
+    mimo = Schema.from_hf_config({**LLAMA, "model_type": "mimo", "num_nextn_predict_layers": 1}, draft="mtp")
+    assert mimo.draft_layers[0].block_rows() == mimo.layers[0].block_rows()
+
+
+def test_mtp_layers_that_no_engine_runs_are_refused_with_what_works() -> None:
+    with pytest.raises(SchemaError, match=r"'minimax_m2' are not supported: .* EAGLE head"):
+        Schema.from_hf_config({**LLAMA, "model_type": "minimax_m2", "num_mtp_modules": 3}, draft="mtp")
+
+
 WRAPPED: list[Any] = [
     lambda head: head,
     lambda head: {"model_type": "eagle", "model": head},

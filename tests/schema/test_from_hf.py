@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvpagoda import Schema  # noqa: E402
+from kvpagoda.hf.model_cache import schema_of  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, Layer, Recurrent, Shared  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
 from models import FAMILIES as TINY_FAMILIES  # noqa: E402
@@ -172,8 +173,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 )
 def test_what_a_forward_pass_keeps(name: str, changes: dict[str, Any]) -> None:
     config = config_of(name, **changes)
-    schema = Schema.from_hf_config(config)
-    assert schema == Schema.from_hf_config(config.to_dict())
+    assert Schema.from_hf_config(config) == Schema.from_hf_config(config.to_dict())
+    schema = schema_of(config)
     torch.manual_seed(1)
     _, cache = forward(model_of(config), torch.randint(2, VOCAB, (1, TOKENS)))
     assert len(cache.layers) == len(schema.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -14,8 +15,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import NeverFits, SchemaError  # noqa: E402
 from kvpagoda.formats.encoding import Encoding  # noqa: E402
+from kvpagoda.hf.model_cache import schema_of  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Growth, Shared  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
+from kvpagoda.schema.from_hf import TEXT  # noqa: E402
 from models import tiny_config  # noqa: E402
 from more_models import DECODERS, MORE  # noqa: E402
 
@@ -316,6 +319,98 @@ def test_query_heads_divide_over_tensor_parallel_ranks(config: dict[str, Any], r
         one.split(tp=2)
 
 
+FALCON_40B = dict(
+    model_type="falcon",
+    hidden_size=8192,
+    num_hidden_layers=60,
+    num_attention_heads=128,
+    num_kv_heads=8,
+    vocab_size=65024,
+)
+
+
+def test_falcons_heads_are_those_that_engines_keep() -> None:
+    """transformers repeats them for each query head: 16 times as many."""
+    falcon = {**FALCON_40B, "new_decoder_architecture": True}
+    assert Schema.from_hf_config(falcon).bytes_per_token == 60 * 8 * 64 * 4
+    assert Schema.from_hf_config(falcon).split(tp=16).bytes_per_token == 60 * 1 * 64 * 4
+    assert schema_of(config_class("falcon")(**falcon)).bytes_per_token == 60 * 128 * 64 * 4
+    assert schema_of(config_class("falcon")(**FALCON_40B)).bytes_per_token == 60 * 1 * 64 * 4
+    with pytest.raises(SchemaError, match="num_attention_heads is 128; expected a multiple of num_kv_heads = 7"):
+        Schema.from_hf_config({**falcon, "num_kv_heads": 7})
+
+
+LAGUNA = dict(
+    model_type="laguna", num_hidden_layers=8, hidden_size=3072, num_attention_heads=48, num_key_value_heads=8, head_dim=128,
+    sliding_window=512, layer_types=["full_attention", *["sliding_attention"] * 3] * 2,
+    num_attention_heads_per_layer=[48, 72, 72, 72] * 2,
+)  # fmt: skip
+
+
+def test_every_layer_divides_its_own_query_heads() -> None:
+    schema = Schema.from_hf_config(LAGUNA)
+    assert [layer.num_query_heads for layer in schema.layers] == [48, 72, 72, 72] * 2
+    assert [layer.num_query_heads for layer in schema.split(tp=8).layers] == [6, 9, 9, 9] * 2
+    with pytest.raises(SchemaError, match="72 query heads cannot be divided over 16 tensor-parallel ranks"):
+        schema.split(tp=16)
+    real = Schema.from_hf_config(config_class("laguna")(**LAGUNA))
+    assert [layer.num_query_heads for layer in real.layers] == [48, 72, 72, 72] * 2 and real.layers == schema.layers
+    with pytest.raises(SchemaError, match="expected one entry for every layer, layer 3 has none"):
+        Schema.from_hf_config({**LAGUNA, "num_attention_heads_per_layer": [48, 72, 72]})
+
+
+PASSED_OVER = [
+    ("llama", {"num_key_value_heads_per_layer": [1, 2]}),
+    ("llama", {"num_attention_heads_per_layer": [32, 16]}),
+    ("llama", {"block_configs": [{"attention": {"n_heads_in_group": 4}}] * 2}),
+    ("hunyuan_v1_moe", {"use_cla": True, "cla_share_factor": 2}),
+    ("qwen3", {"attn_type_list": [0, 1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), PASSED_OVER)
+def test_what_changes_layers_and_is_not_read_is_refused(name: str, fields: dict[str, Any]) -> None:
+    config = {**LLAMA_8B, "model_type": name, "num_hidden_layers": 2}
+    with pytest.raises(SchemaError, match=rf"^{name} config: {next(iter(fields))} is .*does not read it"):
+        Schema.from_hf_config({**config, **fields})
+    same = {"num_key_value_heads_per_layer": [8, 8], "num_attention_heads_per_layer": (32, 32), "use_cla": False}
+    assert Schema.from_hf_config({**config, **same}) == Schema.from_hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model_type": "llama", "use_mla": True, "kv_lora_rank": 64},
+            "use_mla is True; layers of this type keep heads",
+        ),
+        ({"model_type": "deepseek_v2", "use_mla": False}, "use_mla is False; layers of this type keep latent"),
+        (
+            {"model_type": "mpt", "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 8}},
+            "attn_type is 'g",
+        ),
+    ],
+)
+def test_another_attention_than_that_of_the_type_is_refused(fields: dict[str, Any], message: str) -> None:
+    for config in ({**LLAMA_8B, **fields}, {"model_type": "x", "language_config": {**LLAMA_8B, **fields}}):
+        with pytest.raises(SchemaError, match=message):
+            Schema.from_hf_config(config)
+    plain = {**LLAMA_8B, "model_type": "mpt", "attn_config": {"attn_type": "multihead_attention"}}
+    assert Schema.from_hf_config(plain).layers == Schema.from_hf_config({**LLAMA_8B, "model_type": "mpt"}).layers
+    assert Schema.from_hf_config({**LLAMA_8B, "use_mla": False}) == Schema.from_hf_config(LLAMA_8B)
+
+
+def test_layers_by_the_lists_of_checkpoints() -> None:
+    four = dict(LLAMA_8B, num_hidden_layers=4)
+    listed = Schema.from_hf_config({**four, "model_type": "minimax", "attn_type_list": [0, 0, 0, 1]})
+    assert labels(listed) == "lllf"
+    types = ["linear_attention", "full_attention"] * 2
+    both = {**four, "model_type": "minimax", "attn_type_list": [0, 0, 0, 1], "layer_types": types}
+    assert labels(Schema.from_hf_config(both)) == "lflf"
+    mimo = Schema.from_hf_config({**MIMO, "num_hidden_layers": 3, "hybrid_layer_pattern": [0, 0, 1]})
+    assert labels(mimo) == "ffs"
+
+
 def test_messages_name_the_model_and_the_layer() -> None:
     types = ["full_attention"] * 32
     with pytest.raises(SchemaError, match=r"^llama config, layer 0 \(full_attention\): head_dim is 0"):
@@ -402,6 +497,67 @@ def test_a_flat_config_of_a_multimodal_model() -> None:
     schema = Schema.from_hf_config({**flat, "max_window_layers": 28})
     assert schema.name == "qwen2_vl_text"
     assert {layer.kinds for layer in schema.layers} == {(Attention(8, 128, 128, "bfloat16"),)}
+
+
+def told(config: Any) -> Any:
+    """The schema of a config; without one, that it is refused."""
+    try:
+        return Schema.from_hf_config(config)
+    except SchemaError:
+        return "refused"
+
+
+DIRECTIONS = ("is_encoder_decoder", "use_bidirectional_attention", "is_decoder")
+
+
+def without(fields: Any, names: tuple[str, ...]) -> Any:
+    """A config without ``names``, on every level."""
+    if not isinstance(fields, dict):
+        return fields
+    return {name: without(value, names) for name, value in fields.items() if name not in names}
+
+
+WRAPPERS = sorted(
+    name for name, config in transformers.CONFIG_MAPPING.items() if {*config.sub_configs} & {*TEXT} or name in DECODERS
+)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_file_and_an_object_are_read_alike(name: str) -> None:
+    """A file leaves out what its type adds: on load, transformers writes it into the object."""
+    try:
+        config = config_class(name)()
+    except Exception:
+        pytest.skip("its config has no defaults")
+    written = json.loads(config.to_json_string(use_diff=True))
+    assert told(config) == told(written) == told(without(config.to_dict(), DIRECTIONS))
+
+
+LLAMA = dict(LLAMA_8B, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "paligemma", "text_config": dict(LLAMA, model_type="gemma")}, "a prefix language model"),
+        ({"is_encoder_decoder": True, "text_config": LLAMA}, "is_encoder_decoder is True"),
+        ({"use_bidirectional_attention": True, "text_config": LLAMA}, "use_bidirectional_attention is True"),
+        ({"thinker_config": {"is_causal": False, "text_config": LLAMA}}, "is_causal is False"),
+        (dict(LLAMA, is_causal=False), "is_causal is False"),
+        (dict(LLAMA, model_type="bart", decoder_layers=2, decoder_attention_heads=8), "is_encoder_decoder is True"),
+        (dict(LLAMA, model_type="mpt", attn_config={"prefix_lm": True}), r"attn_config.prefix_lm is True"),
+    ],
+)
+def test_what_attends_to_later_tokens_is_refused_on_every_level(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        Schema.from_hf_config(config)
+
+
+def test_what_is_causal_stays() -> None:
+    plain = Schema.from_hf_config(LLAMA)
+    for fields in ({"is_causal": True}, {"is_causal": None}, {"attn_config": {"prefix_lm": False}}):
+        assert Schema.from_hf_config({**LLAMA, **fields}) == plain
+    assert Schema.from_hf_config({"use_bidirectional_attention": "vision", "text_config": LLAMA}) == plain
 
 
 def test_objects_without_to_dict() -> None:

@@ -9,7 +9,8 @@ import pytest
 from kvpagoda import KVCache, Schema
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
 from kvpagoda.schema import Attention, Compressed, IndexKeys, Latent, Layer
-from kvpagoda.schema.families import served_types
+from kvpagoda.schema.families import known_types, other_names, served_types
+from kvpagoda.schema.from_hf import TEXT
 from kvpagoda.schema.presets import presets
 
 
@@ -85,3 +86,83 @@ def test_tokens_of_an_open_pool_beside_recurrent_states_cannot_be_taken_back_and
                 assert "these layers have different numbers of places" in str(error) and error.needed == 1
                 refused.add(model_type)
     assert refused == told == {"glm5_next_text", "qwen4_exp_pooled"}
+
+
+LLAMA = dict(num_hidden_layers=4, hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+
+
+def attention(heads_in_group: int | None) -> dict[str, object]:
+    return {"attention": {"no_op": heads_in_group is None, "n_heads_in_group": heads_in_group}}
+
+
+def test_layers_of_a_searched_model_have_heads_of_their_own_or_no_attention() -> None:
+    blocks = [attention(4), attention(None), attention(2), {"attention": {"replace_with_linear": True}}]
+    config = {**LLAMA, "model_type": "nemotron-nas", "num_key_value_heads": None, "block_configs": blocks}
+    schema = Schema.from_hf_config(config)
+    assert [[kind.num_kv_heads for kind in x.kinds if isinstance(kind, Attention)] for x in schema.layers] == [
+        [2], [], [4], [],
+    ]  # fmt: skip
+    assert schema.bytes_per_token == (2 + 4) * 8 * 4
+    for bad, message in (
+        (blocks[:3], "layer 3 has none"), (None, "block_configs is None"), ([*blocks[:3], 3], "expected a table"),
+        ([*blocks[:3], attention(3)], "expected a multiple of n_heads_in_group = 3"),
+        ([*blocks[:3], {"attention": {}}], "n_heads_in_group is missing"),
+    ):  # fmt: skip
+        with pytest.raises(SchemaError, match=message):
+            Schema.from_hf_config({**config, "block_configs": bad})
+
+
+def test_letters_of_a_pattern_repeat_and_the_last_layer_is_full() -> None:
+    config = {**LLAMA, "model_type": "exaone4", "num_hidden_layers": 6, "sliding_window": 8}
+
+    def letters(pattern: object) -> str:
+        schema = Schema.from_hf_config({**config, "sliding_window_pattern": pattern})
+        return "".join(layer.label[0] for layer in schema.layers)
+
+    assert letters("LLLG") == "sssfsf" and letters(4) == "sssfss" and letters("G") == "ffffff"
+    for bad in ("", "LLX"):
+        with pytest.raises(SchemaError, match="expected a number, or letters L and G"):
+            letters(bad)
+    assert (
+        Schema.from_hf_config({**config, "sliding_window": None, "sliding_window_pattern": "LG"}).groups[0].name
+        == "full"
+    )
+
+
+SAME: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"model_type": "minimax_text_01", "attn_type_list": [0, 0, 0, 1]},
+     {"model_type": "minimax", "layer_types": ["linear_attention"] * 3 + ["full_attention"]}),
+    ({"model_type": "minimax_m1", "attn_type_list": [1, 0, 1, 0]}, {"model_type": "minimax"}),
+    ({"model_type": "mimo"}, {"model_type": "qwen2"}),
+    ({"model_type": "internlm2"}, {"model_type": "llama"}),
+    ({"model_type": "minimax_m3_text"}, {"model_type": "minimax_m3_vl_text"}),
+    ({"model_type": "step3p7", "sliding_window": 8}, {"model_type": "step3p5", "sliding_window": 8}),
+    ({"model_type": "qwen2_5_omni_text"}, {"model_type": "qwen2"}),
+    ({"model_type": "qwen3_omni_moe_text"}, {"model_type": "llama"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "known"), SAME, ids=[str(config["model_type"]) for config, _ in SAME])
+def test_other_names_of_layers_that_are_known(config: dict[str, object], known: dict[str, object]) -> None:
+    flags = {"use_sliding_window": False}
+    wanted = Schema.from_hf_config({**LLAMA, **flags, **known})
+    assert Schema.from_hf_config({**LLAMA, **flags, **config}).layers == wanted.layers
+    for field in TEXT:
+        assert Schema.from_hf_config({"model_type": "x", field: {**LLAMA, **flags, **config}}).layers == wanted.layers
+
+
+def test_other_names_are_of_known_types() -> None:
+    assert set(other_names().values()) <= known_types().keys() and not other_names().keys() & known_types().keys()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_sliding_attention_heads": 12},
+               {"attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 12}}],
+)  # fmt: skip
+def test_query_heads_of_sliding_layers(fields: dict[str, object]) -> None:
+    config = {**LLAMA, "model_type": "step3p5", "sliding_window": 8}
+    schema = Schema.from_hf_config({**config, **fields})
+    assert [layer.num_query_heads for layer in schema.layers] == [8, 12, 12, 12]
+    with pytest.raises(SchemaError, match="12 query heads cannot be divided over 8"):
+        schema.split(tp=8)
+    assert {layer.num_query_heads for layer in Schema.from_hf_config(config).layers} == {8}

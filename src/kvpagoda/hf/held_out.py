@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from kvpagoda.hf.model_cache import runner_over
+from kvpagoda.hf.model_cache import runner_over, schema_of
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
 from kvpagoda.schema.kv_format import KVFormatNames, as_text
@@ -30,7 +30,7 @@ class Cost:
 
     @classmethod
     def of(cls, model: Any, kv_format: KVFormatNames, text: bytes) -> Cost:
-        schema = Schema.from_hf_config(model.config, dtype=_dtype(model), kv_format=kv_format)
+        schema = schema_of(model.config, dtype=_dtype(model), kv_format=kv_format)
         _, bits = logits_and_bits(model, schema, text)
         return cls(schema.bytes_per_token, schema.state_layout.payload_nbytes, bits)
 

@@ -16,7 +16,8 @@ from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema import Attention, Compressed, Layer, Schema
+from kvpagoda.schema.families import known_types
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
 
@@ -32,6 +33,22 @@ def check_model(model: Any) -> None:
         raise BadInput(f"a model is a transformers causal language model, got {shown(model)}; pass {hint}", hint=hint)
 
 
+def schema_of(config: Any, **given: Any) -> Schema:
+    """Return the schema of what transformers keeps for a model's ``config``: ``Schema.from_hf_config(config, **given)``, with
+    K/V heads once for each query head where its code repeats them (``Family.repeats_heads``). Raises SchemaError."""
+    schema = Schema.from_hf_config(config, **given)
+    repeats = known_types()[schema.name]["family"].repeats_heads
+    if not repeats or not getattr(config, repeats, False):
+        return schema
+
+    def repeated(layer: Layer) -> Layer:
+        heads = layer.num_query_heads or 1
+        kinds = (replace(kind, num_kv_heads=heads) if isinstance(kind, Attention) else kind for kind in layer.kinds)
+        return replace(layer, kinds=tuple(kinds))
+
+    return replace(schema, layers=tuple(map(repeated, schema.layers)))
+
+
 def runner_of(
     model: Any, chunk: int, lookup: int, kv_format: KVFormatNames, cache_arguments: dict[str, Any],
     layout: LayoutNames | None = None, kv_scales: Mapping[int, tuple[float, float]] | None = None, draft: Any = None,
@@ -45,7 +62,7 @@ def runner_of(
     check_model(model)
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, kv_scales=kv_scales)
+    schema = schema_of(model.config, dtype=dtype, kv_format=kv_format, kv_scales=kv_scales)
     states, drafts = StateModules(model, schema), None
     width = lookup if states.are_known else 0
     if draft is not None:
@@ -53,7 +70,7 @@ def runner_of(
         draft.eval()
         if draft.device != model.device:
             raise BadInput(f"the model is on {model.device} and its draft on {draft.device}; move one to the other")
-        drafts = Schema.from_hf_config(draft.config, dtype=str(draft.dtype).removeprefix("torch."))
+        drafts = schema_of(draft.config, dtype=str(draft.dtype).removeprefix("torch."), kv_format="raw")
         check_draft(schema.rewindable(width), drafts)
         schema = schema.drafted_by(drafts)
     schema = schema.rewindable(width)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.formats.encoding import TENSOR
-from kvpagoda.hf.model_cache import check_model, runner_of
+from kvpagoda.hf.model_cache import check_model, runner_of, schema_of
 from kvpagoda.prefix.tokens import TokenIds
 from kvpagoda.schema import Schema
 from kvpagoda.schema.kv_format import KVFormatNames
@@ -81,7 +81,7 @@ def calibrated_scales(
     """
     check_model(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format)
+    schema = schema_of(model.config, dtype=dtype, kv_format=kv_format)
     tops = {
         (layer.index, rows.name): TENSOR[rows.encoding.name][1]
         for layer in schema.layers

@@ -7,6 +7,7 @@ error.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,15 +16,43 @@ from typing import Any
 from kvpagoda.errors import SchemaError, did_you_mean, shown
 from kvpagoda.formats.encoding import RAW
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, known_types, mtp_layers, mtp_letters, refused
+from kvpagoda.schema.families import (
+    Family,
+    known_types,
+    mtp_layers,
+    mtp_letters,
+    mtp_refused,
+    other_names,
+    refused,
+)
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.kv_format import KVFormat, KVFormatNames, as_kernels_read, check_used, formats_by_kind, kind_of
+from kvpagoda.schema.kv_scheme import kv_scheme
 from kvpagoda.schema.layers import Layer
 
-NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
-"""Config field -> the values with which a token also attends to later tokens, so that the model is not causal."""
+NOT_CAUSAL: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (True,),
+    "use_bidirectional_attention": (True, "all"),
+    "is_causal": (False,),
+    "attn_config.prefix_lm": (True,),
+}
+"""Config field -> the values with which a token also attends to later tokens, so that the model is not causal. They count on
+every level of a nested config. ("vision": the tokens of one image, which a request has all or none of.)"""
+
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Fields in which the config of a multimodal model holds that of its text, perhaps one inside the other."""
+
+LAYER_FIELDS = {
+    "num_attention_heads_per_layer": "num_attention_heads",
+    "num_key_value_heads_per_layer": "num_key_value_heads",
+    "attn_type_list": "",
+    "block_configs": "",
+    "use_cla": "",
+}
+"""Fields of published configs with which layers differ from one another or read the rows of others -> the field that says
+the same for all layers; "" if none does. What a family does not read is refused, not passed over."""
 
 MOST_LAYERS = 10_000
 """No model has as many layers: the deepest that was published has 1,000."""
@@ -35,8 +64,11 @@ NO_ATTENTION = (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS)
 
 def read_config(
     config: Any, *, dtype: str | None, kv_format: KVFormatNames
-) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
-    """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
+) -> tuple[tuple[Layer, ...], str, int | None, int | None, str | None]:
+    """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size, kv_scheme).
+
+    Raises SchemaError."""
+    kv_format, scheme = format_of(config, kv_format)
     formats = formats_by_kind(kv_format)
     name, c, dtype = open_config(config, dtype)
     family: Family = known_types()[name]["family"]
@@ -53,10 +85,18 @@ def read_config(
             owner = owner_of(c, types, index)
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
-        layer = read_layer(c, name, layer_type, index, dtype, formats)
+        layer = read_layer(c, family, name, layer_type, index, dtype, formats)
         layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
-    check_used(kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name)
-    return tuple(layers), name, max_positions, vocab_size
+    if scheme is None:
+        check_used(
+            kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name
+        )
+    return tuple(layers), name, max_positions, vocab_size, scheme
+
+
+def format_of(config: Any, kv_format: KVFormatNames) -> tuple[KVFormatNames, str | None]:
+    """Return ``kv_format`` and None; for "auto" the format that ``config`` says, and what it says, see ``kv_scheme``."""
+    return kv_scheme(levels_of(config)) if isinstance(kv_format, str) and kv_format == "auto" else (kv_format, None)
 
 
 def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tuple[Layer, ...]:
@@ -67,12 +107,15 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tup
     """
     name, c, dtype = open_config(config, dtype)
     rows = mtp_layers()
+    if name in mtp_refused():
+        raise SchemaError(f"the MTP layers of model type {name!r} are not supported: {mtp_refused()[name]}")
     if name not in rows:
         raise SchemaError(
             f"the MTP layers of model type {name!r} are not known; they are for {', '.join(rows)}. Give the config of a "
             f"draft model instead"
         )
-    row, family, formats = rows[name], known_types()[name]["family"], formats_by_kind(kv_format)
+    row, family = rows[name], known_types()[name]["family"]
+    formats = formats_by_kind(format_of(config, kv_format)[0])
     counted = next((field for field in row["number"] if c.get(field) is not None), row["number"][0])
     try:
         if c.get(counted) is None and "default" not in row:
@@ -87,7 +130,8 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tup
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
     listed = [t.LEGACY.get(each, each) for _ in range(number) for each in types]
-    return tuple(read_layer(c, name, layer_type, first + at, dtype, formats) for at, layer_type in enumerate(listed))
+    family = replace(family, has_indexer=t.every_layer)  # each selects tokens itself
+    return tuple(read_layer(c, family, name, each, first + at, dtype, formats) for at, each in enumerate(listed))
 
 
 def draft_config(config: Any) -> Mapping[str, Any]:
@@ -100,12 +144,16 @@ def draft_config(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-def read_layer(c: Config, name: str, layer_type: str, index: int, dtype: str, formats: Formats) -> Layer:
+def read_layer(
+    c: Config, family: Family, name: str, layer_type: str, index: int, dtype: str, formats: Formats
+) -> Layer:
     """Return layer ``index`` of type ``layer_type`` of a model of type ``name``. Raises SchemaError."""
-    family: Family = known_types()[name]["family"]
     try:
-        kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, formats)
-        queries = query_heads(c.at(index), family, layer_type)
+        own = c.at(index)
+        listed = {field: own.item(of, index) for field, of in family.per_layer.items() if own.get(of) is not None}
+        own = own.replaced(**listed)
+        kinds = layer_kinds(own, family, layer_type, index, dtype, formats)
+        queries = query_heads(own, family, layer_type)
     except SchemaError as error:
         raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
     return Layer(index, layer_type, kinds, queries)
@@ -116,30 +164,52 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
 
     ``dtype``: the caller's choice; None: the dtype that the config names, else bfloat16. Raises SchemaError.
     """
-    raw, known = fields_of(config), known_types()
-    nested, name = raw.get("text_config"), raw.get("model_type")
-    if isinstance(name, str) and str(name) in refused():
-        raise SchemaError(unknown_type(name))
-    inner = raw if nested is None else fields_of(nested)
-    if nested is not None:
-        name = inner.get("model_type") or f"{name}_text"
+    levels, known = levels_of(config), known_types()
+    inner, name = levels[-1], levels[-1].get("model_type")
+    for level in levels:
+        if isinstance(outer := level.get("model_type"), str) and str(outer) in refused():
+            raise SchemaError(unknown_type(outer))
+    if len(levels) > 1:
+        name = name or f"{levels[-2].get('model_type')}_text"
     elif isinstance(name, str) and str(name) not in known and f"{name}_text" in known:
         name = f"{name}_text"
+    if isinstance(name, str):
+        name = other_names().get(str(name), name)
     if not isinstance(name, str) or str(name) not in known:
         raise SchemaError(unknown_type(name))
     name = str(name)
-    for field, values in NOT_CAUSAL.items():
-        if isinstance(inner.get(field), bool | str) and inner[field] in values:
-            raise SchemaError(
-                f"this {name} config is not of a causal decoder ({field} is {inner[field]!r}): it has no cache that grows "
-                f"token by token, or not that alone"
-            )
     defaults: Mapping[str, Any] = known[name]["defaults"]
-    if nested is None:
+    for level in levels:
+        check_causal(Config(level, defaults if level is inner else {}), name)
+    if len(levels) == 1:
         defaults = {field: value for field, value in defaults.items() if field not in REQUIRED}
-    spellings = (source.get(field) for source in (inner, raw) for field in ("dtype", "torch_dtype"))
+    spellings = (source.get(field) for source in reversed(levels) for field in ("dtype", "torch_dtype"))
     chosen = dtype if dtype is not None else next((found for found in spellings if found is not None), "bfloat16")
     return name, Config({**inner, "model_type": name}, defaults, known[name]["family"].fields), dtype_name(chosen)
+
+
+def levels_of(config: Any) -> list[Mapping[str, Any]]:
+    """Return the fields of ``config``, of the model in it that has the text (``TEXT``), and so on: the outermost first.
+    Raises SchemaError."""
+    levels = [fields_of(config)]
+    for _ in TEXT:  # no model nests as deep
+        inner = next((levels[-1][field] for field in TEXT if levels[-1].get(field) is not None), None)
+        if inner is None:
+            break
+        levels.append(fields_of(inner))
+    return levels
+
+
+def check_causal(c: Config, name: str) -> None:
+    """Raise SchemaError if a field of ``c``, one level of the config of a ``name`` model, says that it is not causal."""
+    for field, values in NOT_CAUSAL.items():
+        table, _, key = field.rpartition(".")
+        value = c.get(key) if not table else c.raw[table].get(key) if isinstance(c.raw.get(table), Mapping) else None
+        if isinstance(value, bool | str) and value in values:
+            raise SchemaError(
+                f"this {name} config is not of a causal decoder ({field} is {value!r}): it has no cache that grows "
+                f"token by token, or not that alone"
+            )
 
 
 def check_requirements(c: Config, family: Family) -> None:
@@ -147,6 +217,19 @@ def check_requirements(c: Config, family: Family) -> None:
     for field, (value, why) in family.requires.items():
         if c.get(field) != value:
             raise SchemaError(f"{field} is {shown(c.get(field))}; expected {value!r}: {why}")
+    if isinstance(use_mla := c.get("use_mla"), bool) and family.attention == ("heads" if use_mla else "latent"):
+        raise SchemaError(
+            f"use_mla is {use_mla}; layers of this type keep {family.attention} here, and no others were verified"
+        )
+    for field, alike in LAYER_FIELDS.items():
+        value = c.get(field)
+        if value is None or value is False or field in (*family.reads, *family.per_layer.values()):
+            continue
+        if not (alike and isinstance(value, list | tuple) and {*map(repr, value)} == {repr(c.get(alike))}):
+            raise SchemaError(
+                f"{field} is {shown(value)}; it changes what layers keep, and the code of this type does not read it. Give "
+                f"the type of the model that does, or make the schema of its layers: Schema((Layer(0, 'name', kinds), ..))"
+            )
 
 
 def unknown_type(name: Any) -> str:
@@ -155,9 +238,20 @@ def unknown_type(name: Any) -> str:
         return f"model_type must name the model family, got {shown(name)}"
     if str(name) in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
-    hint = did_you_mean(name, known_types(), cutoff=0.8)
+    hint = did_you_mean(name, [known for known in known_types() if is_typo(name, known)], cutoff=0.8)
     why = "its cache was not verified" + (f"; {hint}" if hint else "")
     return f"model type {name!r} is not supported: {why} (docs/models.md lists those that are)"
+
+
+def is_typo(name: str, known: str) -> bool:
+    """Whether ``name`` is ``known`` but for letters of its words. Another word or number is another model, of other layers.
+
+    >>> is_typo("lama", "llama"), is_typo("nemotron-x", "nemotron"), is_typo("minicpm", "minicpm3")
+    (True, False, False)
+    """
+    words, others = (re.split("[_-]", each) for each in (name.lower(), known))
+    numbers = [[re.sub(r"\D", "", word) for word in each] for each in (words, others)]
+    return numbers[0] == numbers[1] and all(map(did_you_mean, words, ([one] for one in others)))
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:

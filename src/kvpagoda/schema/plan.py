@@ -118,7 +118,7 @@ class Plan:
     of ``sector_nbytes`` bytes; both are 0 if each group has its own share. ``order``: of the arenas. ``kernel_page``:
     tokens of one page that kernels see.
     ``kernel_notes``: what was chosen for the kernels given to ``Schema.plan``. ``checkpoint_format``: of the copies of states
-    in checkpoints; None: that of running requests.
+    in checkpoints; None: that of running requests. ``kv_scheme``: the schema's.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
@@ -143,6 +143,7 @@ class Plan:
     kernel_page: int = 0
     kernel_notes: tuple[str, ...] = ()
     checkpoint_format: str | None = None
+    kv_scheme: str | None = None
 
     def __post_init__(self) -> None:
         most = max(group.num_blocks for group in self.groups)
@@ -308,6 +309,7 @@ class Plan:
             "unused_percent": round(100 * (1 - self.nbytes / self.budget), 4),
             "longest_context": self.longest_context,
             "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
+            "kv_scheme": self.kv_scheme,
             "formats": [asdict(one) for one in self.formats],
             "layer_kinds": self._by_label(),
             "groups": [group.to_dict() for group in self.groups],
@@ -368,6 +370,8 @@ class Plan:
         if padded := [group for group in self.groups if group.layout.multiple > ALIGN]:
             each = (f"{group.layout.multiple} bytes ({group.name})" for group in padded)
             lines["records"] = f"padded to multiples of {', '.join(each)}"
+        if self.kv_scheme is not None:
+            lines["kv format"] = self.kv_scheme
         if any(one.format != "raw" for one in self.formats):
             for number, one in enumerate(self.formats):
                 lines[f"rows{number + 1 if number else ''}"] = str(one)

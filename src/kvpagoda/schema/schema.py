@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any, SupportsIndex
@@ -39,7 +39,8 @@ class Schema:
     """What a model keeps in the cache for its requests, layer by layer.
 
     ``name``: the model type, for error messages. ``max_positions`` (tokens) and ``vocab_size`` are the model's own
-    limits; None if its config names none.
+    limits; None if its config names none. ``kv_scheme``: what the config says of the format of its rows, and what came of
+    it, as text; None if it says nothing, or a ``kv_format`` was given.
 
     >>> llama = dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     >>> schema = Schema.from_hf_config(llama, dtype="float32")
@@ -54,6 +55,7 @@ class Schema:
     name: str = "custom"
     max_positions: int | None = None
     vocab_size: int | None = None
+    kv_scheme: str | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_hf_config(
@@ -61,7 +63,7 @@ class Schema:
         config: object,
         *,
         dtype: str | None = None,
-        kv_format: KVFormatNames = "raw",
+        kv_format: KVFormatNames = "auto",
         kv_scales: Mapping[int, tuple[float, float]] | None = None,
         layout: LayoutNames | None = None,
         verify_width: int = 0,
@@ -76,7 +78,8 @@ class Schema:
         bfloat16. ``kv_format``: how the rows of K/V heads, MLA latents and DeepSeek-V4 entries are encoded: one name for
         all layers that have such a form, or names by layer kind, ``{"full": "fp8", "window": "raw"}``
         (``kv_format.LAYER_KINDS``; kinds that are not named are raw). What has no such form stays as the model computes
-        it; ``formats`` tells. ``raw`` stores all rows so. ``fp8``: for heads ``fp8_e4m3``; for latents and entries the
+        it; ``formats`` tells. ``auto``: as the config's quantisation says (``kv_scheme`` tells), else ``raw``, which
+        stores all rows so. ``fp8``: for heads ``fp8_e4m3``; for latents and entries the
         packed rows of FlashMLA and DeepGEMM, or, for rows of other sizes or another dtype, codes and scales in separate
         arrays. ``fp8_e4m3`` and ``fp8_e5m2`` store heads as one byte an element, with one scale for all K rows of a layer
         and one for all V rows. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32, 16, and (latents and
@@ -447,8 +450,9 @@ class Schema:
         readers = readers_of(kernels)  # checked again: sectors may have spread the records
         assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
         return Plan(
-            *given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes, checkpoint_format
-        )
+            *given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes, checkpoint_format,
+            self.kv_scheme,
+        )  # fmt: skip
 
     def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str) -> Fit:
         """Return block size, kernel page and padding with which ``kernels`` can read; given sizes are kept."""

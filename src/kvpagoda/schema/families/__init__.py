@@ -31,6 +31,10 @@ class Family:
                  only checked
     verified     the layer types that were compared with transformers; any other type is an error
     heads        K/V heads and row widths of a layer with attention; for MLA the widths of the latent and its RoPE key
+    repeats_heads  the field with which transformers' model keeps K/V heads repeated, one for each query head; engines,
+                 and so schemas, keep them once
+    per_layer    field that rules read -> the field that lists its values, one for each layer, if the config has it
+    reads        those of ``LAYER_FIELDS`` that its rules read; if a config has others of them, it is refused
     states       the states of linear, convolution and hybrid layers (None: the family has no such layers)
     attention    "heads", "latent" (MLA) or "compressed" (DeepSeek-V4)
     has_indexer  whether layer i keeps indexer keys, if its type is indexed
@@ -54,6 +58,9 @@ class Family:
     reads_layer_types: bool = True
     verified: tuple[str, ...] = (FULL,)
     heads: HeadRule = grouped
+    repeats_heads: str = ""
+    per_layer: Mapping[str, str] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
     states: StateRule | None = None
     attention: str = "heads"
     has_indexer: Callable[[Config, int], bool] = layer_types.every_layer
@@ -118,6 +125,13 @@ def served_types() -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=1)
+def other_names() -> Mapping[str, str]:
+    """Return what published configs call a type -> the type among ``known_types``. Read at the first call."""
+    names: Mapping[str, str] = read_json(__name__, "served_types.json")["names"]
+    return names
+
+
+@lru_cache(maxsize=1)
 def known_types() -> Mapping[str, Any]:
     """Return the rows of ``model_types`` and ``served_types``."""
     return {**model_types(), **served_types()}
@@ -140,8 +154,8 @@ def refused() -> Mapping[str, str]:
     >>> refused()["cpmant"].partition(":")[0]
     'it is not causal'
     """
-    reasons: Mapping[str, str] = read_json(__name__, "refused.json")["reasons"]
-    return reasons
+    table = read_json(__name__, "refused.json")
+    return {**table["reasons"], **table["others"]}
 
 
 @lru_cache(maxsize=1)
@@ -153,6 +167,13 @@ def mtp_layers() -> Mapping[str, Any]:
     """
     rows: Mapping[str, Any] = read_json(__name__, "mtp.json")["model_types"]
     return rows
+
+
+@lru_cache(maxsize=1)
+def mtp_refused() -> Mapping[str, str]:
+    """Return model type -> why its MTP layers are refused. Read at the first call."""
+    reasons: Mapping[str, str] = read_json(__name__, "mtp.json")["refused"]
+    return reasons
 
 
 @lru_cache(maxsize=1)

@@ -46,16 +46,15 @@ def every_head(c: Config, layer_type: str) -> Heads:
 
 
 def multi_query(c: Config, layer_type: str) -> Heads:
-    """Return one K/V head, ``num_kv_heads``, or as many as query heads.
-
-    Falcon's newer architecture repeats its K/V heads in the cache, once for each query head.
-    """
+    """Return one K/V head, ``num_kv_heads``, or as many as query heads. A newer architecture ignores ``multi_query``."""
     every_one = every_head(c, layer_type)
-    if c.get("new_decoder_architecture"):
-        return every_one
-    if c.get("multi_query"):
+    if c.get("multi_query") and not c.get("new_decoder_architecture"):
         return replace(every_one, number=1)
-    return every_one if c.get("num_kv_heads") is None else replace(every_one, number=c.size("num_kv_heads"))
+    return (
+        every_one
+        if c.get("num_kv_heads") is None
+        else replace(every_one, number=every_one.number // c.ratio("num_attention_heads", "num_kv_heads"))
+    )
 
 
 def dbrx(c: Config, layer_type: str) -> Heads:
@@ -69,6 +68,26 @@ def swa(c: Config, layer_type: str) -> Heads:
         return grouped(c, layer_type)
     own = ("num_attention_heads", "num_key_value_heads", "head_dim")
     return grouped(c.replaced(**{field: c.get(f"swa_{field}") for field in own}), layer_type)
+
+
+def step(c: Config, layer_type: str) -> Heads:
+    """Grouped heads; sliding layers have query heads of their own: ``num_sliding_attention_heads``, or those of the table
+    ``attention_other_setting`` in checkpoints."""
+    heads, other = grouped(c, layer_type), Config(c.table("attention_other_setting"), {})
+    if layer_type != SLIDING:
+        return heads
+    if c.get("num_sliding_attention_heads") is not None:
+        return replace(heads, queries=c.size("num_sliding_attention_heads"))
+    return (
+        replace(heads, queries=other.size("num_attention_heads")) if other.get("attention_type") == SLIDING else heads
+    )
+
+
+def nemotron_nas(c: Config, layer_type: str) -> Heads:
+    """Grouped heads: ``n_heads_in_group`` query heads share one, which each layer's ``block_config`` names."""
+    group = Config(Config(c.table("block_config"), {}).table("attention"), {}).size("n_heads_in_group")
+    c = c.replaced(n_heads_in_group=group)
+    return grouped(c.replaced(num_key_value_heads=c.ratio("num_attention_heads", "n_heads_in_group")), layer_type)
 
 
 def mimo(c: Config, layer_type: str) -> Heads:

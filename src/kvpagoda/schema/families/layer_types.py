@@ -122,8 +122,18 @@ def llama4(c: Config, i: int) -> str:
 
 
 def exaone(c: Config, i: int) -> str:
-    """Full on the last layer of each ``sliding_window_pattern``, or on all layers without a window, else sliding."""
-    return FULL if c.get("sliding_window") is None else every("sliding_window_pattern")(c, i)
+    """Full on the last layer of each ``sliding_window_pattern``, or on all layers without a window, else sliding.
+
+    A pattern of letters, "LLLG", repeats over the layers, L for sliding; the last layer is full whatever it says.
+    """
+    pattern = c.get("sliding_window_pattern")
+    if c.get("sliding_window") is None:
+        return FULL
+    if not isinstance(pattern, str):
+        return every("sliding_window_pattern")(c, i)
+    if not pattern or {*pattern} - {"L", "G"}:
+        raise SchemaError(f"sliding_window_pattern is {pattern!r}; expected a number, or letters L and G")
+    return SLIDING if pattern[i % len(pattern)] == "L" and i < c.size("num_hidden_layers") - 1 else FULL
 
 
 def cohere2_moe(c: Config, i: int) -> str:
@@ -153,10 +163,22 @@ def kimi_linear(c: Config, i: int) -> str:
 
 
 def minimax(c: Config, i: int) -> str:
-    """Every second layer is linear, or those that ``layer_types`` calls so. The others go by ``by_fields``."""
-    listed = c.get("layer_types")
-    is_linear = i % 2 if listed is None else c.item("layer_types", i) == LINEAR
+    """Linear are the layers that ``layer_types`` calls so, or has as 0 ``attn_type_list``, the list of checkpoints from
+    before it; without both every second layer. The others go by ``by_fields``."""
+    if c.get("layer_types") is not None:
+        is_linear = c.item("layer_types", i) == LINEAR
+    elif c.get("attn_type_list") is not None:
+        is_linear = c.item("attn_type_list", i) == 0
+    else:
+        is_linear = bool(i % 2)
     return LINEAR if is_linear else by_fields(c, i)
+
+
+def mimo(c: Config, i: int) -> str:
+    """Sliding where ``hybrid_layer_pattern`` has 1; without it all layers but the first and every sixth."""
+    if c.get("hybrid_layer_pattern") is not None:
+        return SLIDING if c.item("hybrid_layer_pattern", i) == 1 else FULL
+    return FULL if i == 0 or i % 6 == 5 else SLIDING
 
 
 def minimax_m3(c: Config, i: int) -> str:
@@ -173,6 +195,12 @@ def nemotron_h(c: Config, i: int) -> str:
     if letter not in letters:
         raise SchemaError(f"layer {i} of hybrid_override_pattern is {letter!r}; expected one of {', '.join(letters)}")
     return letters[letter]
+
+
+def nemotron_nas(c: Config, i: int) -> str:
+    """Full, or no attention where the layer's entry in ``block_configs`` has none (``no_op``) or a linear map instead."""
+    found = Config(Config({"layer": c.item("block_configs", i)}, {}).table("layer"), {}).table("attention")
+    return MLP if any(found.get(field) is True for field in ("no_op", "replace_with_linear")) else FULL
 
 
 def deepseek_v4(c: Config, i: int) -> str:
