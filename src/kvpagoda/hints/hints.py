@@ -350,10 +350,10 @@ class Hints:
         return self._core.prefix.tree.match(np.concatenate([keys, end]), namespace)
 
     def _tell(self, outcome: Outcome) -> None:
-        if len(self._news) >= self.limits.news:
+        self._news.append(outcome)
+        if len(self._news) > self.limits.news:
             self._news.popleft()
             self.num_dropped += 1
-        self._news.append(outcome)
 
 
 def _name(keys: Ids, namespace: bytes) -> bytes:
