@@ -18,6 +18,7 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message
 from kvpagoda.events.wire import END, SEQUENCE_NBYTES, Encoding, Name
+from kvpagoda.units import name_of
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import zmq
@@ -56,6 +57,8 @@ class Publisher:
         rank: int = 0,
         encoding: str | Encoding = "map",
     ) -> None:
+        for name in (endpoint, topic) if replay is None else (endpoint, topic, replay):
+            name_of(name, "an endpoint or a topic")
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._pub.set_hwm(MOST_UNREAD)
@@ -147,6 +150,8 @@ class Subscriber:
         secret: bytes = b"",
         context: Any = None,
     ) -> None:
+        for name in (endpoint, replay_endpoint, topic):
+            name_of(name, "an endpoint or a topic")
         self.follower = Follower(secret)
         self.heard_at: float | None = None  #: time of ``monotonic`` of the last message; None before the first
         self._context, self._is_shared = context or zmq.Context(), context is not None

@@ -15,7 +15,7 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.handover.transfer import numbers_in, text_in
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.tiers.mooncake import set_timeouts
-from kvpagoda.units import format_bytes, parse_bytes
+from kvpagoda.units import format_bytes, name_of, parse_bytes
 
 _KIND, _LEAST_LANDING = "mooncake", 16 << 20
 
@@ -33,6 +33,8 @@ class MooncakeEngine:
         metadata: str = "P2PHANDSHAKE",
     ) -> None:  # fmt: skip
         size = parse_bytes(nbytes) if nbytes else 0
+        for name in (host, protocol, devices, metadata):
+            name_of(name, "each of host, protocol, devices and metadata")
         set_timeouts()
         try:
             from mooncake.engine import TransferEngine

@@ -16,7 +16,7 @@ import numpy as np
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.handover.transfer import numbers_in, text_in
 from kvpagoda.memory.pages import Bytes, pages
-from kvpagoda.units import format_bytes, parse_bytes, real_number
+from kvpagoda.units import format_bytes, name_of, parse_bytes, real_number
 
 _KIND, _LEAST_LANDING = "nixl", 16 << 20
 _MOST_AGENTS = 64
@@ -33,6 +33,7 @@ class NixlAgent:
 
     def __init__(self, nbytes: int | str = 0, *, backend: str = "UCX", timeout: float = 30.0) -> None:
         size, self._timeout = parse_bytes(nbytes) if nbytes else 0, real_number(timeout, "the timeout, in seconds,")
+        name_of(backend, "the name of a backend")
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
