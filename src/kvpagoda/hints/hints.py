@@ -82,6 +82,7 @@ class Hints:
         if hasattr(self, "_core"):
             raise BadInput("these hints are those of another cache; make new ones")
         self._core, self._promises = core, Promises(core, reuse, self.limits, self.clock, self._tell)
+        core.texts_elsewhere.append(self._sessions.texts)
 
     # -- for users ---------------------------------------------------------------------------------------------------
 
