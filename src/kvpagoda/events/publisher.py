@@ -57,8 +57,6 @@ class Publisher:
         rank: int = 0,
         encoding: str | Encoding = "map",
     ) -> None:
-        for name in (endpoint, topic) if replay is None else (endpoint, topic, replay):
-            name_of(name, "an endpoint or a topic")
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._pub.set_hwm(MOST_UNREAD)
@@ -150,8 +148,6 @@ class Subscriber:
         secret: bytes = b"",
         context: Any = None,
     ) -> None:
-        for name in (endpoint, replay_endpoint, topic):
-            name_of(name, "an endpoint or a topic")
         self.follower = Follower(secret)
         self.heard_at: float | None = None  #: time of ``monotonic`` of the last message; None before the first
         self._context, self._is_shared = context or zmq.Context(), context is not None
@@ -159,11 +155,11 @@ class Subscriber:
         for socket in (self._sub, self._dealer):
             socket.set_hwm(MOST_UNREAD)
         try:
-            self._sub.connect(endpoint)
-            self._dealer.connect(replay_endpoint)
-        except zmq.ZMQError as error:
+            _open(self._sub, endpoint, is_bound=False)
+            _open(self._dealer, replay_endpoint, is_bound=False)
+        except BaseException:
             self.close()
-            raise BadInput(f"cannot connect to {endpoint!r} and {replay_endpoint!r}: {error}") from None
+            raise
         self._sub.subscribe(topic.encode())
         self._poller = zmq.Poller()
         for socket in (self._dealer, self._sub):
@@ -207,12 +203,14 @@ class Subscriber:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Return whether vLLM's publisher binds ``endpoint``."""
+    """Return whether vLLM's publisher binds ``endpoint``. Raises BadInput."""
+    name_of(endpoint, "an endpoint")
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
 
 
 def _open(socket: Any, endpoint: str, is_bound: bool) -> None:
     """Bind ``socket`` to ``endpoint``, or connect it. Raises BadInput."""
+    name_of(endpoint, "an endpoint")
     try:
         (socket.bind if is_bound else socket.connect)(endpoint)
     except zmq.ZMQError as error:
