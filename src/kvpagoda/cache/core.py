@@ -264,11 +264,11 @@ class Core:
     def _media_in_use(self) -> set[int]:
         """Return the media ids in everything that is cached, runs or is suspended, or that others remember. O(tokens)."""
         requests = *self.running.values(), *self.suspended
-        found = {media_id for request in requests for media_id in request.media_ids.values()}
+        ids = {media_id for request in requests for media_id in request.media_ids.values()}
         texts = (node.tokens for node in self.prefix.tree.nodes())
         for keys in chain(texts, *(elsewhere() for elsewhere in self.texts_elsewhere)):
-            found.update(keys[are_media(keys)].tolist())
-        return found
+            ids.update(keys[are_media(keys)].tolist())
+        return ids
 
     def num_blocks(self, group: BlockGroup) -> int:
         """Return the number of blocks that ``group`` has memory for now."""

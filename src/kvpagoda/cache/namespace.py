@@ -249,9 +249,9 @@ class Media:
         """Give numbers to those of ``digests`` that have none, after what nobody has any more is forgotten if that is
         due. An interrupt leaves at most a number without its digest's."""
         if len(self._digests) >= self._most:
-            live, asked = self._in_use(), {*digests}
+            live, new = self._in_use(), {*digests}
             numbers = self._numbers.items()
-            self._numbers = {one: number for one, number in numbers if one in asked or -1 - number in live}
+            self._numbers = {one: number for one, number in numbers if one in new or -1 - number in live}
             self._digests = {number: one for one, number in self._numbers.items()}
             self._most = 2 * len(self._digests) + max(LEAST_MEDIA, self._least())
         for digest in digests:

@@ -92,15 +92,15 @@ class Ticket:
         if not tickets or any(len(one.ranks) != 1 for one in tickets):
             raise TicketRefused(f"join the tickets of 1 to {MOST_RANKS} ranks, one each; got {len(tickets)}")
         first, *others = by_rank = sorted(tickets, key=lambda one: one.ranks[0].rank)
-        joined = replace(
+        ticket = replace(
             first, ranks=tuple(one.ranks[0] for one in by_rank), expires=min(one.expires for one in by_rank)
         )
-        joined.check_ranks()
+        ticket.check_ranks()
         for one in others:
             if one._shared() != first._shared():
                 text = f"rank {one.ranks[0].rank} handed over another request, or at another length, than rank 0"
                 raise TicketRefused(text)
-        return joined
+        return ticket
 
     def check_ranks(self) -> None:
         """Raise TicketRefused unless it has the leases of all source ranks, each once, in their order."""

@@ -135,7 +135,10 @@ def _slot_nbytes_of(file: int) -> int:
     """Return the bytes of a slot in the ``file`` of a disk tier; 0 if it is not one."""
     start = os.pread(file, _SUPERBLOCK.size + 16, 0)
     fields, digest = start[: _SUPERBLOCK.size], start[_SUPERBLOCK.size :]
-    return int(_SUPERBLOCK.unpack(fields)[3]) if len(digest) == 16 and xxh3_128(fields) == digest else 0
+    if len(digest) < 16 or xxh3_128(fields) != digest:
+        return 0
+    nbytes: int = _SUPERBLOCK.unpack(fields)[3]
+    return 0 if nbytes % PAGE else nbytes
 
 
 def _proven(file: int) -> os.stat_result:
