@@ -108,7 +108,7 @@ class Ticket:
         if counts != {len(ranks)} or ranks != [*range(len(ranks))]:
             raise TicketRefused.with_hint(
                 f"the ticket has leases of ranks {shown(ranks)}, of {shown(sorted(counts))} ranks",
-                "join one ticket of each rank of the sender with Ticket.joined",
+                "join one ticket of each rank of the sender with Ticket.joined; its cache has Identity(rank=.., num_ranks=..)",
                 needed=[*range(max(counts, default=1))], available=ranks,
             )  # fmt: skip
 
