@@ -246,6 +246,32 @@ def test_a_driver_that_fails_is_a_miss(kind: str, name: str, most: int | None) -
     sweep(kind, name, "driver", most)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("full", "open, a hit"), ("full", "fork"), ("gemma", "commit, a prompt"), ("qwen3_next", "commit, a prompt")],
+)
+def test_a_signal_while_a_request_is_only_asked_something_needs_no_reset(kind: str, name: str) -> None:
+    """What a request says of itself is asked before the first change."""
+    questions = {f"Request.{one}" for one in ("text", "lacking_from", "entry", "keys", "committed_keys", "last_keys")}
+
+    def is_asked(frame: FrameType, event: str, argument: Any) -> str:
+        called = any_call(frame, event, argument)
+        return called if called in questions else ""
+
+    outcomes, n = Counter[str](), 0
+    while "over" not in outcomes:
+        n += 1
+        with at_most(SECONDS):
+            scene = Scene(kind, name in WITH_TIER)
+            try:
+                found = _cut(scene, OPERATIONS[name](scene), Way(is_asked, KeyboardInterrupt), n)
+            finally:
+                scene.end()
+        assert found.outcome != "reset", found
+        outcomes[found.outcome] += 1
+    assert n > 2
+
+
 def test_the_list_of_calls_that_can_fail_names_functions() -> None:
     assert len(failing_functions()) >= 8
 

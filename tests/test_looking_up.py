@@ -13,6 +13,7 @@ from kvpagoda import KVCache, Limits, Namespace
 from kvpagoda.errors import BadInput
 from kvpagoda.scheduling import Job, RunQueue
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
+from kvpagoda.tiers import host_tier
 
 FULL = Attention(2, 4, 4, "float32")
 WINDOW = Attention(1, 4, 4, "float32", Growth(window=10))
@@ -62,6 +63,35 @@ def test_a_look_up_says_what_open_finds_and_changes_nothing(name: str) -> None:
             compute(cache, sequence)
         num_hits += found.resumable > 0
     assert num_hits > 5
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_hit_that_is_shorter_than_a_look_up_says_that_memory_limited_it(loads: bool) -> None:
+    """Where the copy of a part of a block has no room, and where room that was made for records of a tier took that part,
+    and then the tier failed."""
+    text, other = [1] * 9 + [3] * 11, [1] * 9 + [2] * 3
+    schema = Schema((Layer(0, "full", (FULL,)),), "test")
+    cache = KVCache(schema, num_blocks=6, block_size=4, max_requests=1, tiers=[host_tier("1MiB", write="commit")])
+    for one in (text, [7] * 24, other):  # the second evicts the first
+        with cache.open(one) as sequence:
+            sequence.commit(one[sequence.length :])
+    before = cache.lookup([*text, 4, 4, 4, 4])
+    assert (before.cached, before.resumable, before.limited_by) == (9, 9, "nothing")
+    if not loads:
+        cache.core.tiers.load = lambda hit, targets, whole: 0  # type: ignore[method-assign]
+    with cache.open([*text, 4, 4, 4, 4]) as sequence:
+        match = sequence.match
+    assert (match.num_tokens, match.resumable, match.limited_by) == ((20, 20, "nothing") if loads else (9, 8, "memory"))
+    assert sum(one.tokens for one in cache.stats().short_hits if one.reason == "memory") == (not loads)
+    cache.check()
+
+    cache = KVCache(schema, num_blocks=4, block_size=4, max_requests=1, device="none")
+    for one in ([*other[:9], 2], [5] * 4):
+        with cache.open(one) as sequence:
+            sequence.commit(one)
+    assert cache.lookup([*other[:9], *[3] * 6]).resumable == 9
+    with cache.open([*other[:9], *[3] * 6]) as sequence:
+        assert sequence.match[:3] == (9, 8, "memory")
 
 
 def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> None:

@@ -479,7 +479,8 @@ class KVCache:
 
         Records stored in tiers from now on are found by this process alone; with ``weights``, a digest of the new
         weights of all namespaces, by all processes with the same one. A namespace that outlives the process must not
-        mean two adapters."""
+        mean two adapters. A server may invalidate ever new namespaces: from 1,024 on of which nothing is left here, each
+        costs one in 4,096 of the others of which nothing is cached here what tiers have of them."""
         if self._hints is not None:
             self._hints.before_open()
         self._reuse.invalidate(namespaces, weights)

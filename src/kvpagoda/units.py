@@ -7,10 +7,12 @@ TypeError, ValueError and RuntimeError say that it is of the wrong kind, everyth
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kvpagoda.errors import BadInput, shown
@@ -131,6 +133,26 @@ def utf8(text: object, what: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise BadInput(f"{what} must be text that UTF-8 can hold, got {shown(text)}; give it as bytes") from None
+
+
+def name_of(text: object, what: str) -> str:
+    """Return ``text``, a name for the system or for another library: of a host, a socket, a folder. Raises BadInput, which
+    names ``what``, for what is no text, for text that UTF-8 cannot hold, and for a zero byte, at which C ends a name."""
+    if b"\0" in utf8(text, what):
+        raise BadInput(f"{what} must be text without a zero byte, got {shown(text)}", needed=text)
+    return str(text)
+
+
+def path_of(path: object, what: str) -> Path:
+    """Return ``path``, text or an ``os.PathLike``, as a ``Path``. Raises BadInput, which names ``what``, for what is none."""
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+        is_path = isinstance(text, str) and b"\0" not in os.fsencode(text)
+    except (TypeError, ValueError):
+        is_path = False
+    if not is_path:
+        raise BadInput(f"{what} must be a path, as text without a zero byte or an os.PathLike, got {shown(path)}")
+    return Path(text)
 
 
 def items_of(values: object) -> Iterator[Any]:

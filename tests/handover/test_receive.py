@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.handover.rows import Rows as Written
+from tests.handover.test_transfers import HOSTILE, NO_NUMBERS
 from tests.sweep.kinds import KINDS, schemas
 
 from kvpagoda import (
@@ -30,6 +31,8 @@ from kvpagoda import (
     TicketRefused,
 )  # fmt: skip
 from kvpagoda.handover import Sender, SharedMemory, Ticket
+from kvpagoda.handover.content import GroupPlace
+from kvpagoda.handover.lease import lease_layout
 from kvpagoda.schema import Attention, Layer, Recurrent, Rows
 
 KEY = b"shared"
@@ -320,6 +323,63 @@ def test_forged_replayed_and_foreign_tickets_are_refused() -> None:
         two.receive(one.hand_over(one.compute(TEXT[:50], 40)))
 
 
+@pytest.mark.parametrize("upto", [None, 40])
+def test_no_number_of_a_ticket_is_taken_that_cannot_be_one(upto: int | None) -> None:
+    """A ticket without a key is read as it is: numbers of any size, NaN, truth values and text for numbers are refused before
+    anything changes, and so are records that no memory holds."""
+    with sides(schemas("mixed")) as (one, two):
+        sequence = one.compute(TEXT[:50], 20 if upto else 40)[0]
+        ticket = sequence.hand_over(30.0, **({} if upto is None else {"upto": upto})).to_json()
+        data, before = json.loads(ticket), two.caches[0].stats()
+        for path in numbers(data):
+            is_truth, is_time = isinstance(value_at(data, path), bool), path == ("expires",)
+            for value in (0, 1, "true", None) if is_truth else NO_NUMBERS if is_time else HOSTILE:
+                with pytest.raises(TicketRefused):
+                    two.caches[0].receive(changed(data, path, value), two.transfers[0], clock=one.clock)
+        assert two.caches[0].stats() == before
+        huge = json.loads(ticket)
+        huge["groups"][0][3] += 2**44 * huge["groups"][0][4]
+        groups = [GroupPlace.from_json(group) for group in huge["groups"]]
+        huge["ranks"][0]["nbytes"] = lease_layout(groups, huge["counts"], by_layer=upto is not None)[1]
+        miss(two, Ticket.from_json(json.dumps(huge)), TicketRefused, "TiB in the ticket; requests here have up to")
+        two.caches[0].check()
+
+
+@pytest.mark.parametrize("upto", [None, 40])
+def test_tickets_of_ranks_are_joined_in_any_order_and_each_once(upto: int | None) -> None:
+    """Workers answer in any order. A ticket says whose heads its lease has, so none is taken for those of another rank."""
+    given = {} if upto is None else {"upto": upto}
+    whole = Schema.from_hf_config(LLAMA)
+    with sides(whole, ranks=(2, 1)) as (one, two):
+        tickets = [sequence.hand_over(30.0, **given) for sequence in one.compute(TEXT[:50], 40)]
+        for sender, ticket in zip(one.senders, tickets):
+            if upto:
+                sender.complete(ticket)
+        tickets = [Ticket.from_json(ticket.to_json(), KEY) for ticket in tickets]
+        for some, ranks in (
+            (tickets[:1], [0]), (tickets[1:], [1]), ([tickets[0]] * 2, [0, 0]), ([*tickets, tickets[1]], [0, 1, 1]),
+        ):  # fmt: skip
+            with pytest.raises(TicketRefused, match="join one ticket of each rank") as caught:
+                Ticket.joined(some)
+            assert (caught.value.needed, caught.value.available) == ([0, 1], ranks)
+        other = replace(tickets[1], ranks=(replace(tickets[1].ranks[0], num_ranks=3),))
+        with pytest.raises(TicketRefused, match=r"of \[2, 3\] ranks"):
+            Ticket.joined([tickets[0], other])
+        for ranks in (tickets[0].ranks, tickets[1].ranks, (*tickets[1].ranks, *tickets[0].ranks)):
+            miss(two, replace(tickets[0], ranks=ranks).to_json(), TicketRefused, "join one ticket of each rank")
+        relabelled = tuple(replace(ticket.ranks[0], rank=1 - ticket.ranks[0].rank) for ticket in reversed(tickets))
+        miss(two, replace(tickets[0], ranks=relabelled).to_json(), HandoverMiss, "has ended at the sender")
+        two.receive(Ticket.joined(tickets[::-1]).to_json())  # compares the rows of all heads
+
+
+def test_more_ranks_than_have_receipts_hand_nothing_over() -> None:
+    cache = cache_of(schemas("full"), 4, 64, 65)
+    with pytest.raises(BadInput, match="num_ranks of a hand-over"):
+        cache.sender(SharedMemory("1MiB"))
+    with pytest.raises(BadInput, match="num_ranks of a hand-over"):
+        cache.receive("{}", SharedMemory())
+
+
 def test_every_number_in_an_unsigned_ticket_may_be_wrong() -> None:
     """Nothing but typed errors, and nothing held: also if a trusted ticket is damaged."""
     rng = np.random.default_rng(0)
@@ -327,18 +387,26 @@ def test_every_number_in_an_unsigned_ticket_may_be_wrong() -> None:
         data = json.loads(one.hand_over(one.compute(TEXT[:50], 40)))
         paths = [*numbers(data)]
         for path in [paths[i] for i in rng.permutation(len(paths))[:250]]:
-            damaged = json.loads(json.dumps(data))
-            *way, last = path
-            inner = damaged
-            for step in way:
-                inner = inner[step]
-            inner[last] = int(rng.choice([-1, 0, 1, 2**40, 7]))
+            damaged = changed(data, path, int(rng.choice([-1, 0, 1, 2**40, 7])))
             before = two.caches[0].stats().running
             with suppress(BadInput, HandoverMiss, RetryLater):
-                two.caches[0].receive(json.dumps(damaged), two.transfers[0], clock=one.clock).close()
+                two.caches[0].receive(damaged, two.transfers[0], clock=one.clock).close()
             assert two.caches[0].stats().running == before
             two.caches[0]._receiver = None  # forgets what it took
         two.caches[0].check()
+
+
+def value_at(data: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
+        data = data[step]
+    return data
+
+
+def changed(data: Any, path: tuple[Any, ...], value: Any) -> str:
+    """Return ``data`` as JSON, with ``value`` at ``path``."""
+    copied = json.loads(json.dumps(data))
+    value_at(copied, path[:-1])[path[-1]] = value
+    return json.dumps(copied)
 
 
 def numbers(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

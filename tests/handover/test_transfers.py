@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda import MissingExtra
+from kvpagoda import MissingExtra, TicketRefused
 from kvpagoda.handover import MooncakeEngine, NixlAgent, SharedMemory
 
 MAKERS: dict[str, Callable[..., Any]] = {"mooncake": MooncakeEngine, "nixl": NixlAgent}
 SIZE = 1 << 20
+NO_NUMBERS = (2**64, 10**30, -1, float("nan"), float("inf"), True, "1", None, [])
+HOSTILE = (*NO_NUMBERS, 1.0)
+"""What no whole number of a ticket or an address may be."""
 
 
 @pytest.fixture(params=["shared", "mooncake", "nixl"])
@@ -51,17 +54,18 @@ def test_bytes_are_read_and_written(make: Callable[[int], Any]) -> None:
     assert np.array_equal(one.memory, before)
 
 
-def test_what_is_no_address_or_lies_outside_is_an_os_error(make: Callable[[int], Any]) -> None:
+def test_what_is_no_address_is_refused_and_what_lies_outside_is_an_os_error(make: Callable[[int], Any]) -> None:
     one, other = make(SIZE), make(0)
     right, data = one.address(), other.landing(100)
-    for address in (
-        {},
-        {"kind": right["kind"]},
-        {**right, **dict.fromkeys(right, None)},
-        {**right, **dict.fromkeys(right, "?")},
-    ):
-        with pytest.raises(OSError):
-            other.read(address, 0, data)
+    numbers = [name for name, value in right.items() if isinstance(value, int)]
+    texts = [name for name, value in right.items() if isinstance(value, str)]
+    wrong = [{}, {"kind": right["kind"]}, {**right, "kind": "another"}]
+    wrong += [{**right, name: value} for name in numbers for value in HOSTILE]
+    wrong += [{**right, name: value} for name in texts for value in (5, None, True, [])]
+    for address in wrong:
+        for call in (other.read, other.write):
+            with pytest.raises(TicketRefused):
+                call(address, 0, data)
     for first in (-1, SIZE - 99, 2 * SIZE):
         for call in (other.read, other.write):
             with pytest.raises(OSError, match="bytes"):

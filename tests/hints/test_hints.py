@@ -344,6 +344,31 @@ def test_what_is_wrong_is_answered(action: Any, status: str) -> None:
     cache.check()
 
 
+HOSTILE = (
+    2**63, 2**64, 10**400, -1, -(10**400), float("nan"), float("inf"), 0.5, True, "", "9", b"9", [], [None], {},
+    np.array([1, 2]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize(
+    "field", ["seconds", "priority", "begin", "end", "answer", "positions", "token_ids", "tier", "event"]
+)
+def test_no_number_of_a_hint_harms(schema: str, field: str) -> None:
+    """Whatever a number, a text or a list is in its place, the action is answered."""
+    cache = cache_of(schema, tiers=[host_tier("1MiB")])
+    serve(cache, text(1))
+    for kind in ("kv.retain", "kv.pin", "kv.release", "kv.demote", "kv.prefetch", "kv.checkpoint", "kv.session"):
+        for value in HOSTILE:
+            changed = {"begin": {"range": [value, None]}, "end": {"range": [0, value]}}.get(field, {field: value})
+            payload = {"token_ids": text(1), "session_id": "s", "event": "begin", "positions": [4], **changed}
+            assert only(cache.apply(envelope(act(kind, payload)))).status in ANSWERS
+            with cache.open(text(1), hints=envelope(act(kind, payload))) as sequence:
+                assert only(sequence.hints).status in ANSWERS
+    cache.check()
+    cache.reset()
+
+
 @pytest.mark.parametrize(
     "wrong", ["", "{", "[" * 100_000, b"\xff", 3, {"actions": {}}, envelope(*[act("kv.pin")] * 65), "x" * 2**21]
 )

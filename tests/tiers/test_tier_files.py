@@ -13,8 +13,8 @@ import pytest
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.pages import PAGE
 from kvpagoda.tiers import RecordBuffer, disk_driver
-from kvpagoda.tiers.disk import FILE_NAME, TierFile, delete_tier_files, tier_files
-from kvpagoda.tiers.records import pack_record
+from kvpagoda.tiers.disk import _SUPERBLOCK, FILE_NAME, TierFile, delete_tier_files, tier_files
+from kvpagoda.tiers.records import pack_record, xxh3_128
 
 SIZE = RecordBuffer.nbytes_for(1, 9000)
 
@@ -36,7 +36,12 @@ def test_files_of_all_engines_and_ranks_are_shown_and_deleted(tmp_path: Path) ->
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / FILE_NAME).write_bytes(b"something else")
     os.chmod(tmp_path / "other" / FILE_NAME, 0o600)
+    for nbytes in (1, PAGE + 1, 2**64 - 1):  # no slots of a tier
+        (tmp_path / str(nbytes)).mkdir()
+        start = _SUPERBLOCK.pack(b"KVPGSLAB", 1, PAGE, nbytes)
+        (tmp_path / str(nbytes) / FILE_NAME).write_bytes(start + xxh3_128(start) + bytes(2 * PAGE))
     files = {file.path: file for file in tier_files(tmp_path)}
+    assert {files[tmp_path / name / FILE_NAME].record_nbytes for name in ("1", str(PAGE + 1), str(2**64 - 1))} == {0}
     nbytes = PAGE + 8 * SIZE
     assert files[tmp_path / FILE_NAME] == TierFile(tmp_path / FILE_NAME, nbytes, 3, SIZE, True)
     assert files[tmp_path / "rank1" / FILE_NAME].num_records == 5

@@ -183,17 +183,17 @@ class Admission:
     def _cached(self, match: Match, found: PrefixMatch, hit: Hit | None) -> Iterator[Source | None]:
         """Yield what tiers have beyond what was ``found``, what was found, and what of it needs no copy, since the source
         of a copy may be what must be evicted. Then None, and the same again, as it is by then."""
-        prefix, size = self._core.prefix, self._core.block_size
+        prefix, size, first = self._core.prefix, self._core.block_size, found
         while True:
             if hit is not None and hit.begin <= match.num_blocks and hit.end * size > found.resumable:
                 yield Loaded(self._core, match, found, hit)
-                match, found = prefix.find_again(match)  # making room for it may have evicted blocks
+                match, found = prefix.left_of(first, match)  # making room for it may have evicted blocks
             yield Cached(self._core, match, found)
             if found.checkpoint is not None or found.resumable % size:
-                match, found = prefix.find_again(match)
+                match, found = prefix.left_of(first, match)
                 yield Cached(self._core, match, prefix.without_copies(match, found))
             yield None
-            match, found = prefix.find_again(match)
+            match, found = prefix.left_of(first, match)
 
     def _swapped(self, match: Match, suspended: Suspended, reserved: list[int]) -> Iterator[Source | None]:
         """Yield what a request had when it was ``suspended``, and then None, as long as all of it is there. Raises

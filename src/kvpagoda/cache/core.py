@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.below import NoHandOvers, NoTiers
@@ -28,6 +30,7 @@ from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.copies import agreement_of
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
+from kvpagoda.prefix.tokens import are_media
 from kvpagoda.schema import Plan
 from kvpagoda.units import ceil_div, format_bytes
 
@@ -107,7 +110,9 @@ class Core:
         swap_nbytes = plan.nbytes if swap is None else int(swap)
         self.swap = Swap(swap_nbytes, self.groups, memory)
         identity, fingerprint = settings.identity, settings.fingerprint
-        self.namespaces, self.media = Namespaces(fingerprint, identity.weights.encode()), Media()
+        self.namespaces = Namespaces(fingerprint, identity.weights.encode())
+        self.media = Media(self._media_in_use, lambda: self.prefix.tree.num_cached)
+        self.texts_elsewhere: list[Callable[[], Iterable[Ids]]] = []  #: texts with media ids that others remember
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
@@ -265,6 +270,15 @@ class Core:
             self.memory.freed(group.index, group.free.free_ids())
         self.events.restart()
         self.guard.is_torn = False
+
+    def _media_in_use(self) -> set[int]:
+        """Return the media ids in everything that is cached, runs or is suspended, or that others remember. O(tokens)."""
+        requests = *self.running.values(), *self.suspended
+        ids = {media_id for request in requests for media_id in request.media_ids.values()}
+        texts = (node.tokens for node in self.prefix.tree.nodes())
+        for keys in chain(texts, *(elsewhere() for elsewhere in self.texts_elsewhere)):
+            ids.update(keys[are_media(keys)].tolist())
+        return ids
 
     def num_blocks(self, group: BlockGroup) -> int:
         """Return the number of blocks that ``group`` has memory for now."""

@@ -27,7 +27,8 @@ class Lookup:
     cached: int
     """Leading tokens that are in the prefix tree."""
     resumable: int
-    """Of the ``cached`` tokens, those that a request with this text would not have to compute."""
+    """Of the ``cached`` tokens, those that a request with this text would not have to compute, where there is room for it
+    beside them: else ``open`` starts from fewer, and ``PrefixMatch.limited_by`` is ``memory``."""
     pending: int
     """Tokens after ``cached``, to a whole block, that a running request is about to publish: a request that waits for
     these can share them."""

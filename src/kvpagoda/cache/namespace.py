@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from os import urandom
 from typing import Any
 
@@ -12,6 +13,12 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.units import utf8, whole_number
+
+MOST_MEDIA = 2**31 - 1
+"""Numbers of media: a media id is int32, below 0, and not ``NO_TOKEN``."""
+LEAST_MEDIA, LEAST_RENEWED = 4096, 1024
+"""So many digests of media, and numbers of namespaces, are kept whether or not anything has them."""
+_NEVER = (-1, b"")
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,17 @@ class Namespaces:
 
     A key holds the ``fingerprint`` of the cache's schema and layout, the name of the epoch, a random number if the
     namespace was invalidated, and the ``namespace_key``. The random numbers keep other processes from finding records
-    stored after an invalidation. ``name``: of the first epoch; the names of all epochs are kept, 16 bytes each."""
+    stored after an invalidation. ``name``: of the first epoch; the names of all epochs are kept, 16 bytes each.
+
+    The numbers of namespaces in which nothing is cached and no request runs are forgotten in the end. For each, one of 4,096
+    shares of all namespaces gets a new number: what was invalidated is never found again, nor is what tiers have of the
+    others in that share in which nothing is cached and no request runs."""
 
     def __init__(self, fingerprint: str = "", name: bytes = b"") -> None:
         self._fingerprint, self._epochs = _field(fingerprint), [name]
         self._renewed: dict[bytes, tuple[int, bytes]] = {}  # namespace_key -> last epoch, number
+        self._shares: dict[bytes, tuple[int, bytes]] = {}  # the same, of all others in a share
+        self._most_renewed = LEAST_RENEWED
         self._known: dict[Namespace | str | bytes | None, bytes] = {}  # recent results of key()
 
     @property
@@ -123,17 +136,33 @@ class Namespaces:
         return all(key != self._key_of(own, one) for one in range(epoch, -1, -1))
 
     def _key_of(self, own: bytes, epoch: int) -> bytes:
-        last, number = self._renewed.get(own, (-1, b""))
+        last, number = self._number_of(own)
         return self._fingerprint + _field(self._epochs[epoch]) + _field(number if epoch <= last else None) + own
+
+    def _number_of(self, own: bytes) -> tuple[int, bytes]:
+        return self._renewed.get(own) or self._shares.get(_share_of(own), _NEVER)
 
     def renew(self, namespaces: Iterable[Namespace | str | bytes | None], keys: Iterable[bytes]) -> set[bytes]:
         """Give ``namespaces`` new keys in all epochs so far. Return those of ``keys``, the keys in use, that belonged
         to them. Raises BadInput."""
-        owners = {namespace_key(namespace) for namespace in namespaces}
+        owners, in_use = {namespace_key(namespace) for namespace in namespaces}, {*keys}
         self._known.clear()
         for own in owners:
             self._renewed[own] = self.epoch, urandom(16)
-        return {key for key in keys if owner_of(key) in owners}
+        if len(self._renewed) > self._most_renewed:
+            self._forget({*map(owner_of, in_use)})
+        return {key for key in in_use if owner_of(key) in owners}
+
+    def _forget(self, live: set[bytes]) -> None:
+        """Forget the numbers of all namespaces but those ``live``, whose keys stay as they are. O(namespaces)."""
+        renewed = {own: self._number_of(own) for own in live}
+        shares = dict(self._shares)
+        for own, (last, _) in self._renewed.items():
+            if own not in live:
+                share = _share_of(own)
+                shares[share] = max(last, shares.get(share, _NEVER)[0]), urandom(16)
+        self._renewed = {own: number for own, number in renewed.items() if number != shares.get(_share_of(own), _NEVER)}
+        self._shares, self._most_renewed = shares, 2 * len(self._renewed) + LEAST_RENEWED
 
     def renew_all(self, keys: Iterable[bytes], epoch: bytes | None = None) -> set[bytes]:
         """Give every namespace a new key, in a new epoch. Return ``keys``, the keys in use, as a set. ``epoch``: a name
@@ -172,24 +201,35 @@ def checked_media(media: Mapping[int, bytes] | None, num_tokens: int) -> dict[in
     return placed
 
 
+def _share_of(own: bytes) -> bytes:
+    """Return which of 4,096 shares of all namespaces the one with this ``namespace_key`` is in."""
+    first, second = blake2b(own, digest_size=2).digest()
+    return bytes((first, second & 15))
+
+
 class Media:
     """Ids for images and sounds in a text: each digest gets a number below 0, which no token has.
 
     To compare texts, the media id replaces the token at which the image (or sound) begins: two texts share the blocks
-    before it, and those from it on only if both have the same digest there. Digests are kept whole until ``clear``."""
+    before it, and those from it on only if both have the same digest there. Digests are kept whole, as long as anything
+    has their ids: ``in_use()`` returns these, and is called once there are twice as many digests as the last time, and
+    ``least()`` more: as many as blocks are cached, so that a new digest costs O(1). No id that is in use is another's."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_use: Callable[[], set[int]] = set, least: Callable[[], int] = int) -> None:
+        self._in_use, self._least, self._most = in_use, least, LEAST_MEDIA
         self._numbers: dict[bytes, int] = {}
-        self._digests: list[bytes] = []
+        self._digests: dict[int, bytes] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._digests)
 
     def ids(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
         """Return offset -> media id for ``media``: offset -> digest of at least 16 bytes, in a prompt of
         ``num_tokens``. Raises BadInput."""
         placed = checked_media(media, num_tokens)
-        for digest in placed.values():
-            if digest not in self._numbers:
-                self._digests.append(digest)
-                self._numbers[digest] = len(self._digests) - 1
+        if not self._numbers.keys() >= {*placed.values()}:
+            self._add(placed.values())
         return {at: -1 - self._numbers[digest] for at, digest in placed.items()}
 
     def digests(self, media_ids: Mapping[int, int], block_size: int) -> dict[int, bytes]:
@@ -198,7 +238,7 @@ class Media:
         found: dict[int, bytes] = {}
         for at in sorted(media_ids):
             block, offset = divmod(at, block_size)
-            place = offset.to_bytes(8, "little") + _field(self._digests[-1 - media_ids[at]])
+            place = offset.to_bytes(8, "little") + _field(self.digest(media_ids[at]))
             found[block] = found.get(block, b"") + place
         return found
 
@@ -210,3 +250,22 @@ class Media:
         """Forget all digests. Only when nothing is cached."""
         self._numbers.clear()
         self._digests.clear()
+        self._most = LEAST_MEDIA
+
+    def _add(self, digests: Collection[bytes]) -> None:
+        """Give numbers to those of ``digests`` that have none, after what nobody has any more is forgotten if that is
+        due. An interrupt leaves at most a number without its digest's."""
+        if len(self._digests) >= self._most:
+            live, new = self._in_use(), {*digests}
+            numbers = self._numbers.items()
+            self._numbers = {one: number for one, number in numbers if one in new or -1 - number in live}
+            self._digests = {number: one for one, number in self._numbers.items()}
+            self._most = 2 * len(self._digests) + max(LEAST_MEDIA, self._least())
+        for digest in digests:
+            if digest in self._numbers:
+                continue
+            while self._next in self._digests:
+                self._next = (self._next + 1) % MOST_MEDIA
+            self._digests[self._next] = digest
+            self._numbers[digest] = self._next
+            self._next = (self._next + 1) % MOST_MEDIA

@@ -63,14 +63,14 @@ class PrefixMatch(NamedTuple):
     """How much of its prompt a request need not compute, and what limited that: ``seq.match``."""
 
     num_tokens: int
-    """Leading tokens of the prompt that are in the tree, at most all but one."""
+    """Leading tokens of the prompt that were in the tree, at most all but one."""
     resumable: int
     """Tokens that need not be computed: every group has what it needs to go on from there. A block boundary, unless the
     model has only a full group: then a multiple of ``hit_grid``."""
     limited_by: str
     """What limited the hit: ``nothing``, ``alignment`` (the rest of a block), ``window`` (further on, blocks of the
     last window were evicted), ``checkpoint`` (further on there is no copy of the states) or ``memory`` (no room for a
-    copy)."""
+    copy, or for what is beyond: some of it was evicted to make room)."""
     groups: Mapping[str, int] = MappingProxyType({})
     """Group -> the most tokens after which the group alone has what it needs to resume."""
     checkpoint: int | None = None
@@ -188,6 +188,14 @@ class PrefixCache:
     def find_again(self, match: Match) -> tuple[Match, PrefixMatch]:
         """Return what ``find``, which returned ``match``, returns now: blocks may have been evicted or moved since."""
         return self.found(self.tree.match(match.tokens, match.namespace))
+
+    def left_of(self, first: PrefixMatch, match: Match) -> tuple[Match, PrefixMatch]:
+        """Return what ``find``, which returned ``first`` and ``match``, returns now. If room that was made since took of it,
+        memory is what limits it."""
+        match, found = self.find_again(match)
+        if found.resumable < first.resumable:
+            found = found._replace(num_tokens=first.num_tokens, limited_by="memory", groups=first.groups)
+        return match, found
 
     def found(self, match: Match) -> tuple[Match, PrefixMatch]:
         """Return ``match`` and how much of it can be reused."""

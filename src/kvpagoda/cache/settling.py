@@ -296,17 +296,13 @@ class Settler:
         end = length // size
         if begin == end:
             return
-        keys, guard = request.keys(begin * size, end * size), core.guard
+        keys, text, guard = request.keys(begin * size, end * size), request.text, core.guard
+        entry = request.entry(begin, size) if core.bounded and source is None else None
+        has_optional = request.lacking_from is None
         guard.is_torn = True
         try:
             duplicates = core.prefix.publish(
-                request.slot,
-                request.lease,
-                keys,
-                request.text,
-                request.priority,
-                entry=request.entry(begin, size) if core.bounded and source is None else None,
-                has_optional=request.lacking_from is None,
+                request.slot, request.lease, keys, text, request.priority, entry=entry, has_optional=has_optional
             )
         except Exception:
             guard.is_torn = False

@@ -18,6 +18,7 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message
 from kvpagoda.events.wire import END, SEQUENCE_NBYTES, Encoding, Name
+from kvpagoda.units import name_of
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import zmq
@@ -236,12 +237,14 @@ class Subscriber:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Return whether vLLM's publisher binds ``endpoint``, or SGLang's, for which 0.0.0.0 is another ``*``."""
+    """Return whether vLLM's publisher binds ``endpoint``, or SGLang's, for which 0.0.0.0 is another ``*``. Raises BadInput."""
+    name_of(endpoint, "an endpoint")
     return any(address in endpoint for address in ("*", "::", "0.0.0.0")) or endpoint.startswith(("ipc:", "inproc:"))
 
 
 def _open(socket: Any, endpoint: str, is_bound: bool) -> None:
     """Bind ``socket`` to ``endpoint``, or connect it. Raises BadInput."""
+    name_of(endpoint, "an endpoint")
     try:
         socket.ipv6 = "::" in endpoint  # only then, for ``*`` would become ``[::]`` otherwise
         (socket.bind if is_bound else socket.connect)(endpoint)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Kept, Record, Renewed, Restart, Shared
-from kvpagoda.cache.namespace import fields_of, owner_of
+from kvpagoda.cache.namespace import LEAST_MEDIA, fields_of, owner_of
 from kvpagoda.events import wire
 from kvpagoda.events.index import Block, PrefixIndex
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event, Name, replace
@@ -56,6 +56,7 @@ class EventStream:
         self._text_group = log.followed.full
         self._by_id: dict[int, dict[int, Block]] = {number: {} for number in range(TEXT, len(log.followed.groups))}
         self._media: dict[int, bytes] = {}  # media id of the cache -> digest
+        self._most_media = LEAST_MEDIA
         self._gone: OrderedDict[bytes, _InTier] = OrderedDict()  # by digest: blocks that a tier may be storing
         self._kept: dict[str, dict[bytes, _InTier]] = {}  # medium -> digest -> a block that the tier keeps
         self._sent: deque[Message] = deque(maxlen=whole_number(keep, "keep, a number of batches,", at_least=1))
@@ -136,7 +137,10 @@ class EventStream:
     def _share(self, shared: Shared, events: list[Event]) -> None:
         """Add events for the cached blocks of ``shared`` that the index does not have yet."""
         known, numbers = self._by_id[self._text_group], shared.texts.tolist()
-        self._media.update(shared.media)
+        if shared.media:
+            if len(self._media) >= self._most_media:
+                self._forget_media()
+            self._media.update(shared.media)
         above = numbers.pop(0) if shared.first else 0
         parent = known.get(above)
         path = [known.get(number) for number in numbers]
@@ -161,6 +165,13 @@ class EventStream:
             if stored:
                 self.index.set_flag(group, stored, is_there=True)
                 self._store(group, stored, events)
+
+    def _forget_media(self) -> None:
+        """Forget the media of blocks that are not cached any more. O(tokens cached)."""
+        keys = np.frombuffer(b"".join(block.key for block in self.index.blocks.values()), np.int32)
+        live = {*keys[are_media(keys)].tolist()}
+        self._media = {media_id: digest for media_id, digest in self._media.items() if media_id in live}
+        self._most_media = 2 * len(self._media) + max(LEAST_MEDIA, len(self.index.blocks))
 
     def _add(self, parent: Block, shared: Shared, first: int, end: int) -> list[Block]:
         """Add blocks ``first .. end - 1`` of ``shared`` to the index after ``parent``, and return them."""

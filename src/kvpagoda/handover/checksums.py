@@ -15,7 +15,7 @@ try:
 except ImportError:
     xxhash = None  # type: ignore[assignment]
 
-XXH3, BLAKE2B = "xxh3-128", "blake2b-128"
+KNOWN = XXH3, BLAKE2B = "xxh3-128", "blake2b-128"
 
 
 def algorithm() -> str:

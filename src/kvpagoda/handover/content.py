@@ -16,6 +16,7 @@ from typing import Any
 from kvpagoda.errors import TicketRefused
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.fields import Rows
+from kvpagoda.units import whole_number
 
 Runs = tuple[int, tuple[tuple[int, int], ...]]
 
@@ -79,28 +80,33 @@ class GroupPlace:
 
     @classmethod
     def from_json(cls, data: Any) -> GroupPlace:
-        """Return what ``to_json`` wrote. Raises ValueError, TypeError or IndexError for anything else."""
+        """Return what ``to_json`` wrote. Raises ValueError, TypeError or IndexError for anything else, and for fields that
+        lie outside of their pages."""
         name, content, tokens, nbytes, pages, rows, fields = data
-        found = tuple(
+        fields = tuple(
             FieldPlace(
-                int(layer), str(field), int(offset), _ints(strides), _ints(shape), int(itemsize),
-                None if runs is None else (int(runs[0]), tuple((int(n), int(width)) for n, width in runs[1])),
+                _int(layer), str(field), _int(offset), _ints(strides), _ints(shape), _int(itemsize),
+                None if runs is None else (_int(runs[0]), tuple((_int(n), _int(width)) for n, width in runs[1])),
             )
             for layer, field, offset, strides, shape, itemsize, runs in fields
         )  # fmt: skip
-        return cls(str(name), str(content), int(tokens), int(nbytes), int(pages), _ints(rows), found)
+        group = cls(str(name), str(content), _int(tokens), _int(nbytes), _int(pages), _ints(rows), fields)
+        if group.pages < 1 or len(group.rows) != len(fields) or group.nbytes % group.pages:
+            raise ValueError(f"{group.nbytes} bytes are not {group.pages} pages of {len(fields)} fields")
+        for count, one in zip(group.rows, fields):
+            if not one.is_inside(count, group.nbytes // group.pages):
+                raise ValueError(f"layer {one.layer} {one.name!r} lies outside of a page of group {group.name!r}")
+        return group
 
     def differs_from(self, other: GroupPlace) -> str:
         """Return why records of ``other`` cannot be recut into these, in words; "" if they can. Names the first field."""
         if (self.name, self.content, bool(self.tokens)) != (other.name, other.content, bool(other.tokens)):
             return f"it has other rows, of {other.name!r}"
-        if other.pages < 1 or len(other.rows) != len(other.fields) or other.nbytes % other.pages:
-            return f"{other.nbytes} bytes are not {other.pages} pages of {len(other.fields)} fields"
         theirs = {(field.layer, field.name): (rows, field) for rows, field in zip(other.rows, other.fields)}
         for rows, field in zip(self.rows, self.fields):
             known, found = theirs.get((field.layer, field.name), (0, None))
-            if found is None or not found.is_like(field) or not found.is_inside(known, other.nbytes // other.pages):
-                return f"layer {field.layer} {field.name!r} is missing, has another shape, or lies outside of its page"
+            if found is None or not found.is_like(field):
+                return f"layer {field.layer} {field.name!r} is missing, or has another shape"
             if (
                 known != rows
                 if not self.tokens
@@ -110,8 +116,12 @@ class GroupPlace:
         return ""
 
 
+def _int(value: Any) -> int:
+    return whole_number(value, "a number of a ticket")
+
+
 def _ints(values: Any) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+    return tuple(map(_int, values))
 
 
 def content_of(schema: Schema) -> str:

@@ -11,7 +11,7 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request
 from kvpagoda.handover.checksums import algorithm, checksums_of
 from kvpagoda.handover.content import GroupPlace
-from kvpagoda.handover.lease import Section, checksums_in, header_of, lease_layout, seal_in, seal_of
+from kvpagoda.handover.lease import Section, checksums_in, lease_layout, seal_in, seal_of
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.units import ceil_div
 
@@ -70,13 +70,13 @@ class Export:
     ``header``: with which the lease begins from now on. ``key``: what its seal is signed with."""
 
     def __init__(
-        self, core: Core, extent: Extent, layout: Many[Section], memory: Bytes, name: bytes, generation: int, key: bytes
+        self, core: Core, extent: Extent, layout: Many[Section], memory: Bytes, header: bytes, key: bytes
     ) -> None:
         self._core, self._extent, self._layout, self._memory, self._key = core, extent, layout, memory, key
         self._checksums = checksums_in(memory, sum(one.num_records for one in layout))
         self._copied = dict.fromkeys(range(len(layout)), 0)  # section -> tokens
         self._done: dict[int, int] = {}  # layer -> tokens
-        self._header = header_of(name, generation)
+        self._header = header
         seal_in(memory)[:] = 0
         self._checksums[:] = 0
         memory[: len(self._header)] = np.frombuffer(self._header, np.uint8)
@@ -135,9 +135,9 @@ class Export:
 
 
 def export_of(
-    core: Core, extent: Extent, groups: Many[GroupPlace], memory: Bytes, offset: int, name: bytes, generation: int,
-    key: bytes, *, by_layer: bool,
+    core: Core, extent: Extent, groups: Many[GroupPlace], memory: Bytes, offset: int, header: bytes, key: bytes, *,
+    by_layer: bool,
 ) -> Export:  # fmt: skip
-    """Begin the lease ``name`` at byte ``offset`` of ``memory``, with the records of ``extent``."""
+    """Begin the lease with ``header`` at byte ``offset`` of ``memory``, with the records of ``extent``."""
     layout, nbytes = lease_layout(groups, extent.counts, by_layer=by_layer)
-    return Export(core, extent, layout, memory[offset : offset + nbytes], name, generation, key)
+    return Export(core, extent, layout, memory[offset : offset + nbytes], header, key)

@@ -181,7 +181,7 @@ def _read(lease: RankLease, giver: int, first: int, into: Bytes, transfer: Trans
 
 
 def _header(lease: RankLease) -> bytes:
-    return header_of(bytes.fromhex(lease.lease), lease.generation)
+    return header_of(bytes.fromhex(lease.lease), lease.generation, (lease.rank, lease.num_ranks))
 
 
 def _check_header(lease: RankLease, giver: int, memory: Bytes) -> None:

@@ -19,16 +19,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpagoda.cache.options import Identity
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.handover.content import FieldPlace, GroupPlace
 from kvpagoda.memory.pages import Bytes
-from kvpagoda.units import align_up, format_bytes
+from kvpagoda.units import align_up, format_bytes, whole_number
 
 MOST_LEASES, MOST_RANKS = 256, 64
 LEASE_NBYTES = 16
 RECEIPTS_NBYTES = MOST_LEASES * MOST_RANKS * LEASE_NBYTES
 HEADER_NBYTES, SEAL_NBYTES, CHECKSUM_NBYTES, ALIGN = 64, 64, 16, 64
 _FRONT = HEADER_NBYTES + SEAL_NBYTES
+
+
+def rank_of(identity: Identity) -> tuple[int, int]:
+    """Return the rank, and the number of ranks. Raises BadInput for more ranks than have receipts."""
+    whole_number(identity.num_ranks, "num_ranks of a hand-over", 1, below=MOST_RANKS + 1)
+    return identity.rank, identity.num_ranks
 
 
 class Section(NamedTuple):
@@ -130,9 +137,10 @@ def is_sealed(seal: bytes, header: bytes, checksums: Bytes, key: bytes) -> bool:
     return hmac.compare_digest(ours, seal) if key else ours[:32] == seal[:32]
 
 
-def header_of(lease: bytes, generation: int) -> bytes:
-    """Return the header of a lease, ``HEADER_NBYTES`` bytes."""
-    return (b"KVPAGODA" + lease + generation.to_bytes(8, "little")).ljust(HEADER_NBYTES, b"\0")
+def header_of(lease: bytes, generation: int, rank: tuple[int, int]) -> bytes:
+    """Return the header of a lease of source rank ``rank[0]`` of ``rank[1]``, ``HEADER_NBYTES`` bytes."""
+    numbers = generation.to_bytes(8, "little"), *(number.to_bytes(2, "little") for number in rank)
+    return b"".join((b"KVPAGODA", lease, *numbers)).ljust(HEADER_NBYTES, b"\0")
 
 
 # -- exported memory -----------------------------------------------------------------------------------------------------
@@ -186,7 +194,7 @@ class Exported:
         found = self._receipts(slot)
         ours = (found[:, :-1] == np.frombuffer(lease[: LEASE_NBYTES - 1], np.uint8)).all(axis=1)
         widths = found[ours, -1]
-        return bool(len(widths)) and int(ours[: int(widths[0])].sum()) == int(widths[0])
+        return bool(len(widths)) and 0 < int(widths[0]) == int(ours[: int(widths[0])].sum())
 
     def _receipts(self, slot: int) -> Bytes:
         rows: Bytes = self._memory[:RECEIPTS_NBYTES].reshape(MOST_LEASES, MOST_RANKS, LEASE_NBYTES)[slot]

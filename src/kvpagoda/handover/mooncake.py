@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.handover.transfer import numbers_in, text_in
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.tiers.mooncake import set_timeouts
-from kvpagoda.units import format_bytes, parse_bytes
+from kvpagoda.units import format_bytes, name_of, parse_bytes
 
-_LEAST_LANDING = 16 << 20
+_KIND, _LEAST_LANDING = "mooncake", 16 << 20
 
 
 class MooncakeEngine:
@@ -32,6 +33,8 @@ class MooncakeEngine:
         metadata: str = "P2PHANDSHAKE",
     ) -> None:  # fmt: skip
         size = parse_bytes(nbytes) if nbytes else 0
+        for name in (host, protocol, devices, metadata):
+            name_of(name, "each of host, protocol, devices and metadata")
         set_timeouts()
         try:
             from mooncake.engine import TransferEngine
@@ -52,7 +55,7 @@ class MooncakeEngine:
     def address(self) -> dict[str, Any]:
         """See ``Transfer``. The session of the engine, and where the memory begins in its process."""
         start = self.memory.ctypes.data if len(self.memory) else 0
-        return {"kind": "mooncake", "session": self._session, "start": start, "nbytes": len(self.memory)}
+        return {"kind": _KIND, "session": self._session, "start": start, "nbytes": len(self.memory)}
 
     def landing(self, nbytes: int) -> Bytes:
         """See ``Transfer``. Registered memory, kept for the next call."""
@@ -78,11 +81,9 @@ class MooncakeEngine:
         self.memory = self._landing = np.empty(0, np.uint8)
 
     def _moved(self, call: Any, address: dict[str, Any], offset: int, memory: Bytes) -> None:
-        """Read or write ``memory``, by ``call``. Raises OSError."""
-        try:
-            session, start, size = str(address["session"]), int(address["start"]), int(address["nbytes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise OSError(f"no address of Mooncake's engine: {error}") from None
+        """Read or write ``memory``, by ``call``. Raises OSError, TicketRefused."""
+        start, size = numbers_in(address, _KIND, "start", "nbytes")
+        session = text_in(address, "session")
         if not 0 <= offset <= size - len(memory):
             raise OSError(f"bytes {offset}..{offset + len(memory)} of {format_bytes(size)} at {session}")
         if (code := call(session, memory.ctypes.data, start + offset, len(memory))) != 0:

@@ -14,10 +14,11 @@ from uuid import uuid4
 import numpy as np
 
 from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.handover.transfer import numbers_in, text_in
 from kvpagoda.memory.pages import Bytes, pages
-from kvpagoda.units import format_bytes, parse_bytes, real_number
+from kvpagoda.units import format_bytes, name_of, parse_bytes, real_number
 
-_LEAST_LANDING = 16 << 20
+_KIND, _LEAST_LANDING = "nixl", 16 << 20
 _MOST_AGENTS = 64
 _AT_ONCE = 200e-6
 """Seconds that a transfer is waited for without sleeping."""
@@ -32,6 +33,7 @@ class NixlAgent:
 
     def __init__(self, nbytes: int | str = 0, *, backend: str = "UCX", timeout: float = 30.0) -> None:
         size, self._timeout = parse_bytes(nbytes) if nbytes else 0, real_number(timeout, "the timeout, in seconds,")
+        name_of(backend, "the name of a backend")
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
@@ -52,7 +54,7 @@ class NixlAgent:
     def address(self) -> dict[str, Any]:
         """See ``Transfer``. The metadata of the agent, and where the memory begins in its process."""
         start = self.memory.ctypes.data if len(self.memory) else 0
-        return {"kind": "nixl", "agent": self._metadata, "start": start, "nbytes": len(self.memory)}
+        return {"kind": _KIND, "agent": self._metadata, "start": start, "nbytes": len(self.memory)}
 
     def landing(self, nbytes: int) -> Bytes:
         """See ``Transfer``. Registered memory, kept for the next call."""
@@ -76,11 +78,10 @@ class NixlAgent:
         self.memory = self._landing = np.empty(0, np.uint8)
 
     def _move(self, operation: str, address: dict[str, Any], offset: int, memory: Bytes) -> None:
-        """Read or write ``memory``. Raises OSError; the landing memory is given up if the transfer may still use it."""
-        try:
-            metadata, start, size = str(address["agent"]), int(address["start"]), int(address["nbytes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise OSError(f"no address of a NIXL agent: {error}") from None
+        """Read or write ``memory``. Raises OSError; the landing memory is given up if the transfer may still use it. Raises
+        TicketRefused for what is no address."""
+        start, size = numbers_in(address, _KIND, "start", "nbytes")
+        metadata = text_in(address, "agent")
         if not 0 <= offset <= size - len(memory):
             raise OSError(f"bytes {offset}..{offset + len(memory)} of {format_bytes(size)} of a NIXL agent")
         if not len(memory):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from typing import SupportsIndex
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, HandoverMiss, RetryLater, TicketRefused
 from kvpagoda.handover.content import GroupPlace, content_of, places_of
 from kvpagoda.handover.fetched import Fetched, Given, WholeLeases
-from kvpagoda.handover.lease import LEASE_NBYTES, lease_layout, receipt_of, receipt_offset
+from kvpagoda.handover.lease import LEASE_NBYTES, lease_layout, rank_of, receipt_of, receipt_offset
 from kvpagoda.handover.received import Received, Taken
 from kvpagoda.handover.recut import givers_of
 from kvpagoda.handover.ticket import Ticket
@@ -32,6 +33,10 @@ from kvpagoda.prefix import Match
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import ceil_div, format_bytes, whole_number
+
+_PADDING, _LEAST_MOST = 4, 64 << 20
+"""What fits in the memory of all ranks here takes at most so many times as many bytes in a lease, and these: of padding, of
+blocks that are larger at the sender, and of checksums."""
 
 
 class Receiver:
@@ -46,8 +51,8 @@ class Receiver:
             raise BadInput("this cache has no memory to receive bytes into; let each of its ranks receive the ticket")
         self._lifecycle, self._core, self._content = lifecycle, core, content_of(schema)
         self._groups = places_of(schema, core.plan)
-        identity = core.settings.identity
-        self._rank = (identity.rank, identity.num_ranks)
+        self._rank = rank_of(core.settings.identity)
+        self._most_nbytes = _PADDING * core.plan.nbytes * self._rank[1] + _LEAST_MOST
         self._taken, self._fetched = dict[str, float](), dict[str, Fetched]()
 
     def receive(
@@ -64,11 +69,15 @@ class Receiver:
         core = self._core
         checked(transfer, key, clock)
         ticket = given if isinstance(given, Ticket) else Ticket.from_json(given, key)
-        length, tokens = ticket.length, as_tokens(ticket.tokens, core.vocab_size)
-        prompt = max(length, ticket.prompt_length)
+        length, prompt = ticket.length, max(ticket.length, ticket.prompt_length)
         most = max(prompt, 0 if reserve is None else whole_number(reserve, "reserve"))
-        media = {at: bytes.fromhex(digest) for at, digest in ticket.media.items()}
-        namespace_key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
+        namespace_key = core.namespaces.key(namespace)
+        try:
+            tokens = as_tokens(ticket.tokens, core.vocab_size)
+            media = {at: bytes.fromhex(digest) for at, digest in ticket.media.items()}
+            media_ids = core.media.ids(media, len(tokens))
+        except BadInput as error:
+            raise TicketRefused(f"the text of the ticket is none of this model: {error}") from None
         request = Request(
             buffer_of(tokens, most, core.block_size), prompt, namespace_key,
             whole_number(priority, "priority", -(2**63), below=2**63), media_ids, publishes=ticket.publishes,
@@ -103,6 +112,7 @@ class Receiver:
                 "the ticket is for other weights than the newest here; give both sides the same Identity.weights",
                 needed=ticket.weights, available=weights.hex(),
             )  # fmt: skip
+        ticket.check_ranks()
         groups = self._groups_of(ticket)
         if used := [one.lease for one in ticket.ranks if one.lease in self._taken]:
             raise TicketRefused(f"the ticket was taken here before (lease {used[0]})", available=used)
@@ -132,6 +142,10 @@ class Receiver:
         if wrong := [lease.nbytes for lease in ticket.ranks if lease.nbytes != nbytes]:
             text = f"the ticket has a lease of {format_bytes(wrong[0])}, but its blocks take {format_bytes(nbytes)}"
             raise TicketRefused(text, needed=nbytes, available=wrong[0])
+        whole = sum(group.nbytes * count for group, count in zip(ticket.groups, ticket.counts))
+        if (most := max(nbytes, whole)) > self._most_nbytes:
+            text = f"records of {format_bytes(most)} in the ticket; requests here have up to {format_bytes(self._most_nbytes)}"
+            raise TicketRefused(text, needed=most, available=self._most_nbytes)
         return found
 
     def _reading(self, ticket: Ticket, groups: Many[Taken], transfer: Transfer) -> Callable[[], Given]:
@@ -179,10 +193,8 @@ class Receiver:
         data = transfer.landing(LEASE_NBYTES)
         for one in ticket.ranks:
             data[:] = np.frombuffer(receipt_of(bytes.fromhex(one.lease), many), np.uint8)
-            try:
+            with suppress(OSError, TicketRefused):
                 transfer.write(dict(one.address), receipt_offset(one.slot, rank), data)
-            except OSError:
-                continue
         self._taken.update((one.lease, ticket.expires) for one in ticket.ranks)
         self._fetched.pop(ticket.ranks[0].lease, None)
 

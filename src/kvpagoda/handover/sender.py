@@ -30,7 +30,7 @@ from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm
 from kvpagoda.handover.content import content_of, places_of
 from kvpagoda.handover.export import Export, Extent, export_of
-from kvpagoda.handover.lease import HEADER_NBYTES, LEASE_NBYTES, Exported, lease_layout
+from kvpagoda.handover.lease import HEADER_NBYTES, LEASE_NBYTES, Exported, header_of, lease_layout, rank_of
 from kvpagoda.handover.ticket import RankLease, Ticket
 from kvpagoda.handover.transfer import Transfer, checked
 from kvpagoda.schema import Schema
@@ -87,6 +87,7 @@ class Sender(NoHandOvers):
         self._lifecycle, self._core, self._guard, self._transfer = lifecycle, core, core.guard, transfer
         self._key, self._clock, self._skew = key, clock, real_number(skew, "skew, in seconds,")
         self._content, self._groups = content_of(schema), places_of(schema, core.plan)
+        self._rank = rank_of(core.settings.identity)
         self._num_layers = len(schema.layers)
         self._exported, self._leases = Exported(transfer.memory), dict[str, _Lease]()
         self._generation = 0
@@ -119,8 +120,8 @@ class Sender(NoHandOvers):
             lease.slot, lease.offset = self._exported.take(nbytes)
             self._generation += 1
             lease.export = export_of(
-                core, extent, self._groups, self._transfer.memory, lease.offset, name, self._generation, self._key,
-                by_layer=upto is not None,
+                core, extent, self._groups, self._transfer.memory, lease.offset,
+                header_of(name, self._generation, self._rank), self._key, by_layer=upto is not None,
             )  # fmt: skip
             ticket = self._ticket(lease, name, extent, now + seconds, by_layer=upto is not None)
             self._leases[name.hex()] = lease  # before the fence: an interrupt then leaves a lease that expires
@@ -162,7 +163,7 @@ class Sender(NoHandOvers):
     def _ticket(self, lease: _Lease, name: bytes, extent: Extent, expires: float, *, by_layer: bool) -> Ticket:
         request, known = lease.request, len(lease.tokens)
         place = RankLease(
-            name.hex(), self._generation, lease.slot, lease.offset, lease.nbytes, self._transfer.address()
+            *self._rank, name.hex(), self._generation, lease.slot, lease.offset, lease.nbytes, self._transfer.address()
         )
         media = {at: self._core.media.digest(number).hex() for at, number in request.media_ids.items() if at < known}
         return Ticket(

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.errors import BadInput
+from kvpagoda.handover.transfer import numbers_in
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.units import format_bytes, parse_bytes
 
-_NAME = "kvpagoda-handover"
+_KIND, _NAME = "shared memory", "kvpagoda-handover"
 _MOST_OPEN = 16
 
 
@@ -35,12 +36,12 @@ class SharedMemory:
             os.ftruncate(self._file, size)
             self.memory = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
         self._landing: Bytes = np.empty(0, np.uint8)
-        self._others: dict[tuple[int, int, int], Bytes] = {}
+        self._others: dict[tuple[int, ...], Bytes] = {}
 
     def address(self) -> dict[str, Any]:
         """See ``Transfer``. The number of the process, and that of its open file."""
         inode = os.fstat(self._file).st_ino if self._file >= 0 else 0
-        return {"kind": "shared memory", "process": os.getpid(), "file": self._file, "inode": inode}
+        return {"kind": _KIND, "process": os.getpid(), "file": self._file, "inode": inode}
 
     def landing(self, nbytes: int) -> Bytes:
         """See ``Transfer``. Ordinary memory, kept for the next call."""
@@ -71,12 +72,9 @@ class SharedMemory:
         return memory[offset : offset + nbytes]
 
     def _open(self, address: dict[str, Any]) -> Bytes:
-        try:
-            key = int(address["process"]), int(address["file"]), int(address["inode"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise OSError(f"no address of shared memory: {error}") from None
-        path = f"/proc/{key[0]}/fd/{key[1]}"
-        if key in self._others and not _is_open(path, key[2]):  # its bytes are mapped here, but nobody answers for them
+        process, number, inode = key = tuple(numbers_in(address, _KIND, "process", "file", "inode"))
+        path = f"/proc/{process}/fd/{number}"
+        if key in self._others and not _is_open(path, inode):  # its bytes are mapped here, but nobody answers for them
             del self._others[key]
         if key not in self._others:
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
@@ -84,7 +82,7 @@ class SharedMemory:
             file = os.open(path, os.O_RDWR)
             try:
                 found = os.fstat(file)
-                if found.st_ino != key[2]:
+                if found.st_ino != inode:
                     raise OSError(f"{path} is the memory of another sender")
                 memory = np.frombuffer(mmap.mmap(file, found.st_size), np.uint8)
             finally:

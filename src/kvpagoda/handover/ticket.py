@@ -18,23 +18,42 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import TicketRefused, shown
+from kvpagoda.handover.checksums import KNOWN
 from kvpagoda.handover.content import GroupPlace
-from kvpagoda.handover.lease import MOST_RANKS
+from kvpagoda.handover.lease import LEASE_NBYTES, MOST_LEASES, MOST_RANKS
+from kvpagoda.units import items_of, real_number, truth, whole_number
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
 class RankLease:
-    """Where the records of one source rank are: lease ``lease`` (hex), in ``slot`` and at ``offset`` of the memory at
-    ``address``, the ``generation``-th of its sender."""
+    """Where the records of source rank ``rank`` of ``num_ranks`` are: lease ``lease`` (hex), in ``slot`` and at ``offset`` of
+    the memory at ``address``, the ``generation``-th of its sender."""
 
+    rank: int
+    num_ranks: int
     lease: str
     generation: int
     slot: int
     offset: int
     nbytes: int
     address: Mapping[str, Any]
+
+    @classmethod
+    def from_json(cls, data: Any) -> RankLease:
+        """Return what ``asdict`` made. Raises ValueError, TypeError or KeyError for anything else."""
+        name, ranks = (
+            bytes.fromhex(data["lease"]),
+            whole_number(data["num_ranks"], "num_ranks", 1, below=MOST_RANKS + 1),
+        )
+        if len(name) != LEASE_NBYTES or not isinstance(data["address"], dict):
+            raise ValueError(f"a lease has a name of {LEASE_NBYTES} bytes and an address, got {shown(data)}")
+        return cls(
+            whole_number(data["rank"], "a rank", below=ranks), ranks, name.hex(),
+            whole_number(data["generation"], "a generation"), whole_number(data["slot"], "a slot", below=MOST_LEASES),
+            whole_number(data["offset"], "an offset"), whole_number(data["nbytes"], "the bytes of a lease"), data["address"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class Ticket:
     group the first column (block of the text) in the leases, and the number of columns. ``publishes``: whether others may
     find the text at the receiver. ``expires``: seconds since 1970.
     ``checksum``: the algorithm. ``by_layer``: whether the leases are written layer by layer, after the ticket was made.
-    ``ranks``: the leases, by source rank. ``key``: what ``to_json`` signs with; it is not part of the text.
+    ``ranks``: the lease of one source rank, or of all, by rank. ``key``: what ``to_json`` signs with; no part of the text.
     """
 
     content: str
@@ -68,16 +87,30 @@ class Ticket:
 
     @classmethod
     def joined(cls, tickets: Many[Ticket]) -> Ticket:
-        """Return one ticket for all source ranks from theirs, in the order of the ranks. It expires with the first of them.
-        Raises TicketRefused unless all are of one request, and no more than ``MOST_RANKS``."""
-        first = tickets[0] if tickets else None
-        if first is None or len(tickets) > MOST_RANKS or any(len(one.ranks) != 1 for one in tickets):
+        """Return one ticket for all source ranks from theirs, in any order. It expires with the first of them. Raises
+        TicketRefused unless all are of one request, and there is one of each rank."""
+        if not tickets or any(len(one.ranks) != 1 for one in tickets):
             raise TicketRefused(f"join the tickets of 1 to {MOST_RANKS} ranks, one each; got {len(tickets)}")
-        for rank, one in enumerate(tickets):
+        first, *others = by_rank = sorted(tickets, key=lambda one: one.ranks[0].rank)
+        ticket = replace(
+            first, ranks=tuple(one.ranks[0] for one in by_rank), expires=min(one.expires for one in by_rank)
+        )
+        ticket.check_ranks()
+        for one in others:
             if one._shared() != first._shared():
-                raise TicketRefused(f"rank {rank} handed over another request, or at another length, than rank 0")
-        leases = tuple(one.ranks[0] for one in tickets)
-        return replace(first, ranks=leases, expires=min(one.expires for one in tickets))
+                text = f"rank {one.ranks[0].rank} handed over another request, or at another length, than rank 0"
+                raise TicketRefused(text)
+        return ticket
+
+    def check_ranks(self) -> None:
+        """Raise TicketRefused unless it has the leases of all source ranks, each once, in their order."""
+        ranks, counts = [one.rank for one in self.ranks], {one.num_ranks for one in self.ranks}
+        if counts != {len(ranks)} or ranks != [*range(len(ranks))]:
+            raise TicketRefused.with_hint(
+                f"the ticket has leases of ranks {shown(ranks)}, of {shown(sorted(counts))} ranks",
+                "join one ticket of each rank of the sender with Ticket.joined; its cache has Identity(rank=.., num_ranks=..)",
+                needed=[*range(max(counts, default=1))], available=ranks,
+            )  # fmt: skip
 
     def _shared(self) -> list[Any]:
         """Return what the tickets of all ranks of a request have in common."""
@@ -116,7 +149,7 @@ class Ticket:
         try:
             data = json.loads(text)
             signature = data.pop("signature")
-            if data["kvpagoda_ticket"] != VERSION:
+            if whole_number(data["kvpagoda_ticket"], "the version of a ticket") != VERSION:
                 raise TicketRefused(
                     f"a ticket of version {shown(data['kvpagoda_ticket'])}; this is version {VERSION}",
                     needed=data["kvpagoda_ticket"], available=VERSION,
@@ -131,28 +164,25 @@ class Ticket:
 
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> Ticket:
-        leases = tuple(
-            RankLease(
-                bytes.fromhex(one["lease"]).hex(), int(one["generation"]), int(one["slot"]), int(one["offset"]),
-                int(one["nbytes"]), dict(one["address"]),
-            )
-            for one in data["ranks"]
-        )  # fmt: skip
         tokens = np.frombuffer(b64decode(data["tokens"], validate=True), "<i4").astype(np.int32)
+        length = whole_number(data["length"], "the length of a ticket", 1, below=len(tokens) + 1)
+        prompt = whole_number(data["prompt_length"], "the prompt of a ticket", below=len(tokens) + 1)
         media = {int(offset): bytes.fromhex(digest).hex() for offset, digest in data["media"].items()}
+        groups = tuple(map(GroupPlace.from_json, items_of(data["groups"])))
+        firsts, counts = (
+            tuple(whole_number(one, f"one of the {name} of a ticket") for one in items_of(data[name]))
+            for name in ("firsts", "counts")
+        )
+        leases = tuple(map(RankLease.from_json, items_of(data["ranks"])))
         ticket = cls(
-            str(data["content"]), str(data["weights"]), tokens, int(data["length"]), int(data["prompt_length"]), media,
-            tuple(map(GroupPlace.from_json, data["groups"])), tuple(map(int, data["firsts"])),
-            tuple(map(int, data["counts"])), bool(data["publishes"]), float(data["expires"]), str(data["checksum"]),
-            bool(data["by_layer"]), leases,
+            str(data["content"]), str(data["weights"]), tokens, length, prompt, media, groups, firsts, counts,
+            truth(data["publishes"], "publishes"), real_number(data["expires"], "expires, in seconds since 1970,"),
+            data["checksum"], truth(data["by_layer"], "by_layer"), leases,
         )  # fmt: skip
-        sizes = {len(ticket.groups), len(ticket.firsts), len(ticket.counts)}
-        if not 1 <= len(leases) <= MOST_RANKS or len(sizes) > 1 or ticket.length < 1:
-            raise ValueError(f"{len(leases)} ranks, {ticket.length} of {len(tokens)} tokens, groups {sizes}")
-        if min((*ticket.firsts, *ticket.counts), default=0) < 0 or max(ticket.length, ticket.prompt_length) != len(
-            tokens
-        ):
-            raise ValueError(f"{len(tokens)} tokens of a prompt of {ticket.prompt_length}, or columns below 0")
+        if not 1 <= len(leases) <= MOST_RANKS or {len(firsts), len(counts)} != {len(groups)}:
+            raise ValueError(f"{len(leases)} ranks, {len(firsts)} and {len(counts)} numbers for {len(groups)} groups")
+        if max(length, prompt) != len(tokens) or ticket.checksum not in KNOWN:
+            raise ValueError(f"{len(tokens)} tokens of a prompt of {prompt}, and a checksum {shown(ticket.checksum)}")
         return ticket
 
 

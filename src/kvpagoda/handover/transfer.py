@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvpagoda.errors import BadInput, shown
+from kvpagoda.errors import BadInput, TicketRefused, shown
 from kvpagoda.memory.pages import Bytes
-from kvpagoda.units import instance_of, real_number
+from kvpagoda.units import instance_of, real_number, whole_number
 
 
 class Transfer(Protocol):
     """Moves bytes between the memories of processes; one object in each process, on either side.
 
     Five methods. ``address`` returns plain data, which a ticket carries to the other side and its ``read`` takes. A fault
-    of the other side or of the link is an OSError. Calls may block, but not for ever.
+    of the other side or of the link is an OSError; what is no address of this kind is TicketRefused. Calls may block, but not
+    for ever.
     """
 
     memory: Bytes
@@ -36,6 +37,20 @@ class Transfer(Protocol):
 
     def close(self) -> None:
         """End it: others cannot read ``memory`` any more. Idempotent."""
+
+
+def numbers_in(address: Mapping[str, Any], kind: str, *names: str) -> list[int]:
+    """Return the numbers ``names`` of an ``address`` of a transfer of this ``kind``. Raises TicketRefused."""
+    if address.get("kind") != kind:
+        raise TicketRefused(f"the ticket names memory of {shown(address.get('kind'))}; this transfer is {kind!r}")
+    return [whole_number(address.get(one), f"{one!r} of an address", error=TicketRefused) for one in names]
+
+
+def text_in(address: Mapping[str, Any], name: str) -> str:
+    """Return the text ``name`` of an ``address`` of a transfer. Raises TicketRefused."""
+    if not isinstance(text := address.get(name), str):
+        raise TicketRefused(f"{name!r} of an address is text, got {shown(text)}")
+    return text
 
 
 def checked(transfer: Transfer, key: bytes, clock: Callable[[], float]) -> None:

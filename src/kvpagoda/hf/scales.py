@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvpagoda.hf.model_cache import check_model, runner_of, schema_of
 from kvpagoda.prefix.tokens import TokenIds
 from kvpagoda.schema import Schema
 from kvpagoda.schema.kv_format import KVFormatNames
+from kvpagoda.units import path_of
 
 Scales = dict[int, tuple[float, float]]
 """Layer index -> (scale of K, scale of V): the argument ``kv_scales``."""
@@ -41,7 +41,7 @@ def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
     are no such files, and SchemaError, with the layers and numbers, for missing scales, and for those that are not one
     number, not finite or not above 0, or that two names give differently.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = sorted(path_of(folder, "the folder of a checkpoint").glob("*.safetensors"))
     if not files:
         raise BadInput(f"{str(folder)!r} holds no *.safetensors file; give the folder of a checkpoint")
     found: dict[int, dict[str, tuple[str, float]]] = {}

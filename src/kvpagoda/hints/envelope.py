@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import Any
 
 from kvpagoda.errors import BadInput, shown
+from kvpagoda.units import MOST
 
 VERSION = "1.0"
 """Of all actions here. Any 1.x is read: later ones only add fields that may be left out."""
@@ -115,7 +116,7 @@ class Payload:
     def one_of(self, name: str, known: tuple[str, ...]) -> str:
         """Return one of the texts ``known``."""
         value = self._fields.get(name)
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise BadInput(f"{name} is one of {', '.join(known)}, got {shown(value)}")
         return str(value)
 
@@ -124,9 +125,9 @@ class Payload:
         value = self._fields.get("seconds")
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             raise BadInput(f"seconds is a finite number above 0, got {shown(value)}")
-        return float(value)
+        return float(min(value, MOST))
 
     def priority(self, default: int) -> int:
         """Return the field ``priority``, 0 to 100."""
@@ -144,7 +145,8 @@ class Payload:
             return 0, None
         if isinstance(value, list | tuple) and len(value) == 2:
             begin, end = value
-            is_whole = all(not isinstance(n, bool) and isinstance(n, int) and n >= 0 for n in (begin, end or 0))
+            numbers = (begin,) if end is None else (begin, end)
+            is_whole = all(not isinstance(n, bool) and isinstance(n, int) and n >= 0 for n in numbers)
             if is_whole and (end is None or begin < end):
                 return begin, end
         raise BadInput(f"range is [first token, end or null], the end above the first, got {shown(value)}")

@@ -82,6 +82,7 @@ class Hints:
         if hasattr(self, "_core"):
             raise BadInput("these hints are those of another cache; make new ones")
         self._core, self._promises = core, Promises(core, reuse, self.limits, self.clock, self._tell)
+        core.texts_elsewhere.append(self._sessions.texts)
 
     # -- for users ---------------------------------------------------------------------------------------------------
 
@@ -350,10 +351,10 @@ class Hints:
         return self._core.prefix.tree.match(np.concatenate([keys, end]), namespace)
 
     def _tell(self, outcome: Outcome) -> None:
-        if len(self._news) >= self.limits.news:
+        self._news.append(outcome)
+        if len(self._news) > self.limits.news:
             self._news.popleft()
             self.num_dropped += 1
-        self._news.append(outcome)
 
 
 def _name(keys: Ids, namespace: bytes) -> bytes:

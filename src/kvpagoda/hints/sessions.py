@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvpagoda.blocks.ids import Ids
@@ -33,6 +34,10 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def texts(self) -> Iterator[Ids]:
+        """Yield the text of every session that has one."""
+        return (session.keys for session in self._known.values() if session.keys is not None)
 
     def find(self, namespace: bytes, name: str) -> Session | None:
         """Return the session, used now; None if it is not known."""

@@ -23,7 +23,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.memory.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, read_header, xxh3_128
 from kvpagoda.tiers.slots import SlotDriver
-from kvpagoda.units import format_bytes, parse_bytes
+from kvpagoda.units import format_bytes, parse_bytes, path_of
 
 FILE_NAME = "records.slab"
 _SUPERBLOCK = struct.Struct("<8sIIQ")
@@ -135,7 +135,10 @@ def _slot_nbytes_of(file: int) -> int:
     """Return the bytes of a slot in the ``file`` of a disk tier; 0 if it is not one."""
     start = os.pread(file, _SUPERBLOCK.size + 16, 0)
     fields, digest = start[: _SUPERBLOCK.size], start[_SUPERBLOCK.size :]
-    return int(_SUPERBLOCK.unpack(fields)[3]) if len(digest) == 16 and xxh3_128(fields) == digest else 0
+    if len(digest) < 16 or xxh3_128(fields) != digest:
+        return 0
+    nbytes: int = _SUPERBLOCK.unpack(fields)[3]
+    return 0 if nbytes % PAGE else nbytes
 
 
 def _proven(file: int) -> os.stat_result:
@@ -174,7 +177,7 @@ def disk_driver(
     Raises BadInput if another user owns the file or can open it, if it has a second name, if another process uses it,
     or if there is no room, no write access or no O_DIRECT.
     """
-    slab = SlabFile(Path(folder), buffer, parse_bytes(nbytes), direct=direct)
+    slab = SlabFile(path_of(folder, "the folder of a disk tier"), buffer, parse_bytes(nbytes), direct=direct)
     return SlotDriver(slab, remember=0 if admit_all else slab.num_slots)
 
 
@@ -223,7 +226,7 @@ def delete_tier_files(folder: str | os.PathLike[str]) -> int:
 
 
 def _paths(folder: str | os.PathLike[str]) -> list[Path]:
-    root = Path(folder)
+    root = path_of(folder, "the folder of disk tiers")
     if not root.is_dir():
         raise BadInput(f"no folder {root}; give the FOLDER of disk:FOLDER:SIZE")
     return [path for path in sorted(root.rglob(FILE_NAME)) if path.is_file() and not path.is_symlink()]

@@ -25,7 +25,7 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.loading import read_json
 from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
-from kvpagoda.units import format_bytes, parse_bytes
+from kvpagoda.units import format_bytes, name_of, parse_bytes
 
 _TABLE = read_json("kvpagoda.tiers", "mooncake.json")
 TIMEOUTS: dict[str, str] = _TABLE["timeouts"]
@@ -175,6 +175,8 @@ def mooncake_driver(
     """
     try:
         segment_nbytes = parse_bytes(segment) if segment else 0
+        for name in (master, host, protocol, devices, metadata):
+            name_of(name, "each of master, host, protocol, devices and metadata")
         if ("://" not in master and not 0 < int(master.rpartition(":")[2]) < 65536) or not host:
             raise ValueError(master)
     except ValueError as error:

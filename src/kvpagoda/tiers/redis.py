@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.tiers.driver import DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
-from kvpagoda.units import format_bytes
+from kvpagoda.units import format_bytes, name_of
 
 try:
     from redis import Redis, RedisCluster
@@ -277,6 +277,7 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
         raise BadInput(
             f"a value is at most {format_bytes(_MOST_NBYTES)}, a record is {format_bytes(buffer.record_nbytes)}"
         )
+    name_of(url, "the url of a tier")
     if _ABSENT:
         raise MissingExtra(f"Redis needs the package redis ({_ABSENT}); pip install 'kvpagoda[redis]'", name="redis")
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 from kvpagoda.errors import BadInput, did_you_mean, shown
 from kvpagoda.tiers.driver import Driver
 from kvpagoda.tiers.records import RecordBuffer
-from kvpagoda.units import parse_bytes, real_number, truth, whole_number
+from kvpagoda.units import name_of, parse_bytes, path_of, real_number, truth, whole_number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -96,7 +96,8 @@ def disk_tier(
     """
     from kvpagoda.tiers.disk import disk_driver
 
-    make = partial(disk_driver, folder, nbytes=parse_bytes(nbytes), direct=direct, admit_all=admit_all)
+    path, size = path_of(folder, "the folder of a disk tier"), parse_bytes(nbytes)
+    make = partial(disk_driver, path, nbytes=size, direct=direct, admit_all=admit_all)
     return TierSpec("disk", make, **settings)
 
 
@@ -107,7 +108,7 @@ def redis_tier(url: str, **settings: Unpack[TierSettings]) -> TierSpec:
     """
     from kvpagoda.tiers.redis import redis_driver
 
-    make = partial(redis_driver, url=url)
+    make = partial(redis_driver, url=name_of(url, "the url of a tier"))
     merged: TierSettings = {"record_nbytes": "1MiB", "timeout": 2.0, **settings}
     return TierSpec("redis", make, **merged)
 
@@ -121,7 +122,7 @@ def mooncake_tier(master: str, **settings: Any) -> TierSpec:
     from kvpagoda.tiers.mooncake import mooncake_driver
 
     of_driver = {name: settings.pop(name) for name in signature(mooncake_driver).parameters if name in settings}
-    make = partial(mooncake_driver, master=master, **of_driver)
+    make = partial(mooncake_driver, master=name_of(master, "the master of a tier"), **of_driver)
     return TierSpec("mooncake", make, **{"record_nbytes": "1MiB", "timeout": 3.0, **settings})
 
 
@@ -131,7 +132,7 @@ def tier_from_text(text: str, **settings: Any) -> TierSpec:
     ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``redis+sentinel://..``,
     ``mooncake://HOST:PORT``.
     """
-    kind, _, rest = text.partition(":")
+    kind, _, rest = name_of(text, "a tier, as on a command line,").partition(":")
     if kind == "host":
         return host_tier(rest, **settings)
     if kind == "disk" and ":" in rest:
