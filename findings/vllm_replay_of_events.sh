@@ -34,7 +34,7 @@ def stand_in(name, **names):
 
 for name in ("vllm", "vllm.config", "vllm.utils", "vllm.v1", "vllm.v1.core"):
     stand_in(name)
-stand_in("vllm.config.kv_events", KVEventsConfig=object)
+stand_in("vllm.config.kv_events", KVEventsConfig=types.SimpleNamespace)
 stand_in("vllm.logger", init_logger=logging.getLogger)
 stand_in("vllm.v1.core.kv_cache_utils", ExternalBlockHash=bytes | int)
 stand_in("vllm.utils.network_utils", **{

@@ -49,9 +49,10 @@ def test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart(monk
     pytest.importorskip("msgspec")
     pytest.importorskip("zmq")
     from kvpagoda.events import EventLog, EventStream, Follower
+    from kvpagoda.events import index
     from kvpagoda.events import stream as streams
 
-    for module in (namespace, streams):
+    for module in (namespace, streams, index):
         monkeypatch.setattr(module, "LEAST_MEDIA", 128)
 
     log, rng, most, num_hits = EventLog(), np.random.default_rng(0), 0, 0
@@ -67,7 +68,7 @@ def test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart(monk
         cached = serve(cache, media=media)
         assert cached >= found.resumable and cached in (0, 4, 5, 8, 12, 16)
         num_hits += found.cached == 16
-        most = max(most, len(cache.core.media), len(stream._media))
+        most = max(most, len(cache.core.media), len(stream._media), len(follower._index._media))
     assert most <= 128 + 2 * 64 + 4 and num_hits > 30
     cache.check()
 

@@ -130,6 +130,7 @@ class Follower:
             index = PrefixIndex(first.cache.followed())
         if index is None:
             raise BadInput("it does not describe the cache, and no batch did yet")
+        index.forget_media()
         trial = Trial(index)
         changes = [event for event in events if not isinstance(event, AllBlocksCleared) and event.medium == MEDIUM]
         keys = [trial.keys(event) for event in changes]

@@ -16,10 +16,10 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.event_log import Followed
-from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.namespace import LEAST_MEDIA, MOST_MEDIA, with_media
 from kvpagoda.events.wire import Name
 from kvpagoda.prefix.children import Children
-from kvpagoda.prefix.tokens import NO_TOKEN
+from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.schema.fields import Growth
 
 _UNKNOWN = NO_TOKEN + 1
@@ -66,7 +66,9 @@ class PrefixIndex:
 
     def __init__(self, followed: Followed) -> None:
         self.followed = followed
-        self._media: dict[bytes, int] = {}
+        self._media: dict[bytes, int] = {}  # digest -> the number that stands for it in keys
+        self._taken: set[int] = set()  # these numbers
+        self._last_media, self._most_media = 0, LEAST_MEDIA
         self._windows: list[tuple[int, Growth]] = []  # group, growth
         self._state = -1
         for number, (_, growth) in enumerate(followed.groups):
@@ -84,6 +86,8 @@ class PrefixIndex:
         self.blocks.clear()
         self.roots.clear()
         self._media.clear()
+        self._taken.clear()
+        self._most_media = LEAST_MEDIA
 
     # -- blocks and flags --------------------------------------------------------------------------------------------
 
@@ -166,8 +170,24 @@ class PrefixIndex:
     # -- look-up -----------------------------------------------------------------------------------------------------
 
     def media_id(self, digest: bytes) -> int:
-        """Return the negative number that stands for a medium in keys."""
-        return self._media.setdefault(digest, -1 - len(self._media))
+        """Return the negative number that stands for a medium in keys, until ``forget_media``."""
+        if (number := self._media.get(digest)) is not None:
+            return number
+        while not self._last_media or self._last_media in self._taken:
+            self._last_media = -1 - -self._last_media % (MOST_MEDIA - 1)  # never _UNKNOWN
+        self._media[digest] = self._last_media
+        self._taken.add(self._last_media)
+        return self._last_media
+
+    def forget_media(self) -> None:
+        """Forget the media that no block has, once there are twice as many as the last time: O(tokens cached) then. Not
+        while a block that is not in the index yet has the number of one."""
+        if len(self._media) < self._most_media:
+            return
+        keys = np.frombuffer(b"".join(block.key for block in self.blocks.values()), np.int32)
+        self._taken = {*keys[are_media(keys)].tolist()}
+        self._media = {digest: number for digest, number in self._media.items() if number in self._taken}
+        self._most_media = 2 * len(self._media) + max(LEAST_MEDIA, len(self.blocks))
 
     def look_up(self, tokens: Ids, namespace: bytes, media: Mapping[int, bytes]) -> Resumable:
         """Return how much of a text, int32 ``[n]``, is cached; ``media``: offset -> digest of a medium. O(n)."""
