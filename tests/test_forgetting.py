@@ -48,8 +48,7 @@ def test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart(monk
     """Images come back after they were forgotten: the cache, a follower of its events and a tier tell them apart."""
     pytest.importorskip("msgspec")
     pytest.importorskip("zmq")
-    from kvpagoda.events import EventLog, EventStream, Follower
-    from kvpagoda.events import index
+    from kvpagoda.events import EventLog, EventStream, Follower, index
     from kvpagoda.events import stream as streams
 
     for module in (namespace, streams, index):
