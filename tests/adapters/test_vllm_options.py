@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
@@ -107,8 +108,8 @@ def test_a_key_that_is_nearly_ours_is_an_error(key: str) -> None:
 
 
 def test_scheduler_and_connector_send_each_others_options_to_the_other() -> None:
-    assert OF_THE_CONNECTOR == tuple(field.name for field in fields(connector.Options))
-    assert connector.OF_THE_SCHEDULER == tuple(field.name for field in fields(Options))
+    assert tuple(field.name for field in fields(connector.Options)) == OF_THE_CONNECTOR
+    assert tuple(field.name for field in fields(Options)) == connector.OF_THE_SCHEDULER
     for name in connector.OF_THE_SCHEDULER:
         with pytest.raises(BadInput, match=f"'{name}'.*--additional-config"):
             connector.options_of({"tiers": ["host:1MiB"], name: 1})
@@ -133,38 +134,40 @@ def test_the_options_on_the_page_are_accepted() -> None:
 # -- vLLM's log --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
-    """What vLLM's own logger is told, in a process that configured no other one."""
-    written = StringIO()
-    ours, theirs, handler = logging.getLogger("kvpagoda"), logging.getLogger("vllm"), logging.StreamHandler(written)
-    for logger in (ours, theirs):
-        monkeypatch.setattr(logger, "handlers", [logging.NullHandler()] if logger is ours else [handler])
-        monkeypatch.setattr(logger, "level", logging.NOTSET if logger is ours else logging.INFO)
-    monkeypatch.setattr(logging.root, "handlers", [])
-    announce.cache_clear()
-    yield written
-    ours.setLevel(logging.NOTSET)  # forgets what it would log
-    announce.cache_clear()
+@contextmanager
+def listening(monkeypatch: pytest.MonkeyPatch, root: logging.Handler | None = None) -> Iterator[StringIO]:
+    """What vLLM's own logger is told, in a process that configured no other one but ``root``. (pytest listens to all
+    loggers, from when a test begins.)"""
+    written, announced = StringIO(), logging.getLogger("kvpagoda")
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.root, "handlers", [root] if root else [])
+        patch.setattr(announced, "handlers", [logging.NullHandler()])
+        patch.setattr(logging.getLogger("vllm"), "handlers", [logging.StreamHandler(written)])
+        patch.setattr(logging.getLogger("vllm"), "level", logging.INFO)
+        announce.cache_clear()
+        yield written
+        announce.cache_clear()
+        announced.setLevel(logging.NOTSET)
 
 
-def test_vllms_log_says_once_that_kvpagoda_is_in_charge(log: StringIO) -> None:
+def test_vllms_log_says_once_that_kvpagoda_is_in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(block_size=16)
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])] * 2)
-    for _ in range(2):
-        announce(f"does it; {groups_text(config)}")
-    group = "2 of SimpleNamespace in blocks of 16"
-    assert log.getvalue() == f"kvpagoda {kvpagoda.__version__} does it; 2 groups of layers: {group}, {group} tokens\n"
-    logging.getLogger("kvpagoda.tiers.health").warning("tier redis: no reads for a while")
-    assert log.getvalue().endswith("tier redis: no reads for a while\n")
+    group = "2 of SimpleNamespace in blocks of 16 tokens"
+    with listening(monkeypatch) as log:
+        for _ in range(2):
+            announce(f"does it; {groups_text(config)}")
+        assert log.getvalue() == f"kvpagoda {kvpagoda.__version__} does it; groups of layers: {group}, {group}\n"
+        logging.getLogger("kvpagoda.tiers.health").warning("tier redis: no reads for a while")
+        assert log.getvalue().endswith("tier redis: no reads for a while\n")
 
 
-def test_a_program_that_hears_kvpagoda_already_hears_it_once(log: StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hears_kvpagoda_already_hears_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = StringIO()
-    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(heard)])
-    announce("does it")
-    logging.getLogger("kvpagoda").warning("a fault")
-    assert heard.getvalue() == "a fault\n" and not log.getvalue()
+    with listening(monkeypatch, logging.StreamHandler(heard)) as log:
+        announce("does it")
+        logging.getLogger("kvpagoda").warning("a fault")
+        assert heard.getvalue() == "a fault\n" and not log.getvalue()
 
 
 def test_the_package_names_what_it_has() -> None:

@@ -29,13 +29,11 @@ def join_log() -> None:
 def announce(what: str) -> None:
     """Say once in this process that kvpagoda is in charge of ``what``."""
     join_log()
-    _log.info("kvpagoda %s %s", kvpagoda.__version__, what)
+    _log.info("kvpagoda %s %s", kvpagoda.__version__, what, stacklevel=2)
 
 
 def groups_text(kv_cache_config: Any) -> str:
     """Return what the groups of vLLM's ``kv_cache_config`` are, for a line of the log."""
-    groups = [
-        f"{len(group.layer_names)} of {type(group.kv_cache_spec).__name__} in blocks of {group.kv_cache_spec.block_size}"
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    return f"{len(groups)} groups of layers: {', '.join(groups)} tokens" if groups else "no groups of layers"
+    pairs = [(len(group.layer_names), group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    groups = [f"{count} of {type(spec).__name__} in blocks of {spec.block_size} tokens" for count, spec in pairs]
+    return f"groups of layers: {', '.join(groups) or 'none'}"
