@@ -23,6 +23,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; make vllm installs it")
 
+import numpy as np
 import tiny_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -147,3 +148,22 @@ def tiers_metrics() -> list[str]:
     """The names of a tier's metrics on the page, without what they begin with."""
     _, _, text = PAGE.partition("### Metrics")
     return re.findall(r"`(?:vllm:kvpagoda_tier)?_(\w+)`", text.partition("###")[0])
+
+
+@pytest.mark.parametrize(("batched", "second"), [(8192, 0), (1152, 3456)])
+def test_a_model_with_states_is_resumed_where_a_step_ended(batched: int, second: int, tmp_path: Path) -> None:
+    """The numbers of the page. ``checkpoint_every`` keeps more of what there is, and makes no more of it."""
+
+    def text(seed: int, length: int) -> list[int]:
+        return [*map(int, np.random.default_rng(seed).integers(3, 500, length))]
+
+    assert f"`--max-num-batched-tokens {max(batched, 8192)}`" in PAGE and tiny_vllm.BLOCK["qwen3_next"] == 1152
+    ours = {"scheduler_cls": "kvpagoda.adapters.vllm.Scheduler", "max_model_len": 8192}
+    options = {"kvpagoda": {"checkpoint_every": 1152}}
+    model = tiny_vllm.save(tmp_path, "qwen3_next")
+    with tiny_vllm.Engine(model, batched=batched, additional_config=options, **ours) as engine:
+        long = text(1, 6000)
+        prompts = [long, long[:3600] + text(2, 500), long[:3600] + text(3, 500), long + text(4, 50)]
+        found = [engine.run([prompt], 2).cached[0] for prompt in prompts]
+        engine.core.scheduler.kv_cache_manager.check()
+    assert found == [0, second, 3456, 5760]
