@@ -23,6 +23,7 @@ def join_log() -> None:
         for handler in theirs.handlers:
             ours.addHandler(handler)
         ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate  # a root that some package configures later would say it all again
 
 
 @cache
