@@ -147,9 +147,11 @@ def listening(monkeypatch: pytest.MonkeyPatch, root: logging.Handler | None = No
         patch.setattr(logging.getLogger("vllm"), "level", logging.INFO)
         patch.setattr(logging.getLogger("vllm"), "propagate", False)
         announce.cache_clear()
-        yield written
-        announce.cache_clear()
-        announced.setLevel(logging.NOTSET)
+        try:
+            yield written
+        finally:
+            announce.cache_clear()
+            announced.setLevel(logging.NOTSET)
 
 
 def test_vllms_log_says_once_that_kvpagoda_is_in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
