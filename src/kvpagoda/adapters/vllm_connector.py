@@ -15,15 +15,6 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvpagoda.adapters.connector.groups import grid_of, groups_of
 from kvpagoda.adapters.connector.identity import adapter_of, schema_of, weights_of
@@ -32,10 +23,27 @@ from kvpagoda.adapters.connector.options import options_of
 from kvpagoda.adapters.connector.scheduler import SchedulerSide
 from kvpagoda.adapters.connector.stats import COUNTED, HELD, Figures, added, since
 from kvpagoda.adapters.connector.worker import WorkerSide
+from kvpagoda.adapters.vllm.log import announce, groups_text, join_log
 from kvpagoda.adapters.vllm.options import check_version
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import LevelStats
 from kvpagoda.tiers.level import RecordIdentity
+
+_OPTION = "--kv-transfer-config"
+check_version(option=_OPTION)  # first: another version may lack what is imported now
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 _CLOSING_SECONDS = 10.0
 _log = logging.getLogger(__name__)
@@ -107,7 +115,7 @@ class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     SchemaError for a model whose groups cannot be stored: all before vLLM serves."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__, "--kv-transfer-config")
+        check_version(option=_OPTION)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -123,7 +131,11 @@ class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._before: Figures = {}
         self._scheduler: SchedulerSide | None = None
+        join_log()
         if role is KVConnectorRole.SCHEDULER:
+            tiers = ", ".join(spec.name for spec in self._options.specs())
+            kept = f"records of {self._grid.tokens} tokens of {groups_text(kv_cache_config)}"
+            announce(f"keeps vLLM's cache in tiers ({transfer.kv_role}): {tiers}; {kept}")
             self._scheduler = SchedulerSide(
                 self._options, self._grid, parallel.world_size, adapter_of, reads=transfer.is_kv_consumer,
                 writes=transfer.is_kv_producer, has_drafts=vllm_config.speculative_config is not None,

@@ -15,6 +15,8 @@ from kvpagoda.units import parse_bytes, utf8, whole_number
 Loads = Literal["async", "layerwise"]
 _FIXED = ("write", "record_nbytes")
 _SHARED = ("redis", "rediss", "unix", "mooncake")
+OF_THE_SCHEDULER = ("policy", "checkpoint_every", "promised")
+"""Options of the scheduler, which stand elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ def options_of(extra: Mapping[str, Any]) -> Options:
     """Return the options in ``extra``. Raises BadInput for one that is unknown or wrong."""
     known = [field.name for field in fields(Options)]
     for name in extra:
+        if name in OF_THE_SCHEDULER:
+            raise BadInput(
+                f"KvpagodaConnector has no option {name!r}; it is the scheduler's: "
+                """give it in --additional-config '{"kvpagoda": {..}}', with --scheduler-cls"""
+            )
         if name not in known:
             raise unknown_name("option of KvpagodaConnector", name, known)
     return Options(**extra)

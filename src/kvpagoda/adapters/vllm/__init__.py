@@ -3,7 +3,8 @@
     vllm serve MODEL --scheduler-cls kvpagoda.adapters.vllm.Scheduler
 
 ``Scheduler`` installs ``KVCacheManager`` in vLLM's own scheduler, the asynchronous one where vLLM would choose it.
-Names are imported when they are first used; nothing here imports vLLM before. Where vLLM is not installed,
+Names are imported when they are first used; nothing here imports vLLM before. Those that run inside vLLM raise BadInput
+in a version of it that is not supported. Where vLLM is not installed,
 ``KVCacheManager`` is the one of ``simulated``, for simulators: the same calls over a prefix tree, without vLLM.
 """
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["AsyncScheduler", "KVCacheManager", "Options", "Scheduler", "installed"]
 
 _MODULES = {"Scheduler": "scheduler", "AsyncScheduler": "scheduler", "installed": "scheduler", "Options": "options"}
+_INSIDE = ("scheduler", "manager")
+"""Modules that import vLLM's."""
 
 if not TYPE_CHECKING:
 
@@ -31,4 +34,6 @@ if not TYPE_CHECKING:
             module = _MODULES[name]
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if module in _INSIDE:  # first: another version may lack what these import
+            import_module(f"{__name__}.options").check_version()
         return getattr(import_module(f"{__name__}.{module}"), name)

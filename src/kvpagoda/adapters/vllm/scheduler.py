@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.v1.core.sched import async_scheduler, scheduler
 
+from kvpagoda.adapters.vllm.log import announce, groups_text
 from kvpagoda.adapters.vllm.manager import KVCacheManager
 from kvpagoda.adapters.vllm.options import Options, check_version
 
@@ -37,8 +38,12 @@ class Scheduler(scheduler.Scheduler):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         check_version()
-        with installed(Options.of(vllm_config.additional_config)):
+        options = Options.of(vllm_config.additional_config)
+        with installed(options):
             super().__init__(vllm_config, *args, **kwargs)
+        manager = self.kv_cache_manager
+        cached = str(options) if manager.enable_caching else "nothing, because prefix caching is off"
+        announce(f"decides what stays in vLLM's cache: {cached}; {groups_text(manager.kv_cache_config)}")
 
 
 class AsyncScheduler(Scheduler, async_scheduler.AsyncScheduler):  # type: ignore[misc]
