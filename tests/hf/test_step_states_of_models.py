@@ -129,9 +129,7 @@ def test_paged_cache_resumes_where_a_step_left_states() -> None:
     prompt = prompt_of(4)
     own = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     cache = PagedCache(model, "4MiB", retention=Retention(checkpoint_every=1))
-    found = model.generate(
-        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, past_key_values=cache
-    )
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, cache=cache)
     assert found.tolist() == own.tolist()
     cache.reset()
     assert cache.cache.lookup(prompt[:50]).resumable == 48 and cache.stats().passed_boundaries == 0

@@ -267,7 +267,7 @@ class HeldStateLayer(StateLayer):
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """The ``past_key_values`` of one forward pass over a batch. The model is given positions; if the rows are aligned,
+    """The cache of one forward pass over a batch. The model is given positions; if the rows are aligned,
     it may compute them itself from the length of the past."""
 
     def __init__(self, context: StepContext) -> None:
