@@ -56,7 +56,7 @@ def test_every_layer_keeps_what_transformers_keeps_bit_for_bit(chunks: tuple[int
     try:
         for n in chunks:
             step = torch.from_numpy(ids[done : done + n]).long()[None]
-            net(input_ids=step, use_cache=True, **{cache_name_of(net.forward): own})
+            net(input_ids=step, use_cache=True, **{cache_name_of(net): own})
             batch = cache.batch([sequence], [n])
             embedded, positions = net.model.embed_tokens(step), batch.positions.long()[None]
             turns = {k: net.model.rotary_emb(embedded, position_ids=positions, layer_type=k) for k in ROPE_KINDS}

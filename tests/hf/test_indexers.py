@@ -30,7 +30,7 @@ NEW = 7
 def with_own_cache(model: Any, prompt: list[int]) -> list[int]:
     """Greedy tokens with transformers' cache, which gets the prompt at once."""
     cache, tokens, found = DynamicCache(config=model.config), prompt, []
-    given = {cache_name_of(model.forward): cache}
+    given = {cache_name_of(model): cache}
     for _ in range(NEW):
         output = model(input_ids=torch.tensor([tokens]), use_cache=True, **given)
         tokens = [int(output.logits[0, -1].argmax())]
@@ -87,7 +87,7 @@ def test_fp8_logits_are_those_of_transformers_cache_with_rounded_rows(monkeypatc
     cache = KVCache(Schema.from_hf_config(model.config, kv_format="fp8", dtype="float32"), num_blocks=9)
     runner, own = ModelRunner(model, cache), Rounded(config=model.config)
     monkeypatch.setattr(runner, "_attention", None)
-    given = {cache_name_of(model.forward): own}
+    given = {cache_name_of(model): own}
     with cache.open(ids, lookup=False) as sequence:
         for step in np.split(ids, [40, 41, 57]):
             ours.append(runner.step([(sequence, step)], [len(step)]))

@@ -90,7 +90,7 @@ class RoundTrip(DynamicCache):
 def with_round_trips(model: Any, prompt: list[int], name: str, dialect: str, new: int) -> list[int]:
     cache, step, found = RoundTrip(config=model.config), prompt, []
     cache.formats = (name, dialect)
-    given = {cache_name_of(model.forward): cache}
+    given = {cache_name_of(model): cache}
     for _ in range(new):
         output = model(input_ids=torch.tensor([step]), use_cache=True, **given)
         step = [int(output.logits[0, -1].argmax())]

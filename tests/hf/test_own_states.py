@@ -22,7 +22,7 @@ def own_states(model: Any, output: Any) -> list[tuple[Any, ...]]:
     """For each layer the tensors of a forward pass that transformers ran by itself."""
     if model.config.model_type == "rwkv":
         return list(zip(*(state.unbind(-1) for state in output.state)))
-    return list(output[cache_name_of(model.forward)].rnn_state.values())
+    return list(output[cache_name_of(model)].rnn_state.values())
 
 
 @pytest.mark.parametrize(("name", "changes"), [("rwkv", {}), ("xlstm", dict(hidden_size=128, num_heads=2))])
@@ -32,7 +32,7 @@ def test_the_cache_holds_the_states_that_transformers_hands_back(
     model = tiny(name, monkeypatch, **changes)
     runner, _ = runner_of(model, 32, 0, "raw", dict(num_blocks=8, max_requests=2, poison=True))
     with runner.cache.open(TOKENS) as sequence, torch.no_grad():
-        argument = cache_name_of(model.forward)
+        argument = cache_name_of(model)
         past: Any = None
         for piece in (TOKENS[:13], TOKENS[13:14], TOKENS[14:]):
             ids = torch.from_numpy(piece.astype(np.int64))[None]

@@ -53,7 +53,7 @@ def model_of(config: Any) -> Any:
 
 def forward(model: Any, ids: Any, cache: Any = None) -> tuple[Any, Any]:
     """(logits or hidden states, cache) of one step."""
-    name = cache_name_of(model.forward)
+    name = cache_name_of(model)
     with torch.no_grad():
         output = model(ids, use_cache=True, **({} if cache is None else {name: cache}))
     kept = getattr(output, name)
@@ -201,7 +201,7 @@ def test_states_outside_of_the_cache_interface(name: str) -> None:
     by_layer = (
         [[state[..., index] for state in output.state] for index in range(len(schema.layers))]
         if families()[name].own_states == "stacked"
-        else list(output[cache_name_of(model.forward)].rnn_state.values())
+        else list(output[cache_name_of(model)].rnn_state.values())
     )
     for layer, tensors in zip(schema.layers, by_layer, strict=True):
         check_states(layer, dict(zip([row.name for row in layer.state_rows()], tensors, strict=True)), [])

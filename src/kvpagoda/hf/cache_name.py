@@ -5,7 +5,6 @@ installed version."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -26,15 +25,14 @@ OUTPUT_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(Cau
 """The field of outputs, and the argument of ``generate``, of the installed version."""
 
 
-def cache_name_of(forward: Callable[..., Any]) -> str:
-    """Return the argument of a model's ``forward`` that takes its cache. Raises SchemaError if there is none."""
-    accepted = inspect.signature(forward).parameters
+def cache_name_of(model: Any) -> str:
+    """Return the argument of the ``forward`` of ``model`` that takes its cache. Raises SchemaError if there is none."""
+    accepted = inspect.signature(model.forward).parameters
     for name in (*CACHE_NAMES, OWN_STATES_NAME):
         if name in accepted:
             return name
-    model = type(getattr(forward, "__self__", forward)).__name__
     raise SchemaError.with_hint(
-        f"{model} takes no cache in its forward pass: none of {', '.join(CACHE_NAMES)} is an argument of it in transformers "
-        f"{transformers.__version__}",
+        f"{type(model).__name__} takes no cache in its forward pass: none of {', '.join(CACHE_NAMES)} is an argument of it "
+        f"in transformers {transformers.__version__}",
         f"kvpagoda.hf is tested with transformers {VERSIONS}",
     )

@@ -446,8 +446,13 @@ def attend(
     weights.
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
-    layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
-    visible = context.gather(layer).visible[:, None, -query.shape[2] :]  # some models drop queries that no logit needs
+    if own is None and not getattr(module, "is_causal", True):
+        visible = query.new_ones(
+            1, dtype=torch.bool
+        )  # over parts of one token (blocks of layers), not over cached rows
+    else:
+        layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
+        visible = context.gather(layer).visible[:, None, -query.shape[2] :]  # some models drop queries without a logit
     if indices is not None:
         visible = visible & torch.zeros_like(visible).scatter(-1, indices[:, None].long(), True)
     if block_indices is not None:

@@ -74,7 +74,7 @@ class ModelRunner:
         model.set_attn_implementation(before)
         accepted = inspect.signature(model.forward).parameters
         self._is_batched = family.batched
-        self._cache_name = cache_name_of(model.forward)
+        self._cache_name = cache_name_of(model)
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
         takes_positions = through_interface and "position_ids" in accepted and not family.aligned
