@@ -20,8 +20,8 @@ from test_generator import EXACT, greedy, model_of, prompts, recomputed  # noqa:
 from test_rope_switch import model_of as switching  # noqa: E402
 from test_rope_switch import prompts as crossing  # noqa: E402
 
-from kvpagoda.errors import BadInput, OutOfBlocks  # noqa: E402
-from kvpagoda.hf import Generator, PagedCache  # noqa: E402
+from kvpagoda.errors import BadInput, MissingExtra, OutOfBlocks  # noqa: E402
+from kvpagoda.hf import Generator, PagedCache, cache_name  # noqa: E402
 from kvpagoda.hf.cache_name import CACHE_NAMES, OUTPUT_NAME, cache_name_of  # noqa: E402
 from more_models import MULTIMODAL  # noqa: E402
 
@@ -196,6 +196,12 @@ def test_it_has_the_names_of_all_versions(family: str, name: str) -> None:
     at = [*inspect.signature(model.forward).parameters].index(cache_name_of(model))
     cache.reset()
     assert torch.equal(model(torch.tensor([text]), *[None] * (at - 1), cache).logits, again.logits)
+
+
+def test_outputs_without_a_field_for_a_cache_say_which_versions_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_name, "CACHE_NAMES", ("kv_store",))
+    with pytest.raises(MissingExtra, match=r"no field for a cache: none of kv_store; .* transformers 5\.23 and 5\.24"):
+        cache_name._output_name()
 
 
 def right_padded(model: Any, cache: PagedCache) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpagoda.errors import SchemaError
+from kvpagoda.errors import MissingExtra, SchemaError
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of arguments with a ``Cache``, the newest first."""
@@ -21,7 +21,19 @@ OWN_STATES_NAME = "state"
 VERSIONS = "5.23 and 5.24"
 """The versions of transformers with which ``kvpagoda.hf`` is tested."""
 
-OUTPUT_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(CausalLMOutputWithPast).parameters)
+
+def _output_name() -> str:
+    for name in CACHE_NAMES:
+        if name in inspect.signature(CausalLMOutputWithPast).parameters:
+            return name
+    raise MissingExtra(
+        f"outputs of transformers {transformers.__version__} have no field for a cache: none of {', '.join(CACHE_NAMES)}; "
+        f"kvpagoda.hf is tested with transformers {VERSIONS}",
+        name="transformers",
+    )
+
+
+OUTPUT_NAME = _output_name()
 """The field of outputs, and the argument of ``generate``, of the installed version."""
 
 
