@@ -19,6 +19,7 @@ from test_every_family import REST, VARIANTS, multimodal, tiny  # noqa: E402
 from test_generator import EXACT, greedy, model_of, prompts, recomputed  # noqa: E402
 from test_rope_switch import model_of as switching  # noqa: E402
 from test_rope_switch import prompts as crossing  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
 from kvpagoda.errors import BadInput, MissingExtra, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache, cache_name  # noqa: E402
@@ -196,6 +197,32 @@ def test_it_has_the_names_of_all_versions(family: str, name: str) -> None:
     at = [*inspect.signature(model.forward).parameters].index(cache_name_of(model))
     cache.reset()
     assert torch.equal(model(torch.tensor([text]), *[None] * (at - 1), cache).logits, again.logits)
+
+
+class Old(LlamaForCausalLM):
+    """Code from elsewhere, which names its cache as transformers before 5.24 does and takes any argument."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, **others, **{OUTPUT_NAME: past_key_values})
+
+
+class New(LlamaForCausalLM):
+    """The same with the name since 5.24."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, **others, **{OUTPUT_NAME: cache})
+
+
+@pytest.mark.parametrize("kind", [Old, New])
+def test_code_from_elsewhere_keeps_its_own_name_of_the_cache(kind: type[LlamaForCausalLM]) -> None:
+    own, text = model_of("llama"), prompts()[9]
+    model = kind(own.config).eval()
+    model.load_state_dict(own.state_dict())
+    model.generation_config = own.generation_config
+    expected, cache = greedy(own, text, NEW), PagedCache(model, num_blocks=60)
+    assert Generator(model, num_blocks=60).generate([text], NEW) == [expected]
+    assert generated(model, [text], cache) == generated(model, [text], cache) == [expected]
+    assert cache.stats().cached_tokens > 0
 
 
 def test_outputs_without_a_field_for_a_cache_say_which_versions_work(monkeypatch: pytest.MonkeyPatch) -> None:
