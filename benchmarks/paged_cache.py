@@ -127,10 +127,11 @@ def _prompts(case: Case, seed: int) -> torch.Tensor:
 
 def _generate(model: Any, prompts: torch.Tensor, answer: int, cache: PagedCache | None) -> tuple[torch.Tensor, float]:
     """Return the new tokens, ``[ROWS, answer]``, and the seconds of CPU time. ``cache``: None for the model's own."""
+    own = {} if cache is None else {"cache": cache}
     start = time.process_time()
     out = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, max_new_tokens=answer,
-        min_new_tokens=answer, do_sample=False, pad_token_id=0,
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=answer, min_new_tokens=answer, do_sample=False,
+        pad_token_id=0, **own,
     )  # fmt: skip
     return out[:, prompts.shape[1] :], time.process_time() - start
 

@@ -52,13 +52,13 @@ DECODERS: dict[str, dict[str, Any]] = {
 MORE: dict[str, dict[str, Any]] = {
     **DECODERS,
     **each(
-        """apertus arcee bitnet cohere diffllama ernie4_5 gemma glm granite helium hunyuan_v1_dense hyperclovax internlm3
-        iquestcoder jais2 nanochat nemotron olmo phi qwen3_vl_text seed_oss""",
+        """apertus apertus1p5_text arcee bitnet cohere diffllama ernie4_5 exaone gemma glm granite helium
+        hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 nanochat nemotron olmo phi qwen3_vl_text seed_oss""",
         head_dim=12,
     ),
     **each(
         """aria_text ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe hy_v3 minimax_m2
-        olmoe qwen3_vl_moe_text solar_open""",
+        olmoe qwen3_vl_moe_text sarvam_moe solar_open""",
         head_dim=12,
         **EXPERTS,
     ),
@@ -69,7 +69,7 @@ MORE: dict[str, dict[str, Any]] = {
     **each(
         "qwen2_5_vl_text qwen2_vl_text", **mrope(2, 2, 2), use_sliding_window=True, sliding_window=8, max_window_layers=2
     ),
-    **each("axk1 glm4_moe_lite youtu", **MLA_DIMS),
+    **each("axk1 glm4_moe_lite sarvam_mla youtu", **MLA_DIMS),
     "afmoe": dict(EXPERTS, **SLIDES, num_dense_layers=1, num_shared_experts=1),
     "axk2": dict(MLA_DIMS, **INDEXER),
     "bailing_hybrid": dict(MLA_DIMS, num_experts=4, num_shared_experts=1, head_dim=16, layer_group_size=4),
@@ -92,17 +92,25 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_neo": dict(num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=8),
     "gptj": dict(rotary_dim=8, n_embd=48, n_layer=3, n_head=4),
     "hy_v4": dict(MLA_DIMS, **INDEXER),
+    "hy_v4_vl_text": dict(MLA_DIMS, **INDEXER, **mrope(2, 1, 1)),
     "cohere_compass_text": dict(sliding_window=8, layer_types=[SLIDING, FULL] * 2, logit_scale=1.0, rope_parameters=ROPES),
     "dots3_note_text": dict(
         MLA_DIMS, **INDEXER, layer_types=["indexed_attention", SLIDING] * 2, sliding_window=8, swa_num_attention_heads=2,
         swa_num_key_value_heads=2, swa_q_lora_rank=20, swa_kv_lora_rank=28, swa_head_dim=22, swa_qk_nope_head_dim=16,
         swa_v_head_dim=12, head_dim=24, shared_experts_intermediate_size=32, n_routed_experts=4,
     ),
+    "dory": dict(
+        SLIDES, layer_types=[SLIDING, SLIDING, FULL, SLIDING], n_input_layers=1, n_output_layers=1, n_recurrent_loops=3
+    ),
     "emu3_text_model": TOKENS,
     "git": dict(pad_token_id=0, vision_config=dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
     "hrm_text": dict(head_dim=12, H_cycles=2, L_cycles=2, num_hidden_layers=1),
     "inkling2_text": dict(
         INKLING, layer_types=["hybrid_sliding", "hybrid"] * 2, unpadded_vocab_size=128, n_layers_per_attn_res_block=2
+    ),
+    "inkling2_loop_text": dict(
+        INKLING, num_hidden_layers=6, layer_types=["hybrid_sliding", "hybrid"] * 3, unpadded_vocab_size=128,
+        n_layers_per_attn_res_block=2, loop_layer_index_start=2, loop_layer_index_end=4, loop_gate_rank=8,
     ),
     "inkling_text": dict(INKLING, local_layer_ids=[0, 2], mlp_layer_types=["dense", "sparse"] * 2),
     "minimax": dict(EXPERTS, block_size=8, layer_types=[LINEAR, FULL] * 2),
@@ -122,6 +130,7 @@ MORE: dict[str, dict[str, Any]] = {
     "recurrent_gemma": dict(attention_window_size=8, block_types=["recurrent", "attention"], lru_width=40),
     "jetmoe": dict(kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
     "kolibri1": dict(EXPERTS, **SLIDES, num_hidden_layers=5),
+    "lara_mini": dict(GDN, sliding_window=8, layer_types=[LINEAR, SLIDING, LINEAR, FULL]),
     "lfm2_moe": dict(EXPERTS, layer_types=[CONV, CONV, FULL, CONV], conv_L_cache=3, num_dense_layers=1),
     "lfm3": dict(SLIDES, num_hidden_layers=6, rope_parameters=ROPES),
     "longcat_flash": dict(
@@ -154,6 +163,10 @@ MORE: dict[str, dict[str, Any]] = {
 VISION = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
 )  # fmt: skip
+NEWEST = frozenset(
+    """apertus1p5_text dory exaone hy_v4_vl_text inkling2_loop_text lara_mini sarvam_mla sarvam_moe""".split()
+)
+"""Types that transformers has from 5.24 on: skipped where it is older."""
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "dots3_note": (
         "dots3_note_text",

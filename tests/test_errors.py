@@ -46,6 +46,16 @@ def test_an_import_error_keeps_the_name() -> None:
     assert (error.name, error.hint) == ("torch", "pip install")
 
 
+def test_an_installed_package_that_lacks_a_name_is_told_as_well() -> None:
+    expected = r"^needs json 5 \(cannot import name 'no_such_name' from 'json'"
+    with pytest.raises(MissingExtra, match=expected) as caught, MissingExtra.unless("json", "needs json 5"):
+        from json import no_such_name  # type: ignore[attr-defined]
+    assert caught.value.name == "json"
+    with pytest.raises(ImportError, match="no_such_name") as other, MissingExtra.unless("torch", "needs torch"):
+        from json import no_such_name  # noqa: F401
+    assert not isinstance(other.value, MissingExtra)
+
+
 def test_unknown_names_list_the_known_ones_and_suggest_the_nearest() -> None:
     error = unknown_name("policy", "LURU", ("lru", "fifo"), SchemaError)
     assert isinstance(error, SchemaError) and (error.needed, error.available) == ("LURU", ("lru", "fifo"))

@@ -126,7 +126,8 @@ def test_the_generator_says_which_extra_it_needs(absent: str) -> None:
     program = f"import sys; sys.modules[{absent!r}] = None\nimport kvpagoda.hf"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.strip().endswith(
-        "kvpagoda.errors.MissingExtra: kvpagoda.hf needs torch and transformers; pip install 'kvpagoda[hf]'"
+        "kvpagoda.errors.MissingExtra: kvpagoda.hf needs torch and transformers (tested with 5.23 and 5.24); "
+        "pip install 'kvpagoda[hf]'"
     )
 
 

@@ -153,13 +153,16 @@ class MissingExtra(KVPagodaError, ImportError):
     @classmethod
     @contextmanager
     def unless(cls, package: str, text: str) -> Iterator[None]:
-        """Context for imports from ``package``: raise this error, with message ``text``, if it is not installed."""
+        """Context for imports from ``package``: raise this error, with message ``text``, if it is not installed, or if the
+        installed version lacks what is imported."""
         try:
             yield
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != package:
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != package or isinstance(error, cls):
                 raise
-            raise cls(text, name=package) from None
+            if isinstance(error, ModuleNotFoundError) and error.name == package:
+                raise cls(text, name=package) from None
+            raise cls(f"{text} ({error})", name=package) from error
 
 
 class ConcurrentUse(KVPagodaError, RuntimeError):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvpagoda import Retention
+from kvpagoda.hf.cache_name import cache_name_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -55,7 +56,7 @@ def test_every_layer_keeps_what_transformers_keeps_bit_for_bit(chunks: tuple[int
     try:
         for n in chunks:
             step = torch.from_numpy(ids[done : done + n]).long()[None]
-            net(input_ids=step, past_key_values=own, use_cache=True)
+            net(input_ids=step, use_cache=True, **{cache_name_of(net): own})
             batch = cache.batch([sequence], [n])
             embedded, positions = net.model.embed_tokens(step), batch.positions.long()[None]
             turns = {k: net.model.rotary_emb(embedded, position_ids=positions, layer_type=k) for k in ROPE_KINDS}

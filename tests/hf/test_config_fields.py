@@ -38,9 +38,11 @@ REFUSED = [
     "^doge config: is_moe is True; expected False: its router mixes the tokens of a forward pass",
     r"^qwen2_moe config, layer \d+ \(sliding_attention\): sliding_window is 0; expected",
     r"(conv_L_cache|conv_kernel_size|ple_conv_kernel_size) is 1; expected a whole number of at least 2$",
+    r"layers \d+ to \d+ run \d+ times; expected layers below \d+|n_recurrent_layers is -\d+; expected",
 ]
 """Why configs that transformers runs are refused: the second is a layer with a window that windows are switched off for, the
-third a layer that keeps nothing or, of n-grams, one that transformers does not run with a cache."""
+third a layer that keeps nothing or, of n-grams, one that transformers does not run with a cache, the fourth a loop over
+layers that the model does not have, which transformers does not run with a cache either."""
 
 WINDOWS = [1, 2, 7, 15, 16, 19, 1000]
 """Itself alone; less than a block; a block and its neighbours; longer than every text."""

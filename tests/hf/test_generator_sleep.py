@@ -68,13 +68,13 @@ def test_a_trainer_changes_the_weights_while_it_sleeps() -> None:
     cache = PagedCache(model, num_blocks=60, max_requests=4)
     ids = torch.tensor([list(range(3, 40))])
     told = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
-    first = model.generate(ids, past_key_values=cache, **told)
+    first = model.generate(ids, cache=cache, **told)
     cache.reset()
     cache.cache.sleep("tree")
     model.load_state_dict(later.state_dict())
     with pytest.raises(Asleep):
-        model.generate(ids, past_key_values=cache, **told)
+        model.generate(ids, cache=cache, **told)
     cache.cache.wake()
-    second = model.generate(ids, past_key_values=cache, **told)
+    second = model.generate(ids, cache=cache, **told)
     assert second.tolist() == later.generate(ids, **told).tolist() != first.tolist()
     assert cache.cache.epoch == 1

@@ -16,6 +16,7 @@ from transformers import DynamicCache  # noqa: E402
 from kvpagoda.formats import decode, encode  # noqa: E402
 from kvpagoda.formats.encoding import Encoding  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
+from kvpagoda.hf.cache_name import cache_name_of  # noqa: E402
 from kvpagoda.hf.runner import ModelRunner  # noqa: E402
 from kvpagoda.kv_cache import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
@@ -29,8 +30,9 @@ NEW = 7
 def with_own_cache(model: Any, prompt: list[int]) -> list[int]:
     """Greedy tokens with transformers' cache, which gets the prompt at once."""
     cache, tokens, found = DynamicCache(config=model.config), prompt, []
+    given = {cache_name_of(model): cache}
     for _ in range(NEW):
-        output = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        output = model(input_ids=torch.tensor([tokens]), use_cache=True, **given)
         tokens = [int(output.logits[0, -1].argmax())]
         found += tokens
     return found
@@ -85,12 +87,13 @@ def test_fp8_logits_are_those_of_transformers_cache_with_rounded_rows(monkeypatc
     cache = KVCache(Schema.from_hf_config(model.config, kv_format="fp8", dtype="float32"), num_blocks=9)
     runner, own = ModelRunner(model, cache), Rounded(config=model.config)
     monkeypatch.setattr(runner, "_attention", None)
+    given = {cache_name_of(model): own}
     with cache.open(ids, lookup=False) as sequence:
         for step in np.split(ids, [40, 41, 57]):
             ours.append(runner.step([(sequence, step)], [len(step)]))
             sequence.commit(step)
             taken = torch.from_numpy(step).long()[None]
-            theirs.append(model(input_ids=taken, past_key_values=own, use_cache=True).logits[0])
+            theirs.append(model(input_ids=taken, use_cache=True, **given).logits[0])
     assert torch.equal(torch.cat(ours), torch.cat(theirs))
     raw = model(input_ids=torch.from_numpy(ids).long()[None]).logits[0]
     assert (torch.cat(ours) - raw).square().mean().sqrt() > 0.1, "rows were rounded"

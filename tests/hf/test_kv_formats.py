@@ -119,7 +119,7 @@ def test_a_paged_cache_takes_a_format_too() -> None:
     assert [one.format for one in cache.cache.schema.formats] == ["fp8_e4m3", "raw"]
     prompt = torch.tensor([texts(length=20)])
     found = [
-        model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, past_key_values=cache).tolist()
+        model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, cache=cache).tolist()
         for _ in range(2)
     ]
     assert found[0] == found[1]

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from kvpagoda.hf import Generator  # noqa: E402
+from kvpagoda.hf.cache_name import cache_name_of  # noqa: E402
 from kvpagoda.layouts import pack, unpack  # noqa: E402
 from kvpagoda.memory.pool import Pool  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
@@ -89,8 +90,9 @@ class RoundTrip(DynamicCache):
 def with_round_trips(model: Any, prompt: list[int], name: str, dialect: str, new: int) -> list[int]:
     cache, step, found = RoundTrip(config=model.config), prompt, []
     cache.formats = (name, dialect)
+    given = {cache_name_of(model): cache}
     for _ in range(new):
-        output = model(input_ids=torch.tensor([step]), past_key_values=cache, use_cache=True)
+        output = model(input_ids=torch.tensor([step]), use_cache=True, **given)
         step = [int(output.logits[0, -1].argmax())]
         found += step
     return found

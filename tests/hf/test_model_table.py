@@ -15,6 +15,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
+from test_every_family import TEXT_PARTS  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from vllm_specs import EXPLAINED, RESULT, ours  # noqa: E402
 
@@ -32,13 +33,15 @@ from kvpagoda.schema.families import (  # noqa: E402
 from kvpagoda.schema.from_hf import TEXT  # noqa: E402
 from kvpagoda.schema.presets import presets  # noqa: E402
 from models import FAMILIES, tiny_config  # noqa: E402
-from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
+from more_models import DECODERS, MORE, MULTIMODAL, NEWEST  # noqa: E402
 
-VERSION = "5.23"
+VERSIONS = ("5.23", "5.24")
+"""Versions of transformers with which the page is compared. It lists the types of the last one; where that is not installed,
+the rows of types that it alone has are taken as they are."""
 PATH = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = f"""# Model types
 
-Is your model supported? This page lists every model type of transformers {VERSION} that is built as a causal
+Is your model supported? This page lists every model type of transformers {VERSIONS[-1]} that is built as a causal
 language model: what its cache keeps, or why it is refused. `tests/hf/test_model_table.py` makes the tables from the
 schemas that the tests compare with transformers, and fails for a type that is in neither table.
 
@@ -75,7 +78,7 @@ Types of multimodal models and of published configs are refused with a reason to
 BESIDE = """
 ## Beside vLLM's own specs
 
-`tests/hf/vllm_specs.py` lets vLLM {vllm} build a tiny model of each of the {asked} types of `families/model_types.json`, from
+`tests/hf/vllm_specs.py` lets vLLM {vllm} build a tiny model of each of {asked} types of `families/model_types.json`, from
 its config, and adds up what its layers say that they keep: bytes of a token for each growth law, and of a request's states.
 {same} types keep the same bytes, {differ} others for the reasons below, and of {absent} vLLM builds no model. Of the {covered}
 covered types above, {here} are among them, and {whole} are other names of them or multimodal models with one of them as text;
@@ -87,6 +90,8 @@ checkpoint's config names another.
 
 | type | bytes here | bytes in vLLM | why |
 |---|---|---|---|"""
+NOT_ASKED = """
+Not asked for, as types that transformers has only from 5.24 on: {names}."""
 SGLANG = """
 SGLang {sglang} has a class of its own for {name}, and its config says what a request keeps there without a GPU: {bytes}, here
 {own}. Its convolutions keep the hidden state of the last token, transformers' half the values made of it. Of the types that
@@ -107,6 +112,7 @@ Published configs have these types too, without a preset: {types}. Other names: 
 """
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),
+    **dict.fromkeys(("codegen", "gptj"), "`equal` in transformers 5.23, where its attention is code of its own"),
     "big_bird": "as a decoder, attention_type original_full",
 }
 
@@ -135,6 +141,11 @@ def growth(kind: Attention | Latent) -> str:
     return "window" if kind.law.window else "chunk" if kind.law.chunk else "full"
 
 
+def causal_types() -> set[str]:
+    """Those that transformers builds as causal models, with the newest."""
+    return {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *NEWEST - {*TEXT_PARTS}}
+
+
 def described(name: str) -> tuple[str, Schema] | None:
     """(the type that has the cache, a tiny schema of it); None for a type that is not covered."""
     real = getattr(transformers.CONFIG_MAPPING[name], "model_type", name)
@@ -160,7 +171,10 @@ def is_together(name: str, text: str, schema: Schema) -> str:
 
 def table() -> str:
     covered, other = [], []
-    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for name in sorted(causal_types()):
+        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            covered += [line for line in PATH.read_text("utf-8").splitlines() if line.startswith(f"| {name} | ")][:1]
+            continue
         if name in refused():
             other.append(f"| {name} | {refused()[name]} |")
             continue
@@ -172,7 +186,10 @@ def table() -> str:
         notes += [f"its text part, {text}"] if text != name else []
         notes += [why] if (why := remark(text)) else []
         notes += [f"MTP layers: {mtp(text)}"] if text in mtp_layers() else []
-        covered.append(f"| {name} | {', '.join(keeps)} | {is_together(name, text, schema)} | {'; '.join(notes)} |")
+        together = is_together(name, text, schema)
+        if f"`{together}`" in NOTES.get(name, ""):
+            together = "any"
+        covered.append(f"| {name} | {', '.join(keeps)} | {together} | {'; '.join(notes)} |")
     return "\n".join(
         [
             HEAD,
@@ -203,7 +220,7 @@ def beside_vllm() -> str:
     for name, row in rows.items():
         if "absent" in row:
             absent.setdefault(row["absent"], []).append(name)
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    names = causal_types() - NEWEST
     head = BESIDE.format(
         vllm=found["vllm"], asked=len(rows), same=len(same), differ=len(differ), absent=sum(map(len, absent.values())),
         covered=len(names - refused().keys()), here=len(names & rows.keys()), parts=len(rows.keys() - names),
@@ -220,6 +237,7 @@ def beside_vllm() -> str:
             f"\nvLLM {found['vllm']} builds no model of {sum(map(len, absent.values()))} types:\n",
             *(f"- {why}: {', '.join(names)}" for why, names in sorted(absent.items())),
             f"\nThe same bytes: {', '.join(same)}.",
+            NOT_ASKED.format(names=", ".join(sorted(NEWEST))),
             SERVED_HEAD,
             *(
                 f"| {name} | {kind} | {figures(ours(name))} | {compared_with(name, found)} | {remark(kind)} |"
@@ -259,8 +277,8 @@ def figures(kept: dict[str, float]) -> str:
 
 
 def test_the_table_of_model_types_is_up_to_date() -> None:
-    if not transformers.__version__.startswith(VERSION):
-        pytest.skip(f"the table is of transformers {VERSION}, this is {transformers.__version__}")
+    if not transformers.__version__.startswith(VERSIONS):
+        pytest.skip(f"the table is of transformers {VERSIONS[-1]}, this is {transformers.__version__}")
     assert PATH.read_text("utf-8") == table(), "run python tests/hf/test_model_table.py"
 
 

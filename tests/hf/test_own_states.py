@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from test_every_family import tiny  # noqa: E402
 
+from kvpagoda.hf.cache_name import cache_name_of  # noqa: E402
 from kvpagoda.hf.model_cache import runner_of  # noqa: E402
 
 TOKENS = np.random.default_rng(1).integers(2, 100, 21).astype(np.int32)
@@ -21,7 +22,7 @@ def own_states(model: Any, output: Any) -> list[tuple[Any, ...]]:
     """For each layer the tensors of a forward pass that transformers ran by itself."""
     if model.config.model_type == "rwkv":
         return list(zip(*(state.unbind(-1) for state in output.state)))
-    return list(output.cache_params.rnn_state.values())
+    return list(output[cache_name_of(model)].rnn_state.values())
 
 
 @pytest.mark.parametrize(("name", "changes"), [("rwkv", {}), ("xlstm", dict(hidden_size=128, num_heads=2))])
@@ -31,7 +32,7 @@ def test_the_cache_holds_the_states_that_transformers_hands_back(
     model = tiny(name, monkeypatch, **changes)
     runner, _ = runner_of(model, 32, 0, "raw", dict(num_blocks=8, max_requests=2, poison=True))
     with runner.cache.open(TOKENS) as sequence, torch.no_grad():
-        argument = "state" if name == "rwkv" else "cache_params"
+        argument = cache_name_of(model)
         past: Any = None
         for piece in (TOKENS[:13], TOKENS[13:14], TOKENS[14:]):
             ids = torch.from_numpy(piece.astype(np.int64))[None]

@@ -6,6 +6,7 @@ import copy
 import doctest
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ from test_every_family import REST, VARIANTS, multimodal, tiny  # noqa: E402
 from test_generator import EXACT, greedy, model_of, prompts, recomputed  # noqa: E402
 from test_rope_switch import model_of as switching  # noqa: E402
 from test_rope_switch import prompts as crossing  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
-from kvpagoda.errors import BadInput, OutOfBlocks  # noqa: E402
-from kvpagoda.hf import Generator, PagedCache  # noqa: E402
+from kvpagoda.errors import BadInput, MissingExtra, OutOfBlocks  # noqa: E402
+from kvpagoda.hf import Generator, PagedCache, cache_name  # noqa: E402
+from kvpagoda.hf.cache_name import CACHE_NAMES, OUTPUT_NAME, cache_name_of  # noqa: E402
 from more_models import MULTIMODAL  # noqa: E402
 
 NEW = 7
@@ -38,7 +41,7 @@ def padded(texts: list[list[int]]) -> dict[str, Any]:
 
 def generated(model: Any, texts: list[list[int]], cache: Any = None, **options: Any) -> list[list[int]]:
     batch = padded(texts)
-    out = model.generate(**batch, past_key_values=cache, **{**PLAIN, **options})
+    out = model.generate(**batch, **{**PLAIN, **options}, **({} if cache is None else {"cache": cache}))
     return [row[batch["input_ids"].shape[1] :].tolist() for row in out]
 
 
@@ -138,13 +141,13 @@ def test_a_loop_of_ones_own() -> None:
     ids, found = torch.tensor([text]), []
     for _ in range(NEW):
         with torch.no_grad():
-            ids = model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids = model(input_ids=ids, cache=cache).logits[:, -1:].argmax(-1)
         found.append(int(ids))
     assert found == recomputed("llama")[9]
     cache.reset()
     both = torch.tensor([text, text])
-    model(input_ids=both[:, :5], past_key_values=cache)
-    logits = model(input_ids=both[:, 5:], past_key_values=cache).logits  # several tokens of each row at once
+    model(input_ids=both[:, :5], cache=cache)
+    logits = model(input_ids=both[:, 5:], cache=cache).logits  # several tokens of each row at once
     assert logits.shape[:2] == (2, 1) and logits.argmax(-1).ravel().tolist() == [found[0]] * 2
 
 
@@ -178,16 +181,63 @@ def test_the_cache_of_another_model_is_refused() -> None:
     cache, twin = PagedCache(model, num_blocks=30), copy.deepcopy(model)
     for other in (twin, model_of("qwen3")):  # one that knows of such caches, one that does not
         with pytest.raises(BadInput, match="belongs to a LlamaForCausalLM, another model or a copy"):
-            generated(other, [text], cache)
+            other.generate(**padded([text]), **{OUTPUT_NAME: cache}, **PLAIN)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_it_has_the_names_of_all_versions(family: str, name: str) -> None:
+    model, text = model_of(family), prompts()[9]
+    cache = PagedCache(model, num_blocks=60)
+    out = model.generate(**padded([text]), **{name: cache}, **PLAIN, return_dict_in_generate=True)
+    assert out.sequences[0, len(text) :].tolist() == greedy(model, text, NEW) and out[OUTPUT_NAME] is cache
+    cache.reset()
+    again = model(torch.tensor([text]), **{name: cache})
+    assert again[OUTPUT_NAME] is cache and again.logits.argmax() == greedy(model, text, 1)[0]
+    at = [*inspect.signature(model.forward).parameters].index(cache_name_of(model))
+    cache.reset()
+    assert torch.equal(model(torch.tensor([text]), *[None] * (at - 1), cache).logits, again.logits)
+
+
+class Old(LlamaForCausalLM):
+    """Code from elsewhere, which names its cache as transformers before 5.24 does and takes any argument."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, **others, **{OUTPUT_NAME: past_key_values})
+
+
+class New(LlamaForCausalLM):
+    """The same with the name since 5.24."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, **others, **{OUTPUT_NAME: cache})
+
+
+@pytest.mark.parametrize("kind", [Old, New])
+def test_code_from_elsewhere_keeps_its_own_name_of_the_cache(kind: type[LlamaForCausalLM]) -> None:
+    own, text = model_of("llama"), prompts()[9]
+    model = kind(own.config).eval()
+    model.load_state_dict(own.state_dict())
+    model.generation_config = own.generation_config
+    expected, cache = greedy(own, text, NEW), PagedCache(model, num_blocks=60)
+    assert Generator(model, num_blocks=60).generate([text], NEW) == [expected]
+    assert generated(model, [text], cache) == generated(model, [text], cache) == [expected]
+    assert cache.stats().cached_tokens > 0
+
+
+def test_outputs_without_a_field_for_a_cache_say_which_versions_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_name, "CACHE_NAMES", ("kv_store",))
+    with pytest.raises(MissingExtra, match=r"no field for a cache: none of kv_store; .* transformers 5\.23 and 5\.24"):
+        cache_name._output_name()
 
 
 def right_padded(model: Any, cache: PagedCache) -> None:
     ids = torch.tensor([[5, 6, 7], [5, 0, 0]])
-    model.generate(ids, attention_mask=(ids != 0).long(), past_key_values=cache, **PLAIN)
+    model.generate(ids, attention_mask=(ids != 0).long(), cache=cache, **PLAIN)
 
 
 def empty_row(model: Any, cache: PagedCache) -> None:
-    model(input_ids=torch.ones(2, 3), attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), past_key_values=cache)
+    model(input_ids=torch.ones(2, 3), attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), cache=cache)
 
 
 def in_chunks(model: Any, cache: PagedCache) -> None:
@@ -199,16 +249,16 @@ def assisted(model: Any, cache: PagedCache) -> None:
 
 
 def embedded(model: Any, cache: PagedCache) -> None:
-    model(inputs_embeds=torch.zeros(1, 2, 48), past_key_values=cache)
+    model(inputs_embeds=torch.zeros(1, 2, 48), cache=cache)
 
 
 def hidden(model: Any, cache: PagedCache) -> None:
-    model(input_ids=torch.ones(1, 2, dtype=torch.int64), past_key_values=cache, output_hidden_states=True)
+    model(input_ids=torch.ones(1, 2, dtype=torch.int64), cache=cache, output_hidden_states=True)
 
 
 def another_batch(model: Any, cache: PagedCache) -> None:
-    model(input_ids=torch.ones(1, 2, dtype=torch.int64), past_key_values=cache)
-    model(input_ids=torch.ones(3, 1, dtype=torch.int64), past_key_values=cache)
+    model(input_ids=torch.ones(1, 2, dtype=torch.int64), cache=cache)
+    model(input_ids=torch.ones(3, 1, dtype=torch.int64), cache=cache)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ pytest.importorskip("transformers")
 from tests.hf.test_generator import greedy  # noqa: E402
 
 from kvpagoda import Limits, Retention  # noqa: E402
+from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache  # noqa: E402
 from models import VOCAB, tiny_model  # noqa: E402
+from more_models import MORE  # noqa: E402
 
 MODELS = [
     "qwen3_next",
@@ -129,10 +131,38 @@ def test_paged_cache_resumes_where_a_step_left_states() -> None:
     prompt = prompt_of(4)
     own = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     cache = PagedCache(model, "4MiB", retention=Retention(checkpoint_every=1))
-    found = model.generate(
-        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, past_key_values=cache
-    )
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, cache=cache)
     assert found.tolist() == own.tolist()
     cache.reset()
     assert cache.cache.lookup(prompt[:50]).resumable == 48 and cache.stats().passed_boundaries == 0
     cache.cache.check()
+
+
+@pytest.mark.parametrize("make", [Generator, PagedCache])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v4", "inkling_text", "qwen4_exp_text", "jamba", "recurrent_gemma", "rwkv", "xlstm"]
+)
+def test_positions_inside_a_step_are_refused_where_no_module_leaves_states(name: str, make: Any) -> None:
+    model = tiny_model(name, **MORE.get(name, {}))
+    expected = (
+        r"step_checkpoints is 4, but the modules of this \w+ .* run only as a whole.*; leave step_checkpoints out"
+    )
+    with pytest.raises(BadInput, match=expected):
+        make(model, num_blocks=30, limits=Limits(step_checkpoints=4))
+    make(model, num_blocks=30, limits=Limits(step_checkpoints=0))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "llama"])
+def test_models_without_states_take_the_option(name: str) -> None:
+    prompt = prompt_of(0, 30)
+    generator = Generator(tiny_model(name), num_blocks=30, limits=Limits(step_checkpoints=4))
+    assert generator.generate([prompt, [*prompt, 9]], NEW) == [
+        greedy(tiny_model(name), text, NEW) for text in (prompt, [*prompt, 9])
+    ]
+
+
+def test_a_draft_leaves_no_states_inside_a_step() -> None:
+    with pytest.raises(BadInput, match="step_checkpoints is 4, but a draft runs between a step and its commit"):
+        Generator(
+            tiny_model("gemma3_text"), num_blocks=30, draft=tiny_model("llama"), limits=Limits(step_checkpoints=4)
+        )

@@ -17,6 +17,7 @@ from test_paged_cache import generated  # noqa: E402
 
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache  # noqa: E402
+from kvpagoda.hf.cache_name import OUTPUT_NAME  # noqa: E402
 from kvpagoda.hf.time_steps import UPDATE, TimeSteps  # noqa: E402
 from models import tiny_model  # noqa: E402
 
@@ -75,8 +76,8 @@ def test_outside_of_our_steps_transformers_computes_what_it_did() -> None:
     file, ids = sys.modules[type(model).__module__], torch.tensor([prompts()[9]])
 
     def told() -> Any:
-        past = model(input_ids=ids, use_cache=True).past_key_values
-        return model(input_ids=ids[:, :1], past_key_values=past, use_cache=True).logits
+        past = model(input_ids=ids, use_cache=True)[OUTPUT_NAME]
+        return model(input_ids=ids[:, :1], use_cache=True, **{OUTPUT_NAME: past}).logits
 
     steps, wrapped = TimeSteps(model), getattr(file, UPDATE)
     with_it = told()

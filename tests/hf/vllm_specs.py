@@ -202,15 +202,16 @@ EXPLAINED: dict[str, str] = {
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Model type -> its tiny config, in the form of a checkpoint's."""
+    """Model type -> its tiny config, in the form of a checkpoint's. Without the newest types, which the transformers that
+    was installed beside vLLM did not have."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from models import FAMILIES, tiny_config
-    from more_models import MORE
+    from more_models import MORE, NEWEST
 
     found = {}
-    for name in sorted({*FAMILIES, *MORE}):
+    for name in sorted({*FAMILIES, *MORE} - NEWEST):
         own = FAMILIES.get(name, MORE.get(name, {}))
         sizes = FIELDS[name] if name == "deepseek_v4" else {}
         fields = tiny_config(name, **{**own, **sizes}).to_dict()

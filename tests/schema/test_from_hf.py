@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvpagoda import Schema  # noqa: E402
+from kvpagoda.hf.cache_name import cache_name_of  # noqa: E402
 from kvpagoda.hf.model_cache import schema_of  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, Layer, Recurrent, Shared  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
@@ -53,7 +54,7 @@ def model_of(config: Any) -> Any:
 
 def forward(model: Any, ids: Any, cache: Any = None) -> tuple[Any, Any]:
     """(logits or hidden states, cache) of one step."""
-    name = "cache_params" if model.config.model_type in ("mamba", "mamba2", "falcon_mamba") else "past_key_values"
+    name = cache_name_of(model)
     with torch.no_grad():
         output = model(ids, use_cache=True, **({} if cache is None else {name: cache}))
     kept = getattr(output, name)
@@ -195,12 +196,13 @@ def test_states_outside_of_the_cache_interface(name: str) -> None:
     config = config_of(name, **(dict(hidden_size=128, num_heads=2) if name == "xlstm" else {}))
     schema = Schema.from_hf_config(config)
     assert schema == Schema.from_hf_config(config.to_dict())
+    model = model_of(config)
     with torch.no_grad():
-        output = model_of(config)(torch.randint(2, VOCAB, (1, TOKENS)), use_cache=True)
+        output = model(torch.randint(2, VOCAB, (1, TOKENS)), use_cache=True)
     by_layer = (
         [[state[..., index] for state in output.state] for index in range(len(schema.layers))]
         if families()[name].own_states == "stacked"
-        else list(output.cache_params.rnn_state.values())
+        else list(output[cache_name_of(model)].rnn_state.values())
     )
     for layer, tensors in zip(schema.layers, by_layer, strict=True):
         check_states(layer, dict(zip([row.name for row in layer.state_rows()], tensors, strict=True)), [])

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
+import models  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import NeverFits, SchemaError  # noqa: E402
 from kvpagoda.formats.encoding import Encoding  # noqa: E402
@@ -421,7 +422,7 @@ def test_messages_name_the_model_and_the_layer() -> None:
 
 
 def config_class(name: str) -> Any:
-    return transformers.CONFIG_MAPPING[{"kimi_k2": "deepseek_v3"}.get(name, name)]
+    return models.config_class({"kimi_k2": "deepseek_v3"}.get(name, name))
 
 
 NOT_WITHOUT = {
@@ -454,6 +455,11 @@ def test_fields_that_are_left_out(name: str) -> None:
 FOUR = dict(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
 LISTED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 QSA = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=8, indexer_compress_ratio=4)
+DORY = dict(
+    FOUR, num_hidden_layers=8, layer_types=[block for each in LISTED for block in (each, "mlp")], n_input_layers=2,
+    n_recurrent_layers=4, n_output_layers=2, n_recurrent_loops=4,
+)  # fmt: skip
+"""Attention and MLP of a layer are listed, and counted, apart."""
 CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
     ("dots3_note_text", dict(FOUR, num_key_value_heads=4, num_hidden_layers=9)),
     (
@@ -462,6 +468,15 @@ CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("dots3_note_text", dict(FOUR, num_key_value_heads=4, use_dsa=False, swa_head_dim=224)),
     ("dots3_note_text", dict(FOUR, num_key_value_heads=4, use_sliding_window=False, swa_qk_rope_head_dim=64)),
+    ("dory", dict(FOUR, n_input_layers=1, n_output_layers=1, n_recurrent_loops=3)),
+    ("dory", DORY),
+    ("exaone", dict(num_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)),
+    (
+        "inkling2_loop_text",
+        dict(
+            FOUR, n_layers_per_attn_res_block=1, loop_config=dict(core_start=1, core_end=3, num_passes=4, gate_rank=8)
+        ),
+    ),
     ("minimax", dict(FOUR, sliding_window=64)),
     ("minimax", dict(FOUR, sliding_window=64, layer_types=["linear_attention", "full_attention"] * 2)),
     (
@@ -483,6 +498,53 @@ CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
 def test_checkpoints_have_spellings_of_their_own(name: str, raw: dict[str, Any]) -> None:
     real = Schema.from_hf_config(config_class(name)(**raw, dtype="float32"))
     assert Schema.from_hf_config({"model_type": name, "dtype": "float32", **raw}).layers == real.layers
+
+
+def test_layers_that_run_again_have_rows_of_their_own_after_all_others() -> None:
+    schema = Schema.from_hf_config(
+        {"model_type": "dory", "dtype": "float32", **DORY, "head_dim": 16, "sliding_window": 64}
+    )
+    assert [layer.label for layer in schema.layers] == [*LISTED, *LISTED[1:3] * 3]
+    assert [layer.index for layer in schema.layers] == [*range(10)]
+    assert schema.bytes_per_token == 10 * 2 * 2 * 16 * 4
+    inkling = {"model_type": "inkling2_loop_text", "text_config": {"model_type": "inkling2_loop_text"}}
+    assert len(Schema.from_hf_config(inkling).layers) == 24 + 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            dict(recurrent_kv_cache_mode="last_loop"),
+            "recurrent_kv_cache_mode is 'last_loop'; expected 'per_loop': else the",
+        ),
+        (dict(n_recurrent_layers=8), "n_recurrent_layers is 8; expected 4, the layers between the first and the last"),
+        (
+            dict(n_recurrent_loops=10**9),
+            "layers 1 to 2 run 1,000,000,000 times; expected layers below 4, which run at most",
+        ),
+        (dict(n_recurrent_loops=0), "n_recurrent_loops is 0; expected a whole number"),
+        (
+            dict(layer_types=[*LISTED, *["mlp"] * 4]),
+            "layer_types has 8 types; expected one for each of num_hidden_layers = 4",
+        ),
+    ],
+)
+def test_loops_that_no_model_runs(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(SchemaError, match=re.escape(why)):
+        Schema.from_hf_config({"model_type": "dory", "head_dim": 16, "sliding_window": 64, **DORY, **changes})
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [(9, "layers 1 to 8 run 2 times; expected layers below 4"), (0, "core_end is 0; expected a whole number")],
+)
+def test_loops_lie_within_the_layers(end: int, why: str) -> None:
+    fields = dict(FOUR, loop_layer_index_start=1, loop_layer_index_end=end, loop_num_passes=2)
+    with pytest.raises(SchemaError, match=why):
+        Schema.from_hf_config(
+            {"model_type": "multimodal", "text_config": {"model_type": "inkling2_loop_text", **fields}}
+        )
 
 
 def test_doges_experts_are_refused() -> None:

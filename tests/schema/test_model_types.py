@@ -18,7 +18,7 @@ SERVED = json.loads(files("kvpagoda.schema.families").joinpath("served_types.jso
 ROWS = {**TABLE["model_types"], **SERVED["model_types"]}
 INLINE = {name: row["family"] for name, row in ROWS.items() if not isinstance(row["family"], str)}
 SPELLED = {**TABLE["families"], **INLINE}
-PARTS = {"conv", "delta", "recurrent", "inner_channels", "has_rope"}
+PARTS = {"conv", "delta", "recurrent", "inner_channels", "has_rope", "_blocks_of_a_layer"}
 """Functions that rules are made of."""
 
 

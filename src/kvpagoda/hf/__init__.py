@@ -3,7 +3,7 @@
 
 from kvpagoda.errors import MissingExtra
 
-_LACKING = "kvpagoda.hf needs torch and transformers; pip install 'kvpagoda[hf]'"
+_LACKING = "kvpagoda.hf needs torch and transformers (tested with 5.23 and 5.24); pip install 'kvpagoda[hf]'"
 with MissingExtra.unless("torch", _LACKING), MissingExtra.unless("transformers", _LACKING):
     from kvpagoda.hf.generator import Generator, Request
     from kvpagoda.hf.paged_cache import PagedCache

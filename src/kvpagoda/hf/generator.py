@@ -131,9 +131,10 @@ class Generator:
     model's position encodings (``rope_switch``) is computed again and counts as preempted too.
 
     ``kv_format``, ``kv_scales`` and ``layout``: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and
-    ``calibrated_scales`` return scales. ``cache_arguments``: all other arguments of
-    ``KVCache``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the whole model,
-    which takes seconds for a large one.
+    ``calibrated_scales`` return scales. ``cache_arguments``: all other arguments of ``KVCache``. Of these
+    ``limits.step_checkpoints`` is 16 by default where the modules of a model that update states can run in pieces; other
+    models with states, and those with a ``draft``, take 0 or None. If other processes can read ``tiers``,
+    ``identity.weights`` is by default a digest of the whole model, which takes seconds for a large one.
 
     Before a step admits requests, it checks whether the model's weights changed. If they did, it invalidates what is
     cached, so that no request starts from rows of older weights. ``kvpagoda.hf.weights.WeightsWatch`` says which

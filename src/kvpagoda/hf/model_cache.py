@@ -82,11 +82,15 @@ def runner_of(
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))
     limits = replace(limits, step_tokens=max(chunk, lookup + 1))
-    if draft is not None and limits.step_checkpoints:
-        raise BadInput(
-            "a draft runs between a step and its commit, so no step leaves states inside: leave step_checkpoints out"
+    can_leave, has_states = states.can_leave and draft is None, bool(schema.state_layout.nbytes)
+    if limits.step_checkpoints and not can_leave and (has_states or draft is not None):
+        who = f"the modules of this {type(model).__name__} that update states run only as a whole"
+        why = who if draft is None else "a draft runs between a step and its commit"
+        raise BadInput.with_hint(
+            f"step_checkpoints is {limits.step_checkpoints}, but {why}, so no step leaves states inside",
+            "leave step_checkpoints out: then steps end where a checkpoint is due",
         )
-    if limits.step_checkpoints is None and states.can_leave and draft is None:
+    if limits.step_checkpoints is None and can_leave:
         limits = replace(limits, step_checkpoints=STEP_CHECKPOINTS)
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
     return runner_over(model, cache), None if drafts is None else Drafter(draft, cache, drafts, chunk)

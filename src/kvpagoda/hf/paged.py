@@ -268,7 +268,7 @@ class HeldStateLayer(StateLayer):
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """The ``past_key_values`` of one forward pass over a batch. The model is given positions; if the rows are aligned,
+    """The cache of one forward pass over a batch. The model is given positions; if the rows are aligned,
     it may compute them itself from the length of the past."""
 
     def __init__(self, context: StepContext) -> None:
@@ -447,8 +447,13 @@ def attend(
     weights.
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
-    layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
-    visible = context.gather(layer).visible[:, None, -query.shape[2] :]  # some models drop queries that no logit needs
+    if own is None and not getattr(module, "is_causal", True):
+        visible = query.new_ones(
+            1, dtype=torch.bool
+        )  # over parts of one token (blocks of layers), not over cached rows
+    else:
+        layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
+        visible = context.gather(layer).visible[:, None, -query.shape[2] :]  # some models drop queries without a logit
     if indices is not None:
         visible = visible & torch.zeros_like(visible).scatter(-1, indices[:, None].long(), True)
     if block_indices is not None:

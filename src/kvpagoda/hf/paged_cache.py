@@ -1,4 +1,4 @@
-"""A ``KVCache`` as the ``past_key_values`` of a transformers model: for ``model.generate`` and your own decoding loops.
+"""A ``KVCache`` as the cache of a transformers model: for ``model.generate`` and your own decoding loops.
 
 transformers runs a padded batch from its first token, and asks a cache for rows layer by layer. Here each row of the
 batch is a sequence: its cached prefix is not computed, and later texts find what it computes. So a call of the model
@@ -10,19 +10,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Cache
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
+from kvpagoda.hf.cache_name import CACHE_NAMES, OUTPUT_NAME
 from kvpagoda.hf.model_cache import check_model, commit_step, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.weights import WeightsWatch
@@ -30,18 +30,9 @@ from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema.kv_format import KVFormatNames
 
 Tensor = torch.Tensor
-_READ = {"input_ids", "attention_mask", "past_key_values", "cache_params"}
+_READ = {"input_ids", "attention_mask", *CACHE_NAMES}
 _PLAIN = {"position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
 """Arguments that are accepted and ignored: positions are those of the texts, and only the last logits are returned."""
-
-
-@dataclass
-class PagedOutput(ModelOutput):  # type: ignore[misc]
-    """The output of a forward call: ``logits`` float ``[B, 1, vocab]`` after the last token of each row, and the
-    cache."""
-
-    logits: Tensor | None = None
-    past_key_values: Any = None
 
 
 class Row:
@@ -53,7 +44,7 @@ class Row:
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """The cache of ``model``, for many calls of ``model.generate(ids, past_key_values=cache)``.
+    """The cache of ``model``, for many calls of ``model.generate(ids, cache=cache)``.
 
     Every call of ``generate`` gives whole texts, padded on the left. Their tokens that are cached, from earlier rows of
     the batch or from earlier calls, are not computed again. Greedy tokens are those of ``generate`` without it.
@@ -70,12 +61,13 @@ class PagedCache(Cache):  # type: ignore[misc]
     so that no row of older weights is used. ``kvpagoda.hf.weights.WeightsWatch`` says which changes it notices; after
     others call ``invalidate``. Rows of a batch that runs meanwhile continue, as they do in transformers' own caches.
 
-    In your own loop, ``model(ids, past_key_values=cache)``, the first call after ``reset`` starts texts, and each later call
+    In your own loop, ``model(ids, cache=cache)``, the first call after ``reset`` starts texts, and each later call
     appends tokens to every row. ``logits`` are then ``[B, 1, vocab]``, those after the last token of each row, where
     transformers' own caches give ``[B, S, vocab]``: compare with ``logits[:, -1:]`` of these. ``labels`` and a loss are not
     supported.
-    ``get_seq_length`` is always 0, so that ``generate`` passes whole texts. The constructor replaces ``forward`` and
-    ``prepare_inputs_for_generation`` of this ``model`` object; with any other cache they do what they did before.
+    ``get_seq_length`` is always 0, so that ``generate`` passes whole texts. The constructor replaces ``forward``,
+    ``prepare_inputs_for_generation`` and ``generate`` of this ``model`` object; with any other cache they do what they did
+    before. They take it as ``cache`` or ``past_key_values`` in every version of transformers.
     Raises BadInput, SchemaError for a model with unknown layers, NeverFits.
 
     >>> from kvpagoda.hf.embedded import embedded_model
@@ -84,7 +76,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     >>> prompt = torch.tensor([list(b"a prompt that is the same " * 10)])
     >>> own = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     >>> for _ in range(2):
-    ...     ours = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, past_key_values=cache)
+    ...     ours = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, cache=cache)
     ...     assert ours.tolist() == own.tolist()
     >>> cache.stats().cached_tokens >= 128  # found, not computed
     True
@@ -121,6 +113,12 @@ class PagedCache(Cache):  # type: ignore[misc]
     @property
     def is_croppable(self) -> bool:
         return False
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Not only layers with linear attention: of a cache without ``layers`` ``generate`` would take them to be all, and
+        not ask for its length."""
+        return [False]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -197,10 +195,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         """The cache's counters."""
         return self.cache.stats()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> PagedOutput:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutputWithPast:
         """Compute ``input_ids`` ``[B, S]``: whole texts if no batch runs, else the next tokens of each row.
-        ``attention_mask`` ``[B, S or more]``: 0 for padding on the left of whole texts. Raises BadInput; on any error
-        all rows end."""
+        ``attention_mask`` ``[B, S or more]``: 0 for padding on the left of whole texts. Returns this cache, and ``logits``
+        float ``[B, 1, vocab]`` after the last token of each row. Raises BadInput; on any error all rows end."""
         ids = input_ids.cpu().numpy()
         if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):
             raise BadInput(f"expected token ids [{len(self._rows) or 'rows'}, tokens], got {list(ids.shape)}")
@@ -214,7 +212,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         except BaseException:
             self.reset()
             raise
-        return PagedOutput(logits=logits[:, None], past_key_values=self)
+        return CausalLMOutputWithPast(logits=logits[:, None], **{OUTPUT_NAME: self})
 
     def _begin(self, text: Tokens) -> Tensor:
         """Add a row for ``text`` and compute it, without its cached prefix. Return the logits ``[vocab]`` after it."""
@@ -279,31 +277,33 @@ def _texts(ids: np.ndarray[Any, Any], attention_mask: Tensor | None) -> list[Tok
 
 
 def _route(model: Any) -> None:
-    """Wrap ``forward`` and ``prepare_inputs_for_generation`` of ``model``: given a PagedCache, they call it. The
-    methods are bound, so that a copy of the model has its own. A second call does nothing. Raises BadInput."""
-    routes = {"forward": _forward, "prepare_inputs_for_generation": _prepare}
+    """Wrap ``forward``, ``prepare_inputs_for_generation`` and ``generate`` of ``model``: given a PagedCache, they call it.
+    The methods are bound, so that a copy of the model has its own. A second call does nothing. Raises BadInput."""
+    routes = {"forward": _forward, "prepare_inputs_for_generation": _prepare, "generate": _generate}
     methods = {name: getattr(model, name, None) for name in routes}
-    replaced = [name for name, method in methods.items() if not isinstance(method, MethodType)]
+    bound = {name: method for name, method in methods.items() if isinstance(method, MethodType)}
+    replaced = [name for name in ("forward", "prepare_inputs_for_generation") if name not in bound]
     if replaced:
         raise BadInput(
             f"{' and '.join(replaced)} of the {type(model).__name__} must be bound methods, but were replaced"
         )
-    for name, method in methods.items():
+    for name, method in bound.items():
         if not hasattr(method, "is_kvpagoda_route"):
-            setattr(model, name, MethodType(routes[name](getattr(method, "__func__", None)), model))
+            setattr(model, name, MethodType(routes[name](method.__func__), model))
 
 
 def _forward(own: Any) -> Any:
     """Return the wrapped ``forward`` of a model. ``own``: the original function."""
+    _, *names = inspect.signature(own).parameters
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = _given(kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        cache = _given(given)
         if cache is None:
             return own(self, *args, **kwargs)
         if cache.model is not self:
             raise cache.error_of_another_model()
-        given = {**dict(zip(inspect.signature(self.forward).parameters, args)), **kwargs}
         unknown = [name for name, value in given.items() if name not in _READ | _PLAIN and _says_something(value)]
         if unknown or given.get("input_ids") is None:
             raise BadInput(f"PagedCache takes input_ids alone; it was also given {sorted(unknown)}")
@@ -332,20 +332,36 @@ def _prepare(own: Any) -> Any:
             ids = input_ids
         else:
             ids = input_ids[:, -1:]  # even if the model's own settings say that it keeps no cache
-        return {**kwargs, "input_ids": ids, "past_key_values": cache, "attention_mask": mask}
+        return {**kwargs, "input_ids": ids, OUTPUT_NAME: cache, "attention_mask": mask}
 
     taken = inspect.signature(own)
-    if "past_key_values" not in taken.parameters:  # generate reads the signature to check its arguments
-        ours = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
-        *others, last = taken.parameters.values()
-        prepare.__signature__ = taken.replace(parameters=[*others, ours, last])  # type: ignore[attr-defined]
+    if OUTPUT_NAME not in taken.parameters:  # generate reads the signature to check its arguments
+        ours = inspect.Parameter(OUTPUT_NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
+        *before, last = taken.parameters.values()
+        prepare.__signature__ = taken.replace(parameters=[*before, ours, last])  # type: ignore[attr-defined]
     prepare.is_kvpagoda_route = True  # type: ignore[attr-defined]
     return prepare
 
 
+def _generate(own: Any) -> Any:
+    """Return the wrapped ``generate`` of a model, which gives a PagedCache the name of the installed version. ``own``: the
+    original function."""
+
+    @functools.wraps(own)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _given(kwargs)
+        if cache is None:
+            return own(self, *args, **kwargs)
+        others = {name: value for name, value in kwargs.items() if value is not cache}
+        return own(self, *args, **others, **{OUTPUT_NAME: cache})
+
+    generate.is_kvpagoda_route = True  # type: ignore[attr-defined]
+    return generate
+
+
 def _given(kwargs: dict[str, Any]) -> PagedCache | None:
     """Return the PagedCache among the arguments of a model, or None."""
-    caches = (kwargs.get(name) for name in ("past_key_values", "cache_params"))
+    caches = (kwargs.get(name) for name in CACHE_NAMES)
     return next((cache for cache in caches if isinstance(cache, PagedCache)), None)
 
 

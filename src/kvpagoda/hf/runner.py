@@ -12,7 +12,7 @@ import torch
 
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence, requests_of
-from kvpagoda.errors import SchemaError
+from kvpagoda.hf.cache_name import cache_name_of
 from kvpagoda.hf.paged import ATTENTION, OWN_STATES, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.hf.state_modules import StateModules
@@ -74,10 +74,7 @@ class ModelRunner:
         model.set_attn_implementation(before)
         accepted = inspect.signature(model.forward).parameters
         self._is_batched = family.batched
-        names = [name for name in ("past_key_values", "cache_params", "state") if name in accepted]
-        if not names:
-            raise SchemaError(f"{type(model).__name__} takes no cache in its forward pass")
-        self._cache_name = names[0]
+        self._cache_name = cache_name_of(model)
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
         takes_positions = through_interface and "position_ids" in accepted and not family.aligned

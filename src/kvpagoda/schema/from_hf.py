@@ -74,12 +74,13 @@ def read_config(
     family: Family = known_types()[name]["family"]
     try:
         types = layer_types_of(c, family, name)
+        again = looped(c, family, len(types))
         check_requirements(c, family)
         max_positions = family.max_positions(c)
         vocab_size = None if c.get("vocab_size") is None else c.size("vocab_size")
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
-    layers = []
+    layers = list[Layer]()
     for index, layer_type in enumerate(types):
         try:
             owner = owner_of(c, types, index)
@@ -87,6 +88,7 @@ def read_config(
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
         layer = read_layer(c, family, name, layer_type, index, dtype, formats)
         layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
+    layers += [replace(layers[source], index=len(types) + at) for at, source in enumerate(again)]
     if scheme is None:
         check_used(
             kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name
@@ -271,6 +273,8 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
     drafts = "num_nextn_predict_layers"
     if isinstance(listed, list | tuple) and len(listed) > count and c.get(drafts) is not None:
         listed = listed[:count] if len(listed) == count + c.size(drafts, 0) else listed  # those of draft layers follow
+    if isinstance(listed, list | tuple) and len(listed) == 2 * count and {*map(str, listed[1::2])} == {t.MLP}:
+        listed = listed[::2]  # attention and MLP of a layer apart
     if not isinstance(listed, list | tuple) or len(listed) != count:
         found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {shown(listed)}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
@@ -282,6 +286,18 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
                 f"layer {index} has type {shown(layer_type)}, which was not verified for {name}; expected {expected}"
             )
     return by_rule or listed
+
+
+def looped(c: Config, family: Family, count: int) -> list[int]:
+    """Return the layers of ``count`` that run again in a forward pass, once for each time: what they keep then stands
+    after what all keep. Raises SchemaError."""
+    layers, passes = family.loop(c)
+    if layers.stop > count or len(layers) * (passes - 1) > MOST_LAYERS:
+        raise SchemaError(
+            f"layers {layers.start} to {layers.stop - 1} run {passes:,} times; expected layers below {count}, which run at "
+            f"most {MOST_LAYERS:,} times in all"
+        )
+    return [*layers] * (passes - 1)
 
 
 def owner_of(c: Config, types: list[str], index: int) -> int | None:

@@ -43,6 +43,7 @@ class Family:
     index_parts  rows that a token of an open pool has in the state: its key, and a gate if there are two
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
+    loop         the layers that run several times in a forward pass, and how often
     max_positions  tokens of the longest context that the config names; None if it names none
     aligned      whether requests that share a forward pass must be equally long: the model counts positions from the
                  length of its cache, whatever positions are passed to it, or it ranks tokens without an indexer
@@ -69,6 +70,7 @@ class Family:
     index_parts: int = 1
     window: Callable[[Config], Any] = layer_types.sliding_window
     num_layers: Callable[[Config], int] = layer_types.hidden_layers
+    loop: Callable[[Config], tuple[range, int]] = layer_types.no_loop
     max_positions: Callable[[Config], int | None] = layer_types.named_positions
     aligned: bool = False
     own_states: str = ""
@@ -79,7 +81,7 @@ class Family:
 
 
 RULES: dict[str, ModuleType] = {
-    **dict.fromkeys(("layer_type", "has_indexer", "window", "num_layers", "max_positions"), layer_types),
+    **dict.fromkeys(("layer_type", "has_indexer", "window", "num_layers", "loop", "max_positions"), layer_types),
     "heads": heads,
     "states": states,
 }

@@ -253,6 +253,11 @@ def inkling(c: Config, i: int) -> str:
     return HYBRID_SLIDING if slides else HYBRID
 
 
+def lara_mini(c: Config, i: int) -> str:
+    """Linear, sliding, linear, full, sliding, and again from the first."""
+    return (LINEAR, SLIDING, LINEAR, FULL, SLIDING)[i % 5]
+
+
 def olmo_hybrid(c: Config, i: int) -> str:
     """Full on every fourth layer, and on the last layer of models with fewer than four, else linear."""
     layers = c.size("num_hidden_layers")
@@ -311,6 +316,42 @@ def nemotron_h_layers(c: Config) -> int:
     """The length of the pattern; the config's number of layers is only a copy of it."""
     pattern = c.get("layer_types") or c.get("hybrid_override_pattern")
     return len(pattern) if isinstance(pattern, list | tuple | str) else c.size("num_hidden_layers")
+
+
+def dory_layers(c: Config) -> int:
+    """``num_hidden_layers``, or half of it where ``layer_types`` lists attention and MLP of a layer apart."""
+    return c.size("num_hidden_layers") // _blocks_of_a_layer(c)
+
+
+def _blocks_of_a_layer(c: Config) -> int:
+    listed = c.get("layer_types")
+    return 2 if isinstance(listed, list | tuple) and MLP in listed else 1
+
+
+# ---- which layers run several times in a forward pass, and how often: each time but the first they have cache layers of
+# their own, after those of all layers ----
+
+
+def no_loop(c: Config) -> tuple[range, int]:
+    """Every layer runs once."""
+    return range(0), 1
+
+
+def inkling_loop(c: Config) -> tuple[range, int]:
+    """The layers from ``loop_layer_index_start`` to before ``loop_layer_index_end``, ``loop_num_passes`` times."""
+    return range(c.size("loop_layer_index_start"), c.size("loop_layer_index_end")), c.size("loop_num_passes")
+
+
+def dory_loop(c: Config) -> tuple[range, int]:
+    """The layers between the ``n_input_layers`` first and the ``n_output_layers`` last, ``n_recurrent_loops`` times."""
+    blocks, end = _blocks_of_a_layer(c), dory_layers(c)
+    looped = range(c.size("n_input_layers", 0) // blocks, end - c.size("n_output_layers", 0) // blocks)
+    if c.get("n_recurrent_layers") is not None and c.size("n_recurrent_layers", 0) // blocks != len(looped):
+        raise SchemaError(
+            f"n_recurrent_layers is {c.get('n_recurrent_layers')}; expected {len(looped) * blocks}, the layers between the "
+            f"first and the last ones"
+        )
+    return looped, c.size("n_recurrent_loops")
 
 
 # ---- the longest context in tokens, if the config itself names it: a default would be a guess ----
