@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +97,19 @@ def test_a_wrong_name_is_reported_in_one_line() -> None:
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    testing = pytest.importorskip("typer.testing")
+def test_an_installed_package_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    pytest.importorskip("typer")
     from kvpagoda import cli
 
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "lib" / "kvpagoda" / "cli.py"))
-    done = testing.CliRunner().invoke(cli.app, ["bench", "--quick"])
+    done = here("bench", "--quick")
     assert (
-        done.exit_code == 2 and "the benchmarks are in the repository" in done.output and done.output.count("\n") == 1
+        done.returncode == 2 and "the benchmarks are in the repository" in done.stderr and done.stderr.count("\n") == 1
     )
-    done = testing.CliRunner().invoke(cli.app, ["bench", "--help"])
-    assert done.exit_code == 0 and "Measure the host path" in done.output
+    done = here("bench", "--help")
+    assert done.returncode == 0 and "Measure the host path" in done.stdout
 
 
 @pytest.mark.parametrize(

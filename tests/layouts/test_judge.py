@@ -173,6 +173,6 @@ def test_it_needs_no_torch_and_nothing_of_the_cache():
 import sys
 from kvpagoda.layouts import judge
 loaded = {name.split(".")[1] for name in sys.modules if name.startswith("kvpagoda.")}
-assert "torch" not in sys.modules and loaded <= {"errors", "units", "loading", "layouts"}, loaded
+assert "torch" not in sys.modules and loaded <= {"errors", "units", "loading", "text", "layouts"}, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -210,5 +210,6 @@ print(json.dumps(sorted(name for name in sys.modules if name.split(".")[0] == "k
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     rooms = {".".join(name.split(".")[:2]) for name in json.loads(done.stdout)}
-    assert rooms == {"kvpagoda", "kvpagoda.errors", "kvpagoda.units", "kvpagoda.loading", "kvpagoda.layouts"}
+    names = ("", ".errors", ".units", ".loading", ".text", ".layouts")
+    assert rooms == {f"kvpagoda{name}" for name in names}
     assert (Path(sys.modules["kvpagoda.layouts"].__file__ or "").parent / "named.json").exists()

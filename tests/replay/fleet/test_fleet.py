@@ -157,6 +157,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 def test_what_a_tier_has_is_loaded_in_its_time() -> None:
     """A prompt that the cache evicted comes back from a tier: its bytes and the latency are all the time it takes."""
+    before = {*threading.enumerate()}
     records = [{"timestamp": 1000 * i, "input_length": 640, "output_length": 1, "hash_ids": [i % 3]} for i in range(6)]
     trace, tiers = Trace.read(records, block_size=640), {"host": TierCosts(0.25, 1e-5)}
     settings: dict[str, Any] = {"tokens_per_id": 640, "block_size": 64, "max_requests": 2}
@@ -167,7 +168,7 @@ def test_what_a_tier_has_is_loaded_in_its_time() -> None:
     waits = [0.25 + tokens * 32 * 1e-5 if tokens else 0 for tokens in loaded]
     assert ((result.each.first - result.each.arrived) / 1e12).tolist() == pytest.approx(waits)
     assert result.loaded_tokens == sum(loaded) and result.to_dict() == again.to_dict()
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("kvpagoda-tier")]:
+    for thread in {*threading.enumerate()} - before:
         thread.join(10)
         assert not thread.is_alive()
     small = simulate(trace, FULL, "45KiB", costs=Costs(tiers=tiers), tiers={"host": "4KiB"}, **settings)
