@@ -33,7 +33,7 @@ TESTS = {
     "redis": "tests/tiers/test_redis.py",
     "events": "tests/events/test_publisher.py tests/events/test_follower.py tests/events/test_own_router.py",
     "cli": "tests/test_console.py tests/test_cli.py",
-    "hf": "tests/hf/test_generator.py tests/hf/test_paged_cache.py tests/hf/test_every_family.py",
+    "hf": "tests/hf/test_paged_cache.py tests/hf/test_every_family.py tests/hf/test_own_states.py tests/hf/test_generator.py",
     "plot": "tests/replay/test_replay_command.py",
     "report": "tests/replay/test_report_page.py",
     "metrics": "tests/metrics",
