@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from kvpagoda import Identity, KVCache, Limits, Schema
-from kvpagoda.tiers import disk_tier
+from kvpagoda.tiers import Driver, RecordBuffer, Status, disk_tier, host_tier
 
 BASE = dict(
     vocab_size=1000, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -74,4 +77,37 @@ def test_blocks_for_branches_leave_room_for_those_that_are_needed(tmp_path: Path
     with cache.open([*TEXT, 950]) as sequence:
         assert sequence.cached_tokens == 144
     assert cache.stats().tiers[0].dropped == 0
+    cache.close()
+
+
+def test_blocks_for_branches_leave_room_for_later_texts() -> None:
+    """A tier that is slow: the blocks that five texts need are all stored, whatever the first ones keep for branches."""
+    schema, go_on = Schema.from_hf_config(CONFIGS["windows"], dtype="float32"), Event()
+    spec = host_tier("64MiB", write="commit", staging=40 * 12_288, timeout=10.0)
+
+    def make(buffer: RecordBuffer) -> Driver:
+        driver = spec.make(buffer)
+        store = driver.store
+
+        def later(keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+            go_on.wait(10.0)
+            return store(keys, rows, deadline)
+
+        driver.store = later  # type: ignore[method-assign]
+        return driver
+
+    cache = KVCache(
+        schema, "16MiB", "cpu", block_size=16, tiers=[replace(spec, make=make, workers=8)], identity=Identity("w")
+    )
+    texts = [[(7 * i + first) % 900 for i in range(149)] for first in range(5)]
+    for text in texts:
+        with cache.open(text) as sequence:
+            sequence.commit(text)
+    go_on.set()
+    assert cache.flush()
+    assert cache.stats().tiers[0].dropped == 0
+    cache.reset()
+    for text in texts:
+        with cache.open([*text, 950]) as sequence:
+            assert sequence.cached_tokens == 144
     cache.close()

@@ -11,19 +11,21 @@ from kvpagoda.memory.copies import Copy, Noted
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.schema import Plan
+from kvpagoda.units import ceil_div
 
 _NONE: Ids = np.empty(0, np.int32)
 _SMALL = 16  # what an operation takes beside its ids, in ids
 _LEAST = 1 << 14
+_TURNS = 4  # out and in, twice
 
 
 class RemoteMemory(NoMemory):
     """Notes the operations on the memory of ``plan`` between two batches, for ``batch.copies``. ``poison``: blocks that are
     freed, too.
 
-    A simulator that makes no batch takes none of them away. So at most about two ids for each block of the plan are noted;
-    if there are more, all of them are dropped, and the next batch has no copies. After a reset nothing is held, so the
-    notes begin anew.
+    A simulator that makes no batch takes none of them away. So no more are noted than suspend all that the memory holds and
+    resume it, twice; if there are more, all of them are dropped, and the next batch has no copies. After a reset nothing is
+    held, so the notes begin anew.
     """
 
     def __init__(self, plan: Plan, poison: bool) -> None:
@@ -31,7 +33,9 @@ class RemoteMemory(NoMemory):
         self.is_poisoning = poison
         self._are_states = [group.growth.is_state for group in plan.groups]
         self._tokens = [0 if group.growth.is_state else group.block_size for group in plan.groups]
-        self._most = _LEAST + 2 * sum(group.num_rows for group in plan.groups)
+        width = min((group.layout.nbytes for group in plan.groups), default=1)  # of a row of the swap, which may be wider
+        ids = [group.num_rows * (1 + ceil_div(group.layout.nbytes, width)) for group in plan.groups]
+        self._most = _LEAST + _TURNS * sum(ids)
         self._operations: list[Copy] | None = []
         self._size = self._resets = self._number = 0
 

@@ -303,7 +303,7 @@ class Offloader(NoTiers):
 
     def store_checkpoint(self, checkpoint: int, kept: Kept, when: str) -> None:
         """As ``NoTiers`` says. Blocks before those that are needed, which serve texts that part a little earlier, are stored
-        as far as staging memory goes, the last first."""
+        as far as staging memory goes, the last first; but a quarter of it is left for what later texts need."""
         hashes = self._checkpoints.get(checkpoint)
         if hashes is None:
             return
@@ -318,7 +318,7 @@ class Offloader(NoTiers):
             if room < 0:
                 level.dropped += count
                 continue
-            more = room // max(1, sum(map(len, pieces)))
+            more = max(0, level.num_readable_ahead - count) // max(1, sum(map(len, pieces)))
             keys, parts, sizes = list[bytes](), list[StoredPart](), list[int]()
             for number, (group, (names, n), one) in enumerate(zip(self._bounded, blocks, pieces)):
                 last = BlockNames(names[max(0, len(names) - n - more) :])
