@@ -392,6 +392,29 @@ def test_blocks_that_are_free_again_are_poisoned() -> None:
     assert worker.layer(0)["k"][blocks].isnan().all()
 
 
+def test_blocks_that_could_not_be_poisoned_are_not_poisoned_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, worker = made(poison=True)
+    sequence = scheduler.open(range(40), capacity=40)
+    worker.apply(scheduler.batch([sequence], [40]).copies)
+    sequence.close()
+    sequence = scheduler.open(range(40), capacity=41)
+    copies = scheduler.batch([sequence], [40]).copies
+    (arena,) = worker._core.memory.arenas
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "poison", None)
+        with pytest.raises(TypeError):
+            worker.apply(copies)
+    sequence.close()
+    scheduler.reset()
+    sequence = scheduler.open(range(40), capacity=41, reserve=60)
+    worker.apply(stepped(scheduler, sequence, [*range(40)]))
+    blocks = scheduler.core.groups[0].table.cells[0, :3].tolist()
+    worker.layer(0)["k"][blocks] = 1.0
+    sequence.fork(reserve=60)
+    worker.apply(stepped(scheduler, sequence, [7]))
+    assert (worker.layer(0)["k"][blocks] == 1.0).all()
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------------
 
 
@@ -400,10 +423,10 @@ def test_a_simulator_that_makes_no_batch_keeps_few_copies() -> None:
     first = scheduler.open(range(40), capacity=40)
     first.commit(range(40))
     most = 0
-    for _ in range(3000):
+    for _ in range(4500):
         first.fork().close()
         most = max(most, len(scheduler.core.memory._operations or ()))
-    assert 500 < most < 1100 and scheduler.core.memory._operations is None
+    assert 4000 < most < 4200 and scheduler.core.memory._operations is None
     first.extend(1)
     batch = scheduler.batch([first], [1])
     with pytest.raises(NeedsReset, match=r"call reset\(\)") as caught:
