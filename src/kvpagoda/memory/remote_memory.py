@@ -32,7 +32,7 @@ class RemoteMemory(NoMemory):
         self.is_poisoning = poison
         self._are_states = [group.growth.is_state for group in plan.groups]
         self._tokens = [0 if group.growth.is_state else group.block_size for group in plan.groups]
-        width = min((group.layout.nbytes for group in plan.groups), default=1)  # of a row of the swap, which may be wider
+        width = min((group.layout.nbytes for group in plan.groups), default=1)  # of the swap, or less
         ids = [group.num_rows * (1 + ceil_div(group.layout.nbytes, width)) for group in plan.groups]
         self._most_ids = _LEAST_IDS + _TURNS * sum(ids)
         self._most = _LEAST + _EACH * plan.max_requests * len(plan.groups)
