@@ -111,3 +111,37 @@ def test_blocks_for_branches_leave_room_for_later_texts() -> None:
         with cache.open([*text, 950]) as sequence:
             assert sequence.cached_tokens == 144
     cache.close()
+
+
+def computed(cache: KVCache, text: list[int], checkpoints: Sequence[int] | None = None) -> int:
+    """Compute ``text`` in a request, and return how many of its blocks were cached."""
+    with cache.open(text, capacity=0, checkpoints=checkpoints) as sequence:
+        cached = sequence.cached_tokens // 16
+        while sequence.length < len(text):
+            n = min(len(text) - sequence.length, int(cache.step_limit(sequence)), 256)
+            sequence.extend(n)
+            sequence.commit(text[sequence.length : sequence.length + n])
+    return cached
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_two_texts_had_in_common_is_found_by_a_third(name: str, tmp_path: Path) -> None:
+    """They part further before their ends than a checkpoint there reaches back, and the second asks for a position before."""
+    schema = Schema.from_hf_config(CONFIGS[name], dtype="float32")
+    common, tails = [(7 * i) % 900 for i in range(800)], [[900 + number] * 700 for number in range(3)]
+
+    def start() -> KVCache:
+        tier = disk_tier(tmp_path, "64MiB", staging="8MiB", admit_all=True)
+        return KVCache(schema, "32MiB", "cpu", max_requests=2, identity=Identity("w"), tiers=[tier])
+
+    cache = start()
+    computed(cache, common + tails[0])
+    computed(cache, common + tails[1], (320,))
+    warm = [cache.lookup(common[:cut] + tails[2]).resumable // 16 for cut in (800, 330)]
+    cache.flush()
+    cache.close()
+    again = start()
+    for cut, blocks in zip((800, 330), warm):
+        assert computed(again, common[:cut] + tails[2]) == blocks > 0
+        again.reset()
+    again.close()
