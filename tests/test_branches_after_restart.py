@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 
 from kvpagoda import Identity, KVCache, Limits, Schema
-from kvpagoda.tiers import Driver, RecordBuffer, Status, disk_tier, host_tier
+from kvpagoda.tiers import Driver, RecordBuffer, Status, TierSpec, disk_tier, host_tier
 
 BASE = dict(
     vocab_size=1000, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -80,10 +80,8 @@ def test_blocks_for_branches_leave_room_for_those_that_are_needed(tmp_path: Path
     cache.close()
 
 
-def test_blocks_for_branches_leave_room_for_later_texts() -> None:
-    """A tier that is slow: the blocks that five texts need are all stored, whatever the first ones keep for branches."""
-    schema, go_on = Schema.from_hf_config(CONFIGS["windows"], dtype="float32"), Event()
-    spec = host_tier("64MiB", write="commit", staging=40 * 12_288, timeout=10.0)
+def slow(spec: TierSpec, go_on: Event) -> TierSpec:
+    """Return ``spec`` with a driver that stores nothing before ``go_on`` is set."""
 
     def make(buffer: RecordBuffer) -> Driver:
         driver = spec.make(buffer)
@@ -96,13 +94,28 @@ def test_blocks_for_branches_leave_room_for_later_texts() -> None:
         driver.store = later  # type: ignore[method-assign]
         return driver
 
-    cache = KVCache(
-        schema, "16MiB", "cpu", block_size=16, tiers=[replace(spec, make=make, workers=8)], identity=Identity("w")
-    )
-    texts = [[(7 * i + first) % 900 for i in range(149)] for first in range(5)]
+    return replace(spec, make=make)
+
+
+@pytest.mark.parametrize(
+    ("name", "staging", "num_texts"),
+    [
+        ("windows", 40 * 12_288, 5),
+        ("windows and full attention", 20 * 4_096, 1),
+        ("windows and full attention", 20 * 4_096, 3),
+    ],
+)
+def test_staging_memory_that_is_short_costs_no_text(name: str, staging: int, num_texts: int) -> None:
+    """A tier that is slow: what the texts need is stored, whatever the first ones keep for branches and whatever room blocks
+    take that all requests share."""
+    schema, go_on = Schema.from_hf_config(CONFIGS[name], dtype="float32"), Event()
+    tier = slow(host_tier("64MiB", write="commit", staging=staging, timeout=10.0, workers=8), go_on)
+    cache = KVCache(schema, "16MiB", "cpu", block_size=16, tiers=[tier], identity=Identity("w"))
+    texts = [[(7 * i + first) % 900 for i in range(149)] for first in range(num_texts)]
     for text in texts:
         with cache.open(text) as sequence:
             sequence.commit(text)
+        cache.check()
     go_on.set()
     assert cache.flush()
     assert cache.stats().tiers[0].dropped == 0
