@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from kvpagoda import Identity, KVCache, Limits, Schema
-from kvpagoda.tiers import disk_tier
+from kvpagoda.tiers import Driver, RecordBuffer, Status, TierSpec, disk_tier, host_tier
 
 BASE = dict(
     vocab_size=1000, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -75,3 +78,83 @@ def test_blocks_for_branches_leave_room_for_those_that_are_needed(tmp_path: Path
         assert sequence.cached_tokens == 144
     assert cache.stats().tiers[0].dropped == 0
     cache.close()
+
+
+def slow(spec: TierSpec, go_on: Event) -> TierSpec:
+    """Return ``spec`` with a driver that stores nothing before ``go_on`` is set."""
+
+    def make(buffer: RecordBuffer) -> Driver:
+        driver = spec.make(buffer)
+        store = driver.store
+
+        def later(keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+            go_on.wait(10.0)
+            return store(keys, rows, deadline)
+
+        driver.store = later  # type: ignore[method-assign]
+        return driver
+
+    return replace(spec, make=make)
+
+
+@pytest.mark.parametrize(
+    ("name", "staging", "num_texts"),
+    [
+        ("windows", 40 * 12_288, 5),
+        ("windows and full attention", 20 * 4_096, 1),
+        ("windows and full attention", 20 * 4_096, 3),
+    ],
+)
+def test_staging_memory_that_is_short_costs_no_text(name: str, staging: int, num_texts: int) -> None:
+    """A tier that is slow: what the texts need is stored, whatever the first ones keep for branches and whatever room blocks
+    take that all requests share."""
+    schema, go_on = Schema.from_hf_config(CONFIGS[name], dtype="float32"), Event()
+    tier = slow(host_tier("64MiB", write="commit", staging=staging, timeout=10.0, workers=8), go_on)
+    cache = KVCache(schema, "16MiB", "cpu", block_size=16, tiers=[tier], identity=Identity("w"))
+    texts = [[(7 * i + first) % 900 for i in range(149)] for first in range(num_texts)]
+    for text in texts:
+        with cache.open(text) as sequence:
+            sequence.commit(text)
+        cache.check()
+    go_on.set()
+    assert cache.flush()
+    assert cache.stats().tiers[0].dropped == 0
+    cache.reset()
+    for text in texts:
+        with cache.open([*text, 950]) as sequence:
+            assert sequence.cached_tokens == 144
+    cache.close()
+
+
+def computed(cache: KVCache, text: list[int], checkpoints: Sequence[int] | None = None) -> int:
+    """Compute ``text`` in a request, and return how many of its blocks were cached."""
+    with cache.open(text, capacity=0, checkpoints=checkpoints) as sequence:
+        cached = sequence.cached_tokens // 16
+        while sequence.length < len(text):
+            n = min(len(text) - sequence.length, int(cache.step_limit(sequence)), 256)
+            sequence.extend(n)
+            sequence.commit(text[sequence.length : sequence.length + n])
+    return cached
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_two_texts_had_in_common_is_found_by_a_third(name: str, tmp_path: Path) -> None:
+    """They part further before their ends than a checkpoint there reaches back, and the second asks for a position before."""
+    schema = Schema.from_hf_config(CONFIGS[name], dtype="float32")
+    common, tails = [(7 * i) % 900 for i in range(800)], [[900 + number] * 700 for number in range(3)]
+
+    def start() -> KVCache:
+        tier = disk_tier(tmp_path, "64MiB", staging="8MiB", admit_all=True)
+        return KVCache(schema, "32MiB", "cpu", max_requests=2, identity=Identity("w"), tiers=[tier])
+
+    cache = start()
+    computed(cache, common + tails[0])
+    computed(cache, common + tails[1], (320,))
+    warm = [cache.lookup(common[:cut] + tails[2]).resumable // 16 for cut in (800, 330)]
+    cache.flush()
+    cache.close()
+    again = start()
+    for cut, blocks in zip((800, 330), warm):
+        assert computed(again, common[:cut] + tails[2]) == blocks > 0
+        again.reset()
+    again.close()

@@ -101,6 +101,7 @@ class Worker:
             )  # fmt: skip
         given.check(core.plan, self._swap.num_rows, self._swap.width)
         if begins:
+            core.memory.forget_copies()  # what could not be poisoned
             core.memory.clear_sectors(np.arange(1, max(1, core.plan.num_sectors), dtype=np.int32))
             self._resets, self._number, self._done = given.resets, 0, 0
         for one in given.operations[self._done :]:

@@ -157,6 +157,8 @@ class Settler:
             if saved is not None:
                 core.prefix.index.use(saved[0])
                 request.kept.append(saved[0])
+                if saved[1] and not found.loaded:
+                    self._store(saved[0])
             if request.breakpoints is not None:
                 self._keep_before(request, request.breakpoints, begin)
         except (MemoryError, RuntimeError) as error:
@@ -288,6 +290,8 @@ class Settler:
                 asked.states[at] = "memory" if saved is None else "kept" if saved[1] else "cached"
                 if saved is not None:
                     request.kept.append(saved[0])
+                    if saved[1]:
+                        self._store(saved[0])
 
     def _publish_blocks(self, request: Request, length: int, source: Hit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.

@@ -72,7 +72,8 @@ class Suspended(NamedTuple):
 class Swap:
     """Host memory for suspended requests, at most ``nbytes``; allocated when it is first needed.
 
-    ``rate``: seconds per byte copied, in either direction; a guess until something was copied."""
+    ``rate``: seconds per byte copied, in either direction; a guess until something was copied, and where nothing is
+    stored."""
 
     def __init__(self, nbytes: int, groups: Many[BlockGroup], memory: NoMemory) -> None:
         self._groups, self._memory = tuple(groups), memory
@@ -174,7 +175,10 @@ class Swap:
         ]
 
     def table(self) -> Bytes:
-        """Return the host memory: uint8 ``[num_rows, width]``. Raises OutOfBlocks if it cannot be allocated."""
+        """Return the host memory: uint8 ``[num_rows, width]``; where nothing is stored it takes no memory. Raises OutOfBlocks
+        if it cannot be allocated."""
+        if self._table is None and not self._memory.has_memory:
+            self._table = np.broadcast_to(np.uint8(0), (self.num_rows, self.width))
         if self._table is None:
             # The C library's large copies are several times slower if the target lies a little further into its page
             # than the source, so the table begins at the same offset as the blocks.
@@ -191,7 +195,8 @@ class Swap:
             if len(block_ids):
                 copy(group.index, block_ids, self.table(), part.rows.tolist())
                 nbytes += len(block_ids) * _width(group)
-        self.rate.add(perf_counter() - start, nbytes)
+        if self._memory.has_memory:
+            self.rate.add(perf_counter() - start, nbytes)
 
 
 def _width(group: BlockGroup) -> int:

@@ -26,14 +26,14 @@ def pages(nbytes: int, *, large: bool = False) -> Bytes:
     allocation may be slow. Raises Exhausted.
     """
     try:
-        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         text = f"the system cannot allocate {format_bytes(nbytes)} ({error})"
         raise Exhausted.with_hint(text, "ask for less", needed=nbytes) from None
     if large and nbytes >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(memory, np.uint8, nbytes)
 
 
 def give_back(memory: Bytes) -> int:

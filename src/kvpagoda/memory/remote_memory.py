@@ -11,19 +11,20 @@ from kvpagoda.memory.copies import Copy, Noted
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.schema import Plan
+from kvpagoda.units import ceil_div
 
 _NONE: Ids = np.empty(0, np.int32)
-_SMALL = 16  # what an operation takes beside its ids, in ids
-_LEAST = 1 << 14
+_LEAST_IDS, _TURNS = 1 << 14, 4  # out and in, twice
+_LEAST, _EACH = 1 << 12, 16  # operations, and those of each request in each group
 
 
 class RemoteMemory(NoMemory):
     """Notes the operations on the memory of ``plan`` between two batches, for ``batch.copies``. ``poison``: blocks that are
     freed, too.
 
-    A simulator that makes no batch takes none of them away. So at most about two ids for each block of the plan are noted;
-    if there are more, all of them are dropped, and the next batch has no copies. After a reset nothing is held, so the
-    notes begin anew.
+    A simulator that makes no batch takes none of them away. So no more ids are noted than suspend all that the memory holds
+    and resume it, twice, and a few operations for each request; if there are more, all of them are dropped, and the next
+    batch has no copies. After a reset nothing is held, so the notes begin anew.
     """
 
     def __init__(self, plan: Plan, poison: bool) -> None:
@@ -31,20 +32,23 @@ class RemoteMemory(NoMemory):
         self.is_poisoning = poison
         self._are_states = [group.growth.is_state for group in plan.groups]
         self._tokens = [0 if group.growth.is_state else group.block_size for group in plan.groups]
-        self._most = _LEAST + 2 * sum(group.num_rows for group in plan.groups)
+        width = min((group.layout.nbytes for group in plan.groups), default=1)  # of the swap, or less
+        ids = [group.num_rows * (1 + ceil_div(group.layout.nbytes, width)) for group in plan.groups]
+        self._most_ids = _LEAST_IDS + _TURNS * sum(ids)
+        self._most = _LEAST + _EACH * plan.max_requests * len(plan.groups)
         self._operations: list[Copy] | None = []
-        self._size = self._resets = self._number = 0
+        self._num_ids = self._resets = self._number = 0
 
     def take(self) -> Noted:
         noted = Noted(self._resets, self._number, self._operations)
         self._operations = []
-        self._size = 0
+        self._num_ids = 0
         self._number += 1
         return noted
 
     def restart(self) -> None:
         self._operations = []
-        self._size = self._number = 0
+        self._num_ids = self._number = 0
         self._resets += 1
 
     def _note(
@@ -53,8 +57,8 @@ class RemoteMemory(NoMemory):
         """Note an operation. The ids are copied, as their arrays may change. ``rows``: None: all rows."""
         if self._operations is None:
             return
-        self._size += _SMALL + len(source) + len(target)
-        if self._size > self._most:
+        self._num_ids += len(source) + len(target)
+        if self._num_ids > self._most_ids or len(self._operations) == self._most:
             self._operations = None
             return
         if rows is None:

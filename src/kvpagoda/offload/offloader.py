@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from time import monotonic, perf_counter, sleep
 from typing import Any
 from weakref import finalize
@@ -101,6 +102,8 @@ class Offloader(NoTiers):
         ] = {}  # checkpoint -> hashes of the last blocks before it, as many as it keeps
         self._reused: set[int] = set()  # checkpoints sent to levels that write at reuse
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
+        self._due: dict[Level, dict[int, None]] = {level: {} for level in self.levels}
+        """Checkpoints that wait for staging memory, the oldest first; blocks are stored after them."""
         self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory, prefix.points.grid)
         self.parts = (self.reader,)
 
@@ -198,9 +201,12 @@ class Offloader(NoTiers):
                 )
 
     def drain(self) -> None:
-        """Store queued blocks that are still cached, as far as there is staging memory."""
+        """Store queued checkpoints and blocks that are still cached, as far as there is staging memory."""
         for level, backlog in self._backlog.items():
-            while backlog and level.num_writable:
+            due = self._due[level]
+            while due and self._store_checkpoint(level, first := next(iter(due)), self._prefix.kept[first]):
+                del due[first]
+            while backlog and level.num_writable and not due:
                 count = min(len(backlog), level.num_writable, level.batch)
                 units = [backlog.popleft() for _ in range(count)]
                 self._store_blocks(level, [unit for unit in units if self._hashes[unit[0]].tobytes() == unit[1]])
@@ -210,6 +216,8 @@ class Offloader(NoTiers):
             if self._full is not None and number == self._full.index:
                 self._evicted(names)
         for checkpoint, kept in freed.checkpoints:
+            for level, due in self._due.items():
+                level.dropped += self._num_needed(level, kept) if checkpoint in due else 0
             self.store_checkpoint(checkpoint, kept, "evict")
 
     def num_storable(self, deadline: float) -> int | None:
@@ -303,34 +311,45 @@ class Offloader(NoTiers):
 
     def store_checkpoint(self, checkpoint: int, kept: Kept, when: str) -> None:
         """As ``NoTiers`` says. Blocks before those that are needed, which serve texts that part a little earlier, are stored
-        as far as staging memory goes, the last first."""
-        hashes = self._checkpoints.get(checkpoint)
-        if hashes is None:
-            return
+        as far as staging memory goes, the last first; but a quarter of it is left for what later texts need. One of a prompt
+        waits for staging memory; one that is evicted cannot."""
+        for level in self.levels if checkpoint in self._checkpoints else ():
+            if level.spec.write == when and not self._store_checkpoint(level, checkpoint, kept):
+                if when == "evict":
+                    level.dropped += self._num_needed(level, kept)
+                else:
+                    self._due[level][checkpoint] = None
+
+    def _num_needed(self, level: Level, kept: Kept) -> int:
+        """Return how many records of ``level`` a text needs to be resumed at a checkpoint with ``kept``."""
         blocks = self._prefix.index.blocks_of(kept)
-        for level in self.levels:
-            if level.spec.write != when:
-                continue
-            widths = [self._memory.record_nbytes(group.index) for group in self._bounded]
-            pieces = [level.pieces(width) for width in widths]
-            count = sum(n * len(one) for (_, n), one in zip(blocks, pieces))
-            room = level.num_writable - count
-            if room < 0:
-                level.dropped += count
-                continue
-            more = room // max(1, sum(map(len, pieces)))
-            keys, parts, sizes = list[bytes](), list[StoredPart](), list[int]()
-            for number, (group, (names, n), one) in enumerate(zip(self._bounded, blocks, pieces)):
-                last = BlockNames(names[max(0, len(names) - n - more) :])
-                ends = hashes[len(hashes) - len(last) :]
-                keys += [level.key(end, bounded_part(number, part)) for end in ends for part in range(len(one))]
-                parts.append((group, group.places_of(last), len(last) * len(one), level.table(widths[number])))
-                sizes += len(last) * one
-            self.store(level, keys, parts, sizes)
+        widths = [self._memory.record_nbytes(group.index) for group in self._bounded]
+        return sum(n * len(level.pieces(width)) for (_, n), width in zip(blocks, widths))
+
+    def _store_checkpoint(self, level: Level, checkpoint: int, kept: Kept) -> bool:
+        """Store ``checkpoint`` in ``level``; return False, doing nothing, if there is too little staging memory."""
+        count = self._num_needed(level, kept)
+        if count > level.num_writable:
+            return False
+        hashes, blocks = self._checkpoints[checkpoint], self._prefix.index.blocks_of(kept)
+        widths = [self._memory.record_nbytes(group.index) for group in self._bounded]
+        pieces = [level.pieces(width) for width in widths]
+        more = max(0, level.num_readable_ahead - count) // max(1, sum(map(len, pieces)))
+        keys, parts, sizes = list[bytes](), list[StoredPart](), list[int]()
+        for number, (group, (names, n), one) in enumerate(zip(self._bounded, blocks, pieces)):
+            last = BlockNames(names[max(0, len(names) - n - more) :])
+            ends = hashes[len(hashes) - len(last) :]
+            keys += [level.key(end, bounded_part(number, part)) for end in ends for part in range(len(one))]
+            parts.append((group, group.places_of(last), len(last) * len(one), level.table(widths[number])))
+            sizes += len(last) * one
+        self.store(level, keys, parts, sizes)
+        return True
 
     def checkpoint_dropped(self, checkpoint: int) -> None:
         self._checkpoints.pop(checkpoint, None)
         self._reused.discard(checkpoint)
+        for due in self._due.values():
+            due.pop(checkpoint, None)
 
     # -- blocks that are freed ---------------------------------------------------------------------------------------
 
@@ -342,8 +361,9 @@ class Offloader(NoTiers):
                 self.clear()
 
     def clear(self) -> None:
-        for backlog in self._backlog.values():
-            backlog.clear()
+        for level in self.levels:
+            self._backlog[level].clear()
+            self._due[level].clear()
         self._blocks[:] = 0
         self._checkpoints.clear()
         self._reused.clear()
@@ -353,7 +373,12 @@ class Offloader(NoTiers):
     def check(self) -> None:
         cached = _NONE if self._full is None else self._prefix.index.texts.names()
         hashed = np.flatnonzero(self._hashes.any(axis=1))
-        loose = [*np.setdiff1d(hashed, cached).tolist(), *(self._checkpoints.keys() - self._prefix.kept)]
+        known = self._checkpoints.keys()
+        loose = [
+            *np.setdiff1d(hashed, cached).tolist(),
+            *(known - self._prefix.kept),
+            *({*chain(*self._due.values())} - known),
+        ]
         if loose:
             raise CheckFailed(f"blocks or checkpoints that are not cached have hashes: {loose[:16]}")
         for level in self.levels:
@@ -365,12 +390,17 @@ class Offloader(NoTiers):
     def flush(self, timeout: float) -> bool:
         deadline = monotonic() + real_number(timeout, "a timeout in seconds")
         self.drain()
-        while any(self._backlog.values()) and monotonic() < deadline:
+        while self._is_behind and monotonic() < deadline:
             if all(level.tier.is_closed for level in self.levels):
                 break
             sleep(0.001)
             self.drain()
-        return all([level.settle(deadline) for level in self.levels]) and not any(self._backlog.values())  # noqa: C419
+        return all([level.settle(deadline) for level in self.levels]) and not self._is_behind  # noqa: C419
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether anything waits to be stored."""
+        return any(self._backlog.values()) or any(self._due.values())
 
     def close(self, timeout: float) -> bool:
         begun, timeout = monotonic(), real_number(timeout, "a timeout in seconds")

@@ -185,8 +185,8 @@ class Level:
 
     @property
     def num_readable_ahead(self) -> int:
-        """The number of records that may be read ahead of a request now; the other free rows are for stores and
-        loads."""
+        """The number of records that may be read ahead of a request, or stored without need, now; the other free rows are for
+        stores and loads."""
         return max(0, self.num_writable - self._kept_for_stores)
 
     def store(
