@@ -30,12 +30,12 @@ TEXT = [(7 * i) % 900 for i in range(149)]
 CUTS = (17, 48, 49, 64, 97, 128, 130, 144, 149)
 
 
-@pytest.mark.parametrize(("name", "record_nbytes"), [*((name, 1) for name in CONFIGS), ("windows", 20_000)])
-def test_a_branch_is_found_as_in_memory(name: str, record_nbytes: int, tmp_path: Path) -> None:
+def found_warm_and_again(name: str, record_nbytes: int, folder: Path) -> tuple[list[int], list[int]]:
+    """Return how many blocks texts that part from a stored one at ``CUTS`` find in memory, and after a restart."""
     schema = Schema.from_hf_config(CONFIGS[name], dtype="float32")
 
     def start() -> KVCache:
-        tier = disk_tier(tmp_path, "64MiB", staging="8MiB", admit_all=True, record_nbytes=record_nbytes)
+        tier = disk_tier(folder, "64MiB", staging="8MiB", admit_all=True, record_nbytes=record_nbytes)
         return KVCache(
             schema, "16MiB", "cpu", max_requests=2, block_size=16, identity=Identity("w"), tiers=[tier],
             limits=Limits(step_tokens=2048),
@@ -50,15 +50,26 @@ def test_a_branch_is_found_as_in_memory(name: str, record_nbytes: int, tmp_path:
     first.flush()
     first.close()
     assert warm[-1] == 9 and (name == "states" or warm[1] > 0)
-    again = start()
-    blocks = []
+    again, blocks = start(), []
     for cut in CUTS:
         with again.open([*TEXT[:cut], 950]) as sequence:
             blocks.append(sequence.cached_tokens // 16)
         again.reset()
-    assert blocks == warm
     again.check()
     again.close()
+    return warm, blocks
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_branch_is_found_as_in_memory(name: str, tmp_path: Path) -> None:
+    warm, blocks = found_warm_and_again(name, 1, tmp_path)
+    assert blocks == warm
+
+
+def test_blocks_that_share_a_record_are_found_where_a_checkpoint_is(tmp_path: Path) -> None:
+    """Records of 20,000 bytes, blocks of a window of 8 KiB: no more records than blocks, and the checkpoint is found."""
+    warm, blocks = found_warm_and_again("windows", 20_000, tmp_path)
+    assert blocks == [9 * (one == 9) for one in warm] and blocks[-1] == 9
 
 
 def test_blocks_for_branches_leave_room_for_those_that_are_needed(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
-from kvpagoda.memory.pages import Bytes
 from kvpagoda.offload.hit import Prefetch, TierHit, bounded_part
 from kvpagoda.offload.reader import TierReader
 from kvpagoda.offload.watch import watches_of
@@ -47,8 +46,8 @@ from kvpagoda.units import real_number
 _NONE = BlockNames(np.empty(0, np.int32))
 Unit = tuple[BlockNames, bytes]
 """The names of the blocks of one record, and their hashes concatenated."""
-StoredPart = tuple[BlockGroup, BlockPlaces, int, Bytes]
-"""A group, the places of its blocks, the number of records that they take, and the table of staging memory that has them."""
+StoredPart = tuple[BlockGroup, BlockPlaces, int]
+"""A group, the places of its blocks, and the number of records that they take."""
 _CLOSING = 0.1  # share of its timeout that close() keeps for closing the tiers
 
 
@@ -80,7 +79,8 @@ class Offloader(NoTiers):
         prefix_root(b"", secret)
         block_nbytes = 0 if full is None else memory.record_nbytes(full.index)
         most = [group.growth.checkpoint_blocks(group.block_size) or 0 for group in self._bounded]
-        parts = [(count, memory.record_nbytes(group.index)) for count, group in zip(most, self._bounded)]
+        self._widths = [memory.record_nbytes(group.index) for group in self._bounded]
+        parts = [*zip(most, self._widths)]
         self.levels = ()
         try:
             for spec in specs:
@@ -237,9 +237,11 @@ class Offloader(NoTiers):
         }
         for name, ends in self._checkpoints.items():
             for number, (blocks, _) in enumerate(index.blocks_of(self._prefix.kept[name])):
-                kind, width = bounded_part(number, 0), self._bounded[number].plan.layout.nbytes
+                layout, width = self._bounded[number].plan.layout, self._widths[number]
                 for level, keys in found.items():
-                    keys.update((level.key(one, kind), (1, width)) for one in ends[len(ends) - len(blocks) :])
+                    for one in level.parts_of(len(blocks), width):
+                        key = level.key(ends[-1 - one.back], bounded_part(number, one.number))
+                        keys[key] = one.num_blocks, one.nbytes * layout.nbytes // width
         return found
 
     def _evicted(self, names: BlockNames) -> None:
@@ -262,7 +264,7 @@ class Offloader(NoTiers):
             names = BlockNames(np.concatenate([names for names, _ in keys.values()]))
             watch = self._watches.get(level)
             told = None if watch is None else partial(watch.stored, {key: hashes for key, (_, hashes) in keys.items()})
-            part = self._full, self._full.places_of(names), len(keys), level.buffer.payloads
+            part = self._full, self._full.places_of(names), len(keys)
             self.store(level, [*keys], [part], told=told)
 
     @observable
@@ -282,8 +284,8 @@ class Offloader(NoTiers):
             level.dropped += len(keys)
             return
         try:
-            for group, places, count, table in parts:
-                self._memory.to_host(group.index, places, table, rows[at : at + count])
+            for group, places, count in parts:
+                self._memory.to_host(group.index, places, level.buffer.payloads, rows[at : at + count])
                 at += count
             level.store(keys, rows, sizes, told)
         except BaseException as error:
@@ -323,8 +325,7 @@ class Offloader(NoTiers):
     def _num_needed(self, level: Level, kept: Kept) -> int:
         """Return how many records of ``level`` a text needs to be resumed at a checkpoint with ``kept``."""
         blocks = self._prefix.index.blocks_of(kept)
-        widths = [self._memory.record_nbytes(group.index) for group in self._bounded]
-        return sum(n * len(level.pieces(width)) for (_, n), width in zip(blocks, widths))
+        return sum(len(level.parts_of(n, width)) for (_, n), width in zip(blocks, self._widths))
 
     def _store_checkpoint(self, level: Level, checkpoint: int, kept: Kept) -> bool:
         """Store ``checkpoint`` in ``level``; return False, doing nothing, if there is too little staging memory."""
@@ -332,16 +333,16 @@ class Offloader(NoTiers):
         if count > level.num_writable:
             return False
         hashes, blocks = self._checkpoints[checkpoint], self._prefix.index.blocks_of(kept)
-        widths = [self._memory.record_nbytes(group.index) for group in self._bounded]
-        pieces = [level.pieces(width) for width in widths]
-        more = max(0, level.num_readable_ahead - count) // max(1, sum(map(len, pieces)))
+        apart = [level.is_apart(width) for width in self._widths]
+        one_more = sum(len(level.parts_of(1, width)) for width, is_apart in zip(self._widths, apart) if is_apart)
+        more = max(0, level.num_readable_ahead - count) // max(1, one_more)
         keys, parts, sizes = list[bytes](), list[StoredPart](), list[int]()
-        for number, (group, (names, n), one) in enumerate(zip(self._bounded, blocks, pieces)):
-            last = BlockNames(names[max(0, len(names) - n - more) :])
-            ends = hashes[len(hashes) - len(last) :]
-            keys += [level.key(end, bounded_part(number, part)) for end in ends for part in range(len(one))]
-            parts.append((group, group.places_of(last), len(last) * len(one), level.table(widths[number])))
-            sizes += len(last) * one
+        for number, (group, (names, n)) in enumerate(zip(self._bounded, blocks)):
+            last = BlockNames(names[max(0, len(names) - n - more * apart[number]) :])
+            records = level.parts_of(len(last), self._widths[number])
+            keys += [level.key(hashes[-1 - one.back], bounded_part(number, one.number)) for one in records]
+            parts.append((group, group.places_of(last), len(records)))
+            sizes += [one.nbytes for one in records]
         self.store(level, keys, parts, sizes)
         return True
 

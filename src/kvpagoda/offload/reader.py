@@ -56,6 +56,7 @@ class TierReader:
     ) -> None:
         self._levels, self._full, self._bounded, self._grid = tuple(levels), full, tuple(bounded), grid
         self._size, self._memory = block_size, memory
+        self._widths = [memory.record_nbytes(group.index) for group in self._bounded]
         self._reader: ThreadPoolExecutor | None = None
         self._process = os.getpid()  # the process that has the thread of _reader
         self._hit: TierHit | None = None  # result of the latest find()
@@ -177,18 +178,24 @@ class TierReader:
         if not len(ends):
             return
         needed = [num_needed(group, ends * self._size) for group in self._bounded]
-        asked = [(number, end) for number, counts in enumerate(needed) for end in _last(ends, counts)]
-        found = self._look_up(hit, dict.fromkeys(self._levels, asked), lambda level, one: hit.bounded_key(level, *one))
-        allowed = {level: _resumable(ends, needed, there) for level, there in found.items()}
+        spans = {
+            level: [n if level.is_apart(width) else np.minimum(n, 1) for n, width in zip(needed, self._widths)]
+            for level in self._levels
+        }
+        asked = {
+            level: [(number, end) for number, counts in enumerate(each) for end in _last(ends, counts)]
+            for level, each in spans.items()
+        }
+        found = self._look_up(hit, asked, lambda level, one: hit.bounded_key(level, *one))
+        allowed = {level: _resumable(ends, spans[level], there) for level, there in found.items()}
         for at, level in product(range(len(ends)), self._levels):
             if not allowed[level][at]:
                 continue
             end, deadline = int(ends[at]), hit.deadline(level)
             keys = [
-                hit.bounded_key(level, number, one, part)
+                hit.bounded_key(level, number, end - one.back, one.number)
                 for number, counts in enumerate(needed)
-                for one in range(end + 1 - int(counts[at]), end + 1)
-                for part in range(self._num_pieces(level, self._bounded[number]))
+                for one in level.parts_of(int(counts[at]), self._widths[number])
             ]
             rows = level.acquire(len(keys), hit, deadline)
             if rows is None:
@@ -198,10 +205,6 @@ class TierReader:
                 return
             hit.checkpoint, hit.end = None, 0
             level.buffer.release(rows)
-
-    def _num_pieces(self, level: Level, group: BlockGroup) -> int:
-        """Return how many records of ``level`` a block of bounded ``group`` takes."""
-        return len(level.pieces(self._memory.record_nbytes(group.index)))
 
     def _is_worth_it(self, hit: TierHit, resumable: int) -> bool:
         """Return whether loading is expected to be faster than computing, as far as both were measured. Where the
@@ -310,12 +313,11 @@ class TierReader:
         raises."""
         assert hit.checkpoint is not None
         level, rows = hit.checkpoint
-        for group, ids in zip(self._bounded, targets):
+        for group, width, ids in zip(self._bounded, self._widths, targets):
             count = num_needed(group, hit.end * self._size)
-            num_rows = count * self._num_pieces(level, group)
+            num_rows = len(level.parts_of(count, width))
             if count:
-                table = level.table(self._memory.record_nbytes(group.index))
-                self._memory.from_host(group.index, ids[:count], table, rows[:num_rows])
+                self._memory.from_host(group.index, ids[:count], level.buffer.payloads, rows[:num_rows])
             rows = rows[num_rows:]
 
 

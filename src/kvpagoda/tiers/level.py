@@ -98,6 +98,17 @@ class Loading(NamedTuple):
     future: Future[list[Status]]
 
 
+class Part(NamedTuple):
+    """A record of a checkpoint's blocks of one group. ``back``: how many blocks before the checkpoint the text ends by
+    which it is found. ``number``: of the records that are found so. ``num_blocks``: that begin in it. ``nbytes``: of its
+    payload."""
+
+    back: int
+    number: int
+    num_blocks: int
+    nbytes: int
+
+
 class Level:
     """A tier below a cache, with its staging memory.
 
@@ -127,7 +138,7 @@ class Level:
                 f"write='commit', or record_nbytes of at most {block_nbytes}"
             )
         record = RecordBuffer.nbytes_for(1, self.payload_nbytes)
-        count = self._num_staged(record, sum(n * len(self.pieces(nbytes)) for n, nbytes in parts))
+        count = self._num_staged(record, sum(len(self.parts_of(n, nbytes)) for n, nbytes in parts))
         self.buffer = RecordBuffer(count, self.payload_nbytes, memory(count * record))
         self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records per call
         self._kept_free = count // 2  # rows that stores leave free for loads
@@ -161,16 +172,22 @@ class Level:
         """Store and load records of ``identity`` from now on."""
         self.tier.fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
 
-    def pieces(self, nbytes: int) -> list[int]:
-        """Return the bytes in each record of a block of a checkpoint, which has ``nbytes``: it begins with a new record."""
-        payload = self.payload_nbytes
-        return [min(payload, nbytes - at) for at in range(0, nbytes, payload)]
+    def is_apart(self, nbytes: int) -> bool:
+        """Return whether each block of ``nbytes`` of a checkpoint has records of its own: no two fit into one."""
+        return 2 * nbytes > self.payload_nbytes
 
-    def table(self, nbytes: int) -> Bytes:
-        """Return the staging memory as a table in which a block of ``nbytes`` takes one row for each of its ``pieces``: uint8
-        ``[records, width]``, a view."""
-        table: Bytes = self.buffer.payloads[:, : min(nbytes, self.payload_nbytes)]
-        return table
+    def parts_of(self, n: int, nbytes: int) -> list[Part]:
+        """Return the records of ``n`` blocks of ``nbytes``, the last ones before a checkpoint, in their order.
+
+        One has records of its own, or several share one. Their own are found by the text up to their end, so that other
+        checkpoints share them; those that share one are found by the text up to the checkpoint."""
+        payload = self.payload_nbytes
+        if self.is_apart(nbytes):
+            pieces = [min(payload, nbytes - at) for at in range(0, nbytes, payload)]
+            return [Part(back, i, int(not i), one) for back in range(n - 1, -1, -1) for i, one in enumerate(pieces)]
+        each = payload // nbytes
+        counts = [min(each, n - at) for at in range(0, n, each)]
+        return [Part(0, i, count, count * nbytes) for i, count in enumerate(counts)]
 
     def key(self, block_hash: bytes, kind: bytes = BLOCKS) -> bytes:
         """Return the key of the record of ``kind`` whose last block has ``block_hash``."""

@@ -39,11 +39,11 @@ class TierSpec:
     ``host_tier``, ``disk_tier`` and others return one. ``make(buffer)`` returns the driver: any driver that passes
     ``kvpagoda.testing``. ``write``: which blocks the cache stores there: all that are published
     (``"commit"``), those that it evicts (``"evict"``), or those that a second request reuses (``"reuse"``).
-    ``record_nbytes``: the least bytes of a record; several blocks of a small model share one, but each block of a window
-    takes one. ``staging``: host memory for records that are being stored or loaded (None: 64 MiB, or more if two
-    checkpoints need it). ``timeout``: the most seconds that one ``open`` spends in this tier in all, and that one store
-    takes. ``workers``: threads that call the driver. ``checksum``: whether payloads have one; only a tier with
-    ``is_private``, whose records are in memory of this process, may do without. Raises BadInput.
+    ``record_nbytes``: the least bytes of a record; several blocks of a small model share one. ``staging``: host memory
+    for records that are being stored or loaded (None: 64 MiB, or more if two checkpoints need it). ``timeout``: the
+    most seconds that one ``open`` spends in this tier in all, and that one store takes. ``workers``: threads that call
+    the driver. ``checksum``: whether payloads have one; only a tier with ``is_private``, whose records are in memory of
+    this process, may do without. Raises BadInput.
     """
 
     name: str
