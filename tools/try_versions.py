@@ -74,7 +74,7 @@ def packages_of(extra: str) -> list[str]:
 
 
 def oldest(extras: Collection[str]) -> list[str]:
-    """Return a constraint to the lowest version that is allowed for each package of ``extras``, and for numpy; not for torch."""
+    """Return a constraint to the lowest version allowed for each package of ``extras``, and for numpy; not for torch."""
     requirements, lines = project(), set()
     for one in [one for extra in ("", *extras) for one in requirements[extra]]:
         lowest = re.search(r">=([0-9][0-9a-z.]*)", one)
