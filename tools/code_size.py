@@ -24,7 +24,7 @@ from typing import NamedTuple
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 BOUNDS = {
     "cache": 3_700,
-    "offload": 710,
+    "offload": 740,
     "prefix": 1_970,
     "schema": 2_700,
     "tiers": 1_900,
