@@ -314,6 +314,21 @@ def test_batches_of_both_kinds_are_counted_together_and_copies_outlive_their_bat
     worker.apply(two.copies)
 
 
+def test_a_scheduler_that_was_started_again_needs_a_worker_of_its_own() -> None:
+    """The batches of the new one have numbers that the worker expects next; its copies are of other blocks."""
+    scheduler, worker = made()
+    for copies in three_batches(scheduler):
+        worker.apply(copies)
+    again, own = made()
+    begun = [*three_batches(again), stepped(again, again.open(range(50, 60), reserve=60), [*range(50, 60)])]
+    for copies in begun:
+        with pytest.raises(NeedsReset, match="of scheduler"):
+            worker.apply(copies.to_json())
+    for copies in begun:
+        own.apply(copies.to_json())
+    worker.apply(stepped(scheduler, scheduler.open(range(50, 60), reserve=60), [*range(50, 60)]))
+
+
 def test_copies_that_fail_halfway_are_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, worker = made()
     first = scheduler.open(range(40), reserve=60)
@@ -538,8 +553,8 @@ def test_text_that_is_no_copies_is_refused(text: str | bytes) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        dict(kvpagoda_copies=2), dict(kvpagoda_copies="1"), dict(plan=None), dict(plan=7), dict(resets=-1), dict(number=-1),
-        dict(number=1.5), dict(number=True), dict(number=10**40), dict(operations=None), dict(operations={}),
+        dict(kvpagoda_copies=2), dict(kvpagoda_copies="1"), dict(plan=None), dict(plan=7), dict(scheduler=7),
+        dict(resets=-1), dict(number=-1), dict(number=1.5), dict(number=True), dict(number=10**40), dict(operations=None), dict(operations={}),
         dict(operations="block"), dict(operations=7),
     ],
     ids=str,

@@ -36,7 +36,7 @@ TESTS = {
     "events": "tests/events/test_publisher.py tests/events/test_follower.py tests/events/test_own_router.py",
     "cli": "tests/test_console.py tests/test_cli.py -k 'not generate and not exit_code_2'",
     "hf": "tests/hf/test_paged_cache.py tests/hf/test_every_family.py tests/hf/test_own_states.py tests/hf/test_generator.py",
-    "plot": "tests/replay/test_replay_command.py",
+    "plot": "tests/replay/test_replay_command.py -k 'not help'",
     "report": "tests/replay/test_report_page.py",
     "metrics": "tests/metrics",
     "triton": "tests/kernels/test_triton.py::test_interpreted_kernels_equal_the_reference",

@@ -40,6 +40,7 @@ class Worker:
             raise BadInput("a worker needs a cache with memory that is awake and has no tiers; make it with device=")
         cache.close()
         self._cache, self._core, self._guard = cache, core, core.guard
+        self._scheduler: str | None = None
         self._resets = self._number = self._done = 0
         memory, self._swap = core.memory, core.swap
         self._calls: dict[str, Callable[[Copy], object]] = {
@@ -79,8 +80,9 @@ class Worker:
 
         If it raises what a copy raises, such as OutOfBlocks, call it again with the same copies: it goes on where it stopped.
         Otherwise nothing was done. Raises BadInput for what are no copies, or those of another plan; StaleHandle for those
-        that were applied already; NeedsReset if those of an earlier batch are missing: apply them first, or, if they are
-        lost, close the scheduler's requests and ``reset`` it, after which it begins anew."""
+        that were applied already; NeedsReset for those of another scheduler, which needs a worker of its own, and if those
+        of an earlier batch are missing: apply them first, or, if they are lost, close the scheduler's requests and ``reset``
+        it, after which it begins anew."""
         core = self._core
         given = Copies.from_json(copies) if isinstance(copies, str | bytes) else instance_of(copies, Copies, "copies")
         if given.plan != core.agreement:
@@ -88,6 +90,12 @@ class Worker:
                 f"the copies are for {given.plan}, this memory is {core.agreement}",
                 "give scheduler and worker the same schema, sizes, block size and options",
                 needed=given.plan, available=core.agreement,
+            )  # fmt: skip
+        if self._scheduler not in (None, given.scheduler):
+            hint = "make a new Worker for a scheduler that was started again"
+            raise NeedsReset.with_hint(
+                f"the copies are of scheduler {given.scheduler!r}, those before them were of {self._scheduler!r}", hint,
+                needed=self._scheduler, available=given.scheduler,
             )  # fmt: skip
         due, number = (self._resets, self._number), (given.resets, given.number)
         begins = given.resets > self._resets and not given.number
@@ -100,6 +108,7 @@ class Worker:
                 needed=due, available=number,
             )  # fmt: skip
         given.check(core.plan, self._swap.num_rows, self._swap.width)
+        self._scheduler = given.scheduler
         if begins:
             core.memory.forget_copies()  # what could not be poisoned
             core.memory.clear_sectors(np.arange(1, max(1, core.plan.num_sectors), dtype=np.int32))

@@ -465,13 +465,13 @@ class Batch:
             hint = "keep the cache in the process that has the memory, or leave out tiers"
             raise BadInput(f"what tiers load and store, a worker's memory lacks; {hint}", hint=hint)
         if noted is None:
-            return Copies(core.agreement, 0, 0, ())
+            return Copies(core.agreement, "", 0, 0, ())
         if noted.operations is None:
             raise NeedsReset.with_hint(
                 f"batch {noted.number} has more copies before it than are kept: too much was run without a batch",
                 "close all requests and call reset() before the first batch for a worker", needed=noted.number,
             )  # fmt: skip
-        return Copies(core.agreement, noted.resets, noted.number, tuple(noted.operations))
+        return Copies(core.agreement, noted.scheduler, noted.resets, noted.number, tuple(noted.operations))
 
     @in_brackets
     def __repr__(self) -> str:

@@ -50,8 +50,10 @@ class Copy(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """The operations since the batch before the ``number``-th one after ``resets`` resets; None: there were too many."""
+    """The operations of ``scheduler`` since the batch before the ``number``-th one after ``resets`` resets; None: there were
+    too many."""
 
+    scheduler: str
     resets: int
     number: int
     operations: list[Copy] | None
@@ -61,12 +63,14 @@ class Noted(NamedTuple):
 class Copies:
     """The operations before one step, in the order in which they must be done. ``batch.copies`` makes them.
 
-    ``plan``: the schema and the sizes that scheduler and worker must share. ``resets``: how often the scheduler was reset;
-    ``number``: how many batches it has made since then, before this one. A worker applies the copies of all batches in the
-    order of these two, also if there are none.
+    ``plan``: the schema and the sizes that scheduler and worker must share. ``scheduler``: which one it is, by a random name
+    ("": the cache has its memory itself). ``resets``: how often it was reset; ``number``: how many batches it has made since
+    then, before this one. A worker applies the copies of all batches of one scheduler in the order of these two, also if there
+    are none.
     """
 
     plan: str
+    scheduler: str
     resets: int
     number: int
     operations: tuple[Copy, ...]
@@ -82,8 +86,8 @@ class Copies:
         operations = [
             [one.kind, one.group, one.source.tolist(), one.target.tolist(), one.rows, one.into] for one in self
         ]
-        data = {"kvpagoda_copies": VERSION, "plan": self.plan, "resets": self.resets, "number": self.number}
-        return json.dumps({**data, "operations": operations}, separators=(",", ":"))
+        data = {"kvpagoda_copies": VERSION, "plan": self.plan, "scheduler": self.scheduler, "resets": self.resets}
+        return json.dumps({**data, "number": self.number, "operations": operations}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Copies:
@@ -94,12 +98,13 @@ class Copies:
             if version != VERSION:
                 message = f"copies of version {version}, this is version {VERSION}"
                 raise BadInput(message, needed=version, available=VERSION)
-            plan, operations = data["plan"], data["operations"]
-            if type(plan) is not str or type(operations) is not list:
-                raise BadInput(f"plan is text and operations a list, got {shown(plan)} and {shown(operations)}")
+            plan, scheduler, operations = data["plan"], data["scheduler"], data["operations"]
+            if not type(plan) is type(scheduler) is str or type(operations) is not list:
+                got = ", ".join(map(shown, (plan, scheduler, operations)))
+                raise BadInput(f"plan and scheduler are text, operations a list, got {got}")
             resets = whole_number(data["resets"], "resets")
             number = whole_number(data["number"], "the number of a batch")
-            return cls(plan, resets, number, tuple(map(_read, operations)))
+            return cls(plan, scheduler, resets, number, tuple(map(_read, operations)))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, BadInput):
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -30,6 +31,7 @@ class RemoteMemory(NoMemory):
     def __init__(self, plan: Plan, poison: bool) -> None:
         super().__init__([group.layout.nbytes for group in plan.groups])
         self.is_poisoning = poison
+        self._name = os.urandom(8).hex()
         self._are_states = [group.growth.is_state for group in plan.groups]
         self._tokens = [0 if group.growth.is_state else group.block_size for group in plan.groups]
         width = min((group.layout.nbytes for group in plan.groups), default=1)  # of the swap, or less
@@ -40,7 +42,7 @@ class RemoteMemory(NoMemory):
         self._num_ids = self._resets = self._number = 0
 
     def take(self) -> Noted:
-        noted = Noted(self._resets, self._number, self._operations)
+        noted = Noted(self._name, self._resets, self._number, self._operations)
         self._operations = []
         self._num_ids = 0
         self._number += 1
