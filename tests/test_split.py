@@ -554,8 +554,8 @@ def test_text_that_is_no_copies_is_refused(text: str | bytes) -> None:
     "change",
     [
         dict(kvpagoda_copies=2), dict(kvpagoda_copies="1"), dict(plan=None), dict(plan=7), dict(scheduler=7),
-        dict(resets=-1), dict(number=-1), dict(number=1.5), dict(number=True), dict(number=10**40), dict(operations=None), dict(operations={}),
-        dict(operations="block"), dict(operations=7),
+        dict(resets=-1), dict(number=-1), dict(number=1.5), dict(number=True), dict(number=10**40), dict(operations=None),
+        dict(operations={}), dict(operations="block"), dict(operations=7),
     ],
     ids=str,
 )  # fmt: skip
