@@ -97,9 +97,8 @@ class Offloader(NoTiers):
         at reuse it was sent."""
         self._hashes: npt.NDArray[np.uint8] = self._blocks["hash"]
         self._sent = {level: self._blocks["sent"][:, i] for i, level in enumerate(writers)}
-        self._checkpoints: dict[
-            int, list[bytes]
-        ] = {}  # checkpoint -> hashes of the last blocks before it, as many as it keeps
+        self._checkpoints: dict[int, list[bytes]] = {}
+        """Checkpoint -> hashes of the last blocks before it, as many as it keeps."""
         self._reused: set[int] = set()  # checkpoints sent to levels that write at reuse
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
         self._due: dict[Level, dict[int, None]] = {level: {} for level in self.levels}
@@ -236,10 +235,10 @@ class Offloader(NoTiers):
             for level in self.levels
         }
         for name, ends in self._checkpoints.items():
-            for number, (blocks, _) in enumerate(index.blocks_of(self._prefix.kept[name])):
+            for number, (blocks, needed) in enumerate(index.blocks_of(self._prefix.kept[name])):
                 layout, width = self._bounded[number].plan.layout, self._widths[number]
                 for level, keys in found.items():
-                    for one in level.parts_of(len(blocks), width):
+                    for one in level.parts_of(len(blocks) if level.is_apart(width) else needed, width):
                         key = level.key(ends[-1 - one.back], bounded_part(number, one.number))
                         keys[key] = one.num_blocks, one.nbytes * layout.nbytes // width
         return found
@@ -276,8 +275,8 @@ class Offloader(NoTiers):
         sizes: Many[int] | None = None,
         told: Callable[[list[Status]], None] | None = None,
     ) -> None:
-        """Copy ``parts`` to staging memory, and store them under ``keys``. They
-        are dropped if that fails. ``sizes``: bytes of each record (None: whole records). ``told``: see ``Level.store``."""
+        """Copy ``parts`` to staging memory, and store them under ``keys``. They are dropped if that fails. ``sizes``: bytes of
+        each record (None: whole records). ``told``: see ``Level.store``."""
         try:
             rows, at = level.buffer.acquire(len(keys), owner=level), 0
         except OutOfBlocks:  # another thread was faster
