@@ -165,7 +165,7 @@ def test_proven_ids_are_not_looked_at():
 @pytest.mark.gpu
 def test_records_are_the_same_bytes_on_the_gpu():
     layout = layout_of([(0, 2, (3,), "bfloat16"), (1, 1, (7,), "uint8"), (1, 1, (), "float32")])
-    host, device = arena(layout, 6, None), Arena(layout, 6)
+    host, device = arena(layout, 6, None), Arena(layout, 6, order="layer")
     assert (host.order, device.order, device.buffer.is_cuda) == ("block", "layer", True)
     fill_with_noise(host, 3)
     put_records(device, [5, 1], records_of(host, [0, 2]))
