@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from time import monotonic
 
 import pytest
 
@@ -169,3 +170,24 @@ def test_what_two_texts_had_in_common_is_found_by_a_third(name: str, tmp_path: P
         assert computed(again, common[:cut] + tails[2]) == blocks > 0
         again.reset()
     again.close()
+
+
+def test_a_checkpoint_does_not_wait_for_staging_memory_that_a_prefetch_holds(tmp_path: Path) -> None:
+    """It is dropped, and counted: a prefetch may be open for long, and blocks behind the checkpoint are stored meanwhile."""
+    schema = Schema.from_hf_config(CONFIGS["windows and full attention"], dtype="float32")
+    tier = disk_tier(tmp_path, "64MiB", staging=81920, admit_all=True)
+    cache = KVCache(schema, "16MiB", "cpu", block_size=16, tiers=[tier], identity=Identity("w"), max_requests=2)
+    (level,) = cache.core.tiers.levels
+    with cache.open(TEXT) as sequence:
+        sequence.commit(TEXT)
+    assert cache.flush()
+    rows = level.acquire(level.num_readable_ahead, level.tier, 0.0)  # as a prefetch that nobody takes
+    assert rows is not None and 0 < level.num_writable < 6
+    other = [one + 1 for one in TEXT]
+    with cache.open(other) as sequence:
+        sequence.commit(other)
+    begun = monotonic()
+    assert cache.flush(5.0) and monotonic() - begun < 4 and cache.stats().tiers[0].dropped == 6
+    level.buffer.release(rows)
+    cache.check()
+    cache.close()

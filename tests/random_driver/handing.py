@@ -63,7 +63,7 @@ def is_mixed(request: Request) -> bool:
 def may_refuse(request: Request) -> list[type[Exception]]:
     """Return what a hand-over may raise for a request that changed its weights or the meaning of its namespace, if only before
     it had tokens."""
-    return [BadInput] if len(request.seeds) > 1 else []
+    return [BadInput] if request.has_changed else []
 
 
 def hand_over_one(driver: Driver) -> None:
@@ -92,7 +92,7 @@ def received(driver: Driver, parent: Request, ticket: Any, tokens: Tokens, media
         raise
     media = {at: digest for at, digest in media.items() if at < len(tokens)}
     child = Request(number, handle, 0, parent.namespace, tokens.copy(), media, max(len(tokens), reserve))
-    child.seeds = [*parent.seeds]
+    child.seeds, child.has_changed = [*parent.seeds], parent.has_changed
     child.length = child.num_written = child.started_at = child.highest = parent.length
     child.is_blank = parent.is_blank
     driver.requests[handle] = child

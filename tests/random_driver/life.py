@@ -189,7 +189,7 @@ def fork_one(driver: Driver) -> None:
     media = {at: digest for at, digest in parent.media.items() if at < parent.length}
     total = max(parent.length, reserve or 0)
     child = Request(number, handle, 0, parent.namespace, parent.text.copy(), media, total)
-    child.seeds = [*parent.seeds]
+    child.seeds, child.has_changed = [*parent.seeds], parent.has_changed
     child.length = child.num_written = child.started_at = child.highest = parent.length
     child.is_blank = parent.is_blank
     driver.requests[handle] = child
@@ -281,6 +281,7 @@ def resume(driver: Driver, request: Request) -> None:
         request.prompt_length = prompt_length(request.handle)
     if lost:
         request.length = request.num_written = request.started_at = before - lost
+        request.forget_behind(request.length)
         request.highest, request.is_blank = request.length, request.length == 0
     request.highest = max(request.highest, request.length)
     if "reserve" in settings:

@@ -51,6 +51,7 @@ class Request:
     ) -> None:
         self.number, self.handle, self.namespace = number, handle, namespace
         self.seeds = [(0, seed)]  # (first token, seed of the tokens that were computed from there on)
+        self.has_changed = False  # its weights or the meaning of its namespace did, if only before it had tokens
         self.tokens, self.media, self.prompt_length = tokens, dict(media), len(tokens)
         self.length = self.num_written = self.started_at = 0
         self.reserve: int | None = reserve
@@ -83,6 +84,14 @@ class Request:
     def enter(self, seed: int) -> None:
         """Use ``seed`` for the tokens that are written from now on, because weights or the namespace changed."""
         self.seeds.append((self.num_written, seed))
+        self.has_changed = True
+        self._marks = None
+
+    def forget_behind(self, length: int) -> None:
+        """Its rows behind the first ``length`` tokens are gone: those that are written there next are of the newest seed."""
+        newest = self.seeds[-1][1]
+        seeds = [(first, seed) for first, seed in self.seeds if first < length] or [(0, newest)]
+        self.seeds = seeds if seeds[-1][1] == newest else [*seeds, (length, newest)]
         self._marks = None
 
     def next_tokens(self, n: int, after: Tokens) -> Tokens:
@@ -107,6 +116,7 @@ class Request:
         self.tokens, self._marks = self.tokens[:known].copy(), None
         self.media = {at: digest for at, digest in self.media.items() if at < known}
         self.prompt_length, self.length, self.num_written = min(self.prompt_length, known), length, length
+        self.forget_behind(length)
         self.version += 1
 
     def __repr__(self) -> str:

@@ -202,9 +202,13 @@ class Offloader(NoTiers):
     def drain(self) -> None:
         """Store queued checkpoints and blocks that are still cached, as far as there is staging memory."""
         for level, backlog in self._backlog.items():
-            due = self._due[level]
+            due, is_storing = self._due[level], level.is_storing
             while due and self._store_checkpoint(level, first := next(iter(due)), self._prefix.kept[first]):
                 del due[first]
+                is_storing = True
+            if due and not is_storing:  # readers have the staging memory, and may have it for long
+                level.dropped += sum(self._num_needed(level, self._prefix.kept[one]) for one in due)
+                due.clear()
             while backlog and level.num_writable and not due:
                 count = min(len(backlog), level.num_writable, level.batch)
                 units = [backlog.popleft() for _ in range(count)]

@@ -201,6 +201,11 @@ class Level:
         return 0 if self.tier.is_closed else max(0, self.buffer.num_free - self._kept_free)
 
     @property
+    def is_storing(self) -> bool:
+        """Whether records are being stored, so that more staging memory will be free."""
+        return bool(self._storing)
+
+    @property
     def num_readable_ahead(self) -> int:
         """The number of records that may be read ahead of a request, or stored without need, now; the other free rows are for
         stores and loads."""
