@@ -6,10 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpagoda import KVCache
 from kvpagoda.errors import BadInput, NotOwned, SchemaError
+from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.layouts import named
+from kvpagoda.memory import arena as arena_module
+from kvpagoda.memory import device_memory
 from kvpagoda.memory.arena import Arena
-from kvpagoda.schema import Attention, Field, Layer, RowLayout, Schema
+from kvpagoda.schema import Attention, Field, Growth, Layer, RowLayout, Schema
 from records import put_records, records_of
 
 DTYPES = ["float32", "bfloat16", "float16", "uint8", "int32", "float8_e4m3fn", "bool"]
@@ -160,6 +164,57 @@ def test_no_rows_and_no_fields(order):
 def test_proven_ids_are_not_looked_at():
     memory = arena(RowLayout.build([(0, Field("a", 1, (4,), "int32"))]), 3, "layer")
     assert memory.row_index(torch.tensor([7], dtype=torch.int32), is_proven=True).dtype == torch.int64
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+def test_a_reset_writes_each_region_once(order, monkeypatch):
+    specs = [("float32", float("nan")), ("int32", -1), ("bfloat16", 1.5), ("uint8", 0)] * 3
+    layout = RowLayout.build((i // 4, Field(f"f{i}", 2, (3,), dtype, fill)) for i, (dtype, fill) in enumerate(specs))
+    memory, writes, ids = arena(layout, 7, order), [], [5, 0, 3]
+    monkeypatch.setattr(arena_module, "fill_rows", lambda *given: (writes.append(given), fill_rows(*given)))
+    fill_with_noise(memory, 4)
+    expected = {place: memory.layer(place.layer)[place.field.name].clone() for place in layout.places}
+    memory.reset(ids)
+    for place, view in expected.items():
+        view[ids] = place.field.fill
+        assert torch.equal(codes(memory.layer(place.layer)[place.field.name]), codes(view))
+    assert len(writes) == len(memory.regions()) == (1 if order == "block" else 12)
+    memory.poison(np.array(ids, np.int32))
+    assert len(writes) == 2 * len(memory.regions())
+    assert all((codes(memory.layer(place.layer)[place.field.name][ids]) == 255).all() for place in layout.places)
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_sectors_are_cleared_as_one_by_one(poison, monkeypatch):
+    layers = tuple(
+        Layer(i, f"{i}", (Attention(1, 1, 4, "float32", Growth(window=n)),)) for i, n in enumerate((None, 8))
+    )
+    cache = KVCache(Schema(layers, "mixed"), "64KiB", block_size=4, device="cpu", poison=poison)
+    memory, writes = cache.core.memory, []
+    (buffer,), size = memory._buffers, cache.plan.sector_nbytes
+    buffer.copy_(torch.arange(buffer.numel()) % 251)
+    expected, sectors = buffer.clone(), np.array([7, 1, 2, 4], np.int32)
+    for sector in sectors.tolist():
+        expected[sector * size : (sector + 1) * size] = 255 if poison else 0
+    monkeypatch.setattr(device_memory, "fill_rows", lambda *given: (writes.append(given), fill_rows(*given)))
+    memory.clear_sectors(sectors)
+    memory.clear_sectors(sectors[:0])
+    assert torch.equal(buffer, expected) and len(writes) == 1
+
+
+def test_blocks_that_several_calls_freed_are_poisoned_at_once(monkeypatch):
+    layers = tuple(
+        Layer(i, f"{i}", (Attention(1, 1, 4, "float32", Growth(window=n)),)) for i, n in enumerate((None, 8))
+    )
+    memory = KVCache(Schema(layers, "mixed"), num_blocks=20, block_size=4, device="cpu", poison=True).core.memory
+    poisoned = [[], []]
+    for arena, ids in zip(memory.arenas, poisoned):
+        monkeypatch.setattr(arena, "poison", ids.append)
+    for number, block in [(0, 3), (1, 2), (0, 5), (1, 4), (0, 1)]:
+        memory.freed(number, np.array([block], np.int32))
+    memory.poison_freed()
+    memory.poison_freed()
+    assert [[ids.tolist() for ids in one] for one in poisoned] == [[[3, 5, 1]], [[2, 4]]]
 
 
 @pytest.mark.gpu

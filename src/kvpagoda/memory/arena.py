@@ -9,6 +9,7 @@ Both orders use the same arithmetic: a field has a start, and its rows are a str
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from kvpagoda.errors import BadInput, Exhausted, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
+from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.memory.pages import pages
 from kvpagoda.schema import Page, Place, RowLayout
@@ -186,9 +188,18 @@ class Arena:
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
         """Set all fields of rows ``ids`` to their initial values. Raises NotOwned for an id out of range."""
-        index = self.page_index(self.row_index([ids] if isinstance(ids, int) else ids))
+        index = self.row_index([ids] if isinstance(ids, int) else ids)
+        for (_, rows), initial in zip(self.regions(), self._initial):
+            fill_rows(rows, index, initial)
+
+    @cached_property
+    def _initial(self) -> list[Tensor | int]:
+        """The initial bytes of each of ``regions()``: one byte where all are equal."""
+        one = Arena(self.layout, 1, device="cpu")
         for place in self.layout.places:
-            self._views[place.layer][place.field.name][index] = place.field.fill
+            one._views[place.layer][place.field.name].fill_(place.field.fill)
+        parts = [one.buffer[span] for span, _ in self.regions()]
+        return [int(part[0]) if (part == part[0]).all() else part.to(self.device) for part in parts]
 
     def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
         """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit.
@@ -208,7 +219,7 @@ class Arena:
         """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in integers."""
         index = torch.from_numpy(ids).to(self.device, torch.int64)
         for _, rows in self.regions():
-            rows[index] = 0xFF
+            fill_rows(rows, index, 0xFF)
 
     def row_index(
         self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int], *, is_proven: bool = False

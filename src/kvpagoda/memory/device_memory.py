@@ -13,6 +13,7 @@ import torch
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.kernels.flatten_table import flatten_table
 from kvpagoda.memory.arena import Arena, Device, Tensor, default_device
 from kvpagoda.memory.backing import Backing, backing_of, checked
@@ -179,9 +180,10 @@ class DeviceMemory(NoMemory):
 
     def clear_sectors(self, sectors: Ids) -> None:
         """Fill ``sectors`` with zeros, or with NaN if ``poison``: data of another group could read as NaN."""
-        size = self._sector_nbytes
-        for sector in sectors.tolist():
-            self._buffers[0][sector * size : (sector + 1) * size].fill_(POISON if self.is_poisoning else 0)
+        if len(sectors):
+            table = self._buffers[0].view(-1, self._sector_nbytes)
+            index = torch.from_numpy(sectors).to(self.device, torch.int64)
+            fill_rows(table, index, POISON if self.is_poisoning else 0)
 
     def freed(self, group: int, ids: Ids) -> None:
         if self.is_poisoning and len(ids):
@@ -189,9 +191,9 @@ class DeviceMemory(NoMemory):
 
     def poison_freed(self) -> None:
         while self._to_poison:
-            group, ids = self._to_poison[-1]
-            self.arenas[group].poison(ids)
-            self._to_poison.pop()
+            group, _ = self._to_poison[-1]
+            self.arenas[group].poison(np.concatenate([ids for one, ids in self._to_poison if one == group]))
+            self._to_poison = [(one, ids) for one, ids in self._to_poison if one != group]
 
     def give_back(self) -> int:
         self.is_poisoning = False
