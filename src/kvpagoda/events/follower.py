@@ -99,7 +99,7 @@ class Follower:
                 self._apply(self._waiting.pop(batch_number).events, lost)
             except BadInput as error:
                 self._next = 0 if self._refused == batch_number else wanted
-                self._refused = batch_number
+                self._refused, self._last = batch_number, max(self._last, batch_number)
                 raise BadInput(f"batch {batch_number} does not follow those before it: {error}") from None
             wanted = self._next = batch_number + 1
             self._refused = None
