@@ -17,7 +17,7 @@ NAMES = (
     "one_budget", "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard",
     "handover", "adapters", "paged_cache", "vllm_connector", "events", "router", "formats", "quantised_heads", "top_k",
     "packed", "metrics", "hints", "checkpoints_at_rest", "rounded_states", "step_checkpoints", "simulate", "count_hits",
-    "memory_for_reuse", "bound", "placement",
+    "memory_for_reuse", "bound", "placement", "runs",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from kvpagoda.blocks import FreeList
+from kvpagoda.blocks import FreeList, FreeStack
 from kvpagoda.blocks.ids import IdSet
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
 
@@ -20,11 +20,52 @@ def ids(*values):
     return np.array(values, np.int32)
 
 
-def test_the_lowest_ids_are_acquired_first_and_then_the_last_freed():
-    free = FreeList(4, first=10)
-    assert free.acquire(3).tolist() == [10, 11, 12]
-    free.release(ids(10, 12))
-    assert free.acquire(2).tolist() == [12, 10]
+def test_the_lowest_ids_are_acquired_first_and_then_those_freed_last():
+    free = FreeList(9, first=10)
+    assert free.acquire(7).tolist() == [10, 11, 12, 13, 14, 15, 16]
+    free.release(ids(16, 10, 12))
+    assert free.peek(1).tolist() == [16]  # of one id nothing is sorted
+    assert free.acquire(2).tolist() == [10, 12]
+    free.release(ids(13))
+    assert free.acquire(2).tolist() == [13, 16]
+
+
+@pytest.mark.parametrize("n", [2, 50, 400, 1500])
+def test_neighbours_come_together_in_whatever_order_they_were_freed(n):
+    free, rng = FreeStack(9000), np.random.default_rng(n)
+    free.take(9000)
+    free.give(np.arange(5000, 9000, dtype=np.int32))
+    window = n + min(n, 1024)
+    free.give(rng.permutation(window).astype(np.int32))
+    assert free.peek(n).tolist() == [*range(n)]
+    free.take(n)
+    assert free.peek(1) == n
+    free.check()
+
+
+@pytest.mark.parametrize("most", [8, 3000])
+def test_ids_are_those_of_a_plain_list(most):
+    """Random calls beside a list of Python that sorts the end of itself, the next id last."""
+    rng, size = np.random.default_rng(most), 3 * most
+    free, plain, held = FreeList(size, first=1), [*range(size, 0, -1)], []
+    for _ in range(300):
+        n = min(int(rng.integers(0, most)), len(plain))
+        if rng.integers(2):
+            if n > 1:
+                window = n + min(n, 1024)
+                plain[-window:] = sorted(plain[-window:], reverse=True)
+            expected = plain[len(plain) - n :][::-1]
+            del plain[len(plain) - n :]
+            assert free.peek(n).tolist() == expected == free.peek(n).tolist() == free.acquire(n).tolist()
+            held += expected
+        else:
+            rng.shuffle(held)
+            given, held = held[:n], held[n:]
+            free.release(np.array(given, np.int32))
+            plain += given[::-1]
+        assert free.num_free == len(plain) and free.free_ids().tolist() == sorted(plain)
+        assert free.held_ids().tolist() == sorted(held)
+    free.check()
 
 
 @pytest.mark.parametrize(

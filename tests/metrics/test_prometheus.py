@@ -72,6 +72,7 @@ def test_figures_are_those_of_stats() -> None:
     assert value(found, "vllm:external_prefix_cache_hits_total") == stats.loaded_tokens > 0
     assert value(found, "kvpagoda_blocks", group="full", state="free") == stats.groups[0].free
     assert value(found, "kvpagoda_blocks_evicted_total", group="full") == stats.evicted_blocks > 0
+    assert value(found, "kvpagoda_blocks_per_run", group="full") == stats.groups[0].blocks_per_run >= 1
     for one in stats.namespaces:
         assert value(found, "kvpagoda_cached_tokens_total", namespace=one.name) == one.cached_tokens
         assert value(found, "kvpagoda_computed_tokens_total", namespace=one.name) == one.computed_tokens

@@ -278,12 +278,12 @@ def test_a_schema_is_served(here: Command) -> None:
     done = here(*arguments, width=80)
     assert done.returncode == 0 and not done.stderr, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert "checkpoint  tokens   tokens  requests   blocks    memory".split() in lines
-    assert "budget  policy       every     hit  in tree   at once  evicted  unusable".split() in lines
+    assert "checkpoint  tokens   tokens  requests   blocks    memory  blocks".split() in lines
+    assert "budget  policy       every     hit  in tree   at once  evicted  unusable   a run".split() in lines
     assert [line[:3] for line in lines[-4:]] == [
         ["1GiB", "lru", "-"], ["1GiB", "opt", "-"], ["4GiB", "lru", "-"], ["4GiB", "opt", "-"]
     ]  # fmt: skip
-    assert lines[-1][3].endswith("%") and lines[-1][4:] == ["-"] * 4 and "opt: no cache above" in done.stdout
+    assert lines[-1][3].endswith("%") and lines[-1][4:] == ["-"] * 5 and "opt: no cache above" in done.stdout
     assert all(len(line) <= 60 for line in here(*arguments, width=60).stdout.splitlines())
     found = json.loads(here(*arguments, "--checkpoint-every", "0,4", "--json").stdout)
     assert [(r["budget"], r["policy"], r["checkpoint_every"]) for r in found["results"]] == [

@@ -60,6 +60,7 @@ def test_what_is_counted() -> None:
     full = Schema((Layer(0, "full", (Attention(1, 8, 8, "float16"),)),))
     result = serve(records, full, "1MiB", tokens_per_id=16, max_requests=1)
     assert (result.requests, result.prompt_tokens, result.matched_tokens, result.cached_tokens) == (2, 80, 32, 32)
+    assert result.blocks_per_run == 2 == result.to_dict()["blocks_per_run"]  # blocks 1, 2, 3 and 1, 2, 4
     assert result.limited_by == {"nothing": 2} and result.hit_rate == 0.4 and result.to_dict()["hit_rate"] == 0.4
     state = replace(full, layers=(*full.layers, Layer(1, "state", (Recurrent((Rows("r", (4, 4), "float32"),)),))))
     result = serve(records, state, "1MiB", tokens_per_id=16, max_requests=1)

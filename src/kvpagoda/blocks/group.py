@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -94,6 +96,17 @@ class BlockGroup:
     def shared_names(self, slot: int) -> BlockNames:
         """Return the names of the blocks that ``slot`` may share with others, in the order of the text."""
         return self.names_at(BlockPlaces(self.table.cells[slot, self.first[slot] : self.shared[slot]]))
+
+    def runs(self, slots: Iterable[int]) -> tuple[int, int]:
+        """Return how many blocks the rows of ``slots`` show, and in how many runs of ids that follow one another; a block
+        counts in each row. O(blocks)."""
+        num_blocks = num_runs = 0
+        for slot in slots:
+            cells = self.table.cells[slot, self.first[slot] : self.end[slot]]
+            if len(cells):
+                num_blocks += len(cells)
+                num_runs += 1 + int(np.count_nonzero(cells[1:] != cells[:-1] + 1))
+        return num_blocks, num_runs
 
     def leaving(self, slot: int, first: int) -> tuple[BlockNames, BlockPlaces]:
         """Return what ``slot`` loses if its row begins at column ``first``: the names of shared blocks, and the places

@@ -130,7 +130,7 @@ class Sectors:
         group.free.keep_only(vacating.free)
         self.owner[sectors] = NOBODY
         self.num_owned[group.index] -= len(sectors)
-        self._free.give(sectors[::-1])
+        self._free.give(sectors)
 
     def clear(self) -> None:
         """Free every sector; no group has a block then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +43,9 @@ class GroupStats:
     """
     cold: int
     """Of the evictable blocks: those that slid out of every window and that no checkpoint needs, which are evicted first."""
+    blocks_per_run: float = 0.0
+    """The mean length of the runs of neighbouring block ids in the block tables of running requests; 0 without any. A run is
+    one descriptor of a transfer, or one copy."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,8 @@ class CacheStats:
 def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> CacheStats:
     """Return the counters of ``core`` now. Changes nothing.
 
-    ``names``: label of a namespace -> the name to show for it. O(groups + requests + namespaces + pins)."""
+    ``names``: label of a namespace -> the name to show for it. O(groups + requests + namespaces + pins + blocks of
+    running requests)."""
     counters, prefix = core.counters, core.prefix
     running, suspended = [*core.running.values()], [*core.suspended]
     namespaces = _namespaces(core, (*running, *suspended), names)
@@ -169,7 +173,9 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         checkpoints=len(prefix.kept),
         pins=len(pins),
         pinned_blocks=prefix.num_pinned,
-        groups=tuple(group_stats(core, group) for group in core.groups),
+        groups=tuple(
+            replace(group_stats(core, group), blocks_per_run=_blocks_per_run(core, group)) for group in core.groups
+        ),
         short_hits=tuple(
             ShortHits(reason, requests, counters.short_tokens[reason])
             for reason, requests in sorted(counters.short_requests.items())
@@ -186,7 +192,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
 
 
 def group_stats(core: Core, group: BlockGroup) -> GroupStats:
-    """Return the counters of ``group``, one of ``core``, now. O(1)."""
+    """Return the counters of ``group``, one of ``core``, now, but for ``blocks_per_run``. O(1)."""
     blocks = core.prefix.cached[group.index]
     cached, idle = blocks.num_cached, blocks.num_evictable
     return GroupStats(
@@ -194,6 +200,11 @@ def group_stats(core: Core, group: BlockGroup) -> GroupStats:
         idle, group.outstanding, group.peak_held, group.plan.row_nbytes, core.prefix.num_evicted[group.index],
         core.counters.found[group.plan.name], blocks.num_cold,
     )  # fmt: skip
+
+
+def _blocks_per_run(core: Core, group: BlockGroup) -> float:
+    num_blocks, num_runs = group.runs([*core.running])
+    return num_blocks / max(1, num_runs)
 
 
 def _namespaces(core: Core, alive: Iterable[Request], names: Mapping[str, str]) -> tuple[NamespaceStats, ...]:

@@ -26,11 +26,11 @@ Job = tuple[str, str, int, AnyPolicy]
 """(budget, name of the policy, checkpoint interval, policy) of a replay."""
 COLUMNS = (
     "budget", "policy", "checkpoint\nevery", "tokens\nhit", "tokens\nin tree", "requests\nat once", "blocks\nevicted",
-    "memory\nunusable",
+    "memory\nunusable", "blocks\na run",
 )  # fmt: skip
 LEGEND = (
     "tokens: of all prompts, the share that was hit, so not computed, and that was in the tree, usable or not; "
-    "requests at once, memory unusable: on average"
+    "requests at once, memory unusable, blocks a run (neighbours in memory): on average"
 )
 LEGEND_OF_BOUND = f"{BOUND}: no cache above in the steps of lru, even one that knows the whole trace"
 
@@ -111,10 +111,11 @@ def _cells_of(job: tuple[str, str, int], result: Served) -> tuple[str, ...]:
     budget, policy, every = job
     first = (budget, policy, f"{every} blocks" if every else "-", f"{result.hit_rate:.1%}")
     if isinstance(result, HitBound):
-        return (*first, "-", "-", "-", "-")
+        return (*first, "-", "-", "-", "-", "-")
     found = result.matched_tokens / max(1, result.prompt_tokens)
     return (
         *first, f"{found:.1%}", f"{result.mean_running:.1f}", f"{result.evicted_blocks:,}", f"{result.unusable_percent:.2f}%",
+        f"{result.blocks_per_run:.1f}",
     )  # fmt: skip
 
 

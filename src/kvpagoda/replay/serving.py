@@ -59,6 +59,9 @@ class ServeResult:
     request waited for memory or something was evicted."""
     pressed_steps: int
     """Steps in which a request waited for memory or something was evicted."""
+    blocks_per_run: float
+    """The mean length of the runs of neighbouring block ids in the block tables of requests when they end, of all
+    groups."""
     steps: int
     short_tokens: dict[str, int]
     """The reason that limited a hit -> tokens that were in the tree but had to be computed."""
@@ -141,6 +144,7 @@ def _result(trace: Trace, setup: Setup, run: Steps, requests: int) -> ServeResul
         mean_running=run.running_steps / max(1, run.steps),
         unusable_percent=100 * unusable,
         pressed_steps=run.pressed,
+        blocks_per_run=run.blocks / max(1, run.runs),
         steps=run.steps,
         short_tokens={hits.reason: hits.tokens for hits in stats.short_hits},
         groups={group.name: {"tokens": group.found_tokens, "evicted": group.evicted} for group in stats.groups},
@@ -201,6 +205,7 @@ class Steps:
         self.batching, self.step_tokens, self.clock = batching, step_tokens, clock
         self.running: list[Running] = []
         self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
+        self.blocks = self.runs = 0  # of requests that ended: see ``BlockGroup.runs``
         self.each: list[tuple[int, int, int]] = []  # see ServeResult
 
     def step(self) -> bool:
@@ -245,6 +250,10 @@ class Steps:
         end = request.extend(end)
         request.commit(end)
         if end == total:
+            for group in self.batching.cache.core.groups:
+                num_blocks, num_runs = group.runs((request.sequence.slot,))
+                self.blocks += num_blocks
+                self.runs += num_runs
             request.sequence.close()
         return end < total
 
