@@ -11,11 +11,13 @@ from random_driver.schemas import SCHEMA_NAMES
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 
+import msgspec
 from following import ENCODINGS, Line
 from traffic import Traffic
 
+from kvpagoda import KVCache, Schema
 from kvpagoda.errors import BadInput
-from kvpagoda.events import Encoding, Follower, wire
+from kvpagoda.events import Encoding, EventLog, EventStream, Follower, wire
 from kvpagoda.events.wire import Name
 
 STEPS, MANY_EVENTS = 120, 1_000_000
@@ -158,3 +160,33 @@ def test_a_million_events(schema: str) -> None:
         )
         num_events, num_compared, seed = num_events + line.num_events, num_compared + line.num_compared, seed + 1
     print(f"{schema}: {num_events:,} events, {num_compared:,} look-ups compared, {seed - 10} runs")
+
+
+def test_a_refused_batch_is_asked_for_though_a_heartbeat_came_before() -> None:
+    """It waits for the one before it, and a heartbeat of before says that there is none: it is wanted all the same."""
+    log, follower = EventLog(), Follower()
+    llama = dict(model_type="llama", num_hidden_layers=1, hidden_size=64, num_attention_heads=8)
+    cache = KVCache(Schema.from_hf_config(llama), "64KiB", device="none", block_size=16, events=log)
+    stream = EventStream(log)
+    for message in stream.replay(0):
+        follower.feed(*message)
+
+    def serve(first: int) -> tuple[int, bytes]:
+        with cache.open(range(first, first + 40)) as sequence:
+            sequence.commit(range(first, first + 40))
+        message = stream.drain()
+        assert message is not None
+        return message
+
+    follower.feed(*serve(0))
+    alive = stream.alive()
+    second, third = serve(100), serve(200)
+    batch = msgspec.msgpack.decode(third[1])
+    batch[1][-1]["parent_block_hash"] = 5
+    follower.feed(third[0], msgspec.msgpack.encode(batch))
+    follower.feed(*alive)
+    with pytest.raises(BadInput, match="not known"):
+        follower.feed(*second)
+    assert follower.wanted == third[0]
+    follower.feed(*third)
+    assert follower.wanted is None and follower.resumable(range(200, 240)).cached == 39
