@@ -36,14 +36,20 @@ class Promise:
     def is_begun(self) -> bool:
         """Whether its request has the beginning of what is promised."""
         one, length = self.request, self.request.length
-        media = [{at: digest for at, digest in given.items() if at < length} for given in (one.media, self.media)]
-        return length <= self.upto and np.array_equal(one.text, self.tokens[:length]) and media[0] == media[1]
+        return length <= self.upto and np.array_equal(one.text, self.tokens[:length]) and self.has_media(length)
+
+    def has_media(self, upto: int) -> bool:
+        """Whether its request has the promised media before ``upto``. A rewind takes those behind it away, for good."""
+        of_request, promised = (
+            {at: one for at, one in media.items() if at < upto} for media in (self.request.media, self.media)
+        )
+        return of_request == promised
 
     def is_open(self) -> bool:
         """Whether its request may still compute what is promised."""
         one = self.request
         is_ahead = one.num_written > one.length or not self.is_begun()
-        return one.is_running and not self.is_over and not is_ahead and not one.fences
+        return one.is_running and not self.is_over and not is_ahead and not one.fences and self.has_media(self.upto)
 
     def can_complete(self) -> bool:
         """Whether its request has committed these tokens, and no other ones."""
