@@ -21,7 +21,6 @@ KINDS = ("gemma3_text", "qwen3_next", "deepseek_v4")
 """Models with windows, with states and with compressed entries, each beside full attention."""
 
 QUICK: dict[str, int | tuple[str, ...]] = {
-    "adapters/test_vllm_simulated.py::test_random_requests": 9,
     "compat/test_kv_cache_manager.py::test_requests_come_and_go_within_the_budget": ("raw", "ue8m0"),
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 16,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),

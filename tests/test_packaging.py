@@ -192,7 +192,7 @@ reveal_type(kvpagoda.__version__)  # N: str
 reveal_type(CacheCollector)  # N: -> kvpagoda.metrics.prometheus.CacheCollector
 reveal_type(BlockAllocator)  # N: -> kvpagoda.compat.block_allocator.BlockAllocator
 reveal_type(KVPool)  # N: -> kvpagoda.compat.kv_pool.KVPool
-reveal_type(KVCacheManager)  # N: -> kvpagoda.adapters.vllm.simulated.KVCacheManager
+reveal_type(KVCacheManager)  # N: -> kvpagoda.adapters.vllm.manager.KVCacheManager
 reveal_type(Generator)  # N: -> kvpagoda.hf.generator.Generator
 reveal_type(hit_bound)  # N: -> kvpagoda.replay.offline.bound.HitBound
 reveal_type(SharedMemory)  # N: -> kvpagoda.handover.shared_memory.SharedMemory

@@ -10,11 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.peers import stubs
 from benchmarks.peers.bare import bare_packages
 from benchmarks.peers.stubs import Anything
 
-__all__ = ["Anything", "bare_packages", "path_of", "stubs"]
+__all__ = ["Anything", "bare_packages", "path_of"]
 
 
 def path_of(variable: str, inside: str) -> Path:

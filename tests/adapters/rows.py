@@ -88,13 +88,3 @@ class GroupRows:
         blocks = np.array(tables[group], np.int64)[at // self.size]
         assert blocks.all(), f"group {group} has no blocks for positions {at[blocks == 0][:8].tolist()}"
         return blocks, at % self.size * (self.kinds[group][0] != "state")
-
-
-def most_for_state(start: int, n: int, prompt_end: int, size: int) -> int:
-    """``n`` tokens from ``start`` on, or fewer, so that a state can be kept at ends of blocks: a step within the prompt ends
-    at one, and one that starts inside a block goes no further than its end."""
-    end = start + n
-    if start < prompt_end:
-        aligned = end // size * size
-        end = aligned if end < prompt_end and aligned > start else end
-    return min(end, (start // size + 1) * size) - start if start % size else end - start

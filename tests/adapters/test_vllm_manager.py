@@ -39,7 +39,7 @@ def run(seed: int, shape: str, options: Options | None = None) -> Run:
     def make(**arguments: Any) -> Checked:
         return Checked(**arguments, options=options)
 
-    return Run(PROJECT, seed, shape, make, is_early=True).run()
+    return Run(PROJECT, seed, shape, make).run()
 
 
 @pytest.mark.parametrize("seed", range(4))

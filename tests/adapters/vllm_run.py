@@ -34,12 +34,10 @@ class ModelConfig(SimpleNamespace):
 
 class Run:
     """One random workload through vLLM's own scheduler. The worker's tables grow by what the scheduler tells; every row is
-    proved before it is read and after it is written. ``is_early``: blocks are shared when they are scheduled."""
+    proved before it is read and after it is written. Blocks are shared when they are scheduled."""
 
-    def __init__(
-        self, project: Any, seed: int, shape: str, manager: Any = None, scheduler: Any = None, *, is_early: bool = False
-    ) -> None:
-        self.project, self.random, self.is_early = project, np.random.default_rng(seed), is_early
+    def __init__(self, project: Any, seed: int, shape: str, manager: Any = None, scheduler: Any = None) -> None:
+        self.project, self.random = project, np.random.default_rng(seed)
         random, self.longest = self.random, 160
         self.size, kinds = int(random.choice([1, 4, 16])), SHAPES[shape]
         blocks = (int(random.integers(1.1 * self.longest, 4 * self.longest)) // self.size + 2) * len(kinds)
@@ -123,7 +121,7 @@ class Run:
             tokens, end = list(request.all_token_ids), request.num_computed_tokens
             spans.append((name, tokens, end - n, end))
             # A step writes rows of attention before it reads any, so requests may share what the same step computes.
-            self.rows.prove(tokens, self.tables[name], end - n, end - n, name, states_only=self.is_early)
+            self.rows.prove(tokens, self.tables[name], end - n, end - n, name, states_only=True)
         for name, tokens, start, end in spans:
             self.rows.write(tokens, self.tables[name], start, end)
             self.computed += end - start
