@@ -39,6 +39,7 @@ check: $(READY)
 	$(BIN)/ruff format --check --no-cache .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
+	$(BIN)/python tools/budgets.py
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 long: $(READY)
