@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvpagoda
+from kvpagoda.upstream import FOLLOWED
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.release import hindrances, version_of
@@ -62,6 +63,13 @@ def test_what_a_command_needs_comes_with_its_extra() -> None:
         }  # fmt: skip
         top = package.partition(".")[0]
         assert name.get(top, top) in names, f"{package} is not brought by [{extra}]"
+
+
+@pytest.mark.parametrize("package", FOLLOWED)
+def test_extras_stay_below_what_we_follow(package: str) -> None:
+    extras = project()["project"]["optional-dependencies"].values()
+    bounds = [one.partition(";")[0] for extra in extras for one in extra if re.match(rf"{package}[<>]", one)]
+    assert bounds and all(one.endswith(f",<{FOLLOWED[package]['below']}") for one in bounds)
 
 
 def test_the_readme_lists_every_extra() -> None:

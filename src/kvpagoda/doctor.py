@@ -24,6 +24,7 @@ from kvpagoda.loading import read_json
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier_from_text
 from kvpagoda.units import format_bytes
+from kvpagoda.upstream import FOLLOWED, lost
 
 EXTRAS: dict[str, list[str]] = read_json("kvpagoda", "extras.json")["extras"]
 """Optional package -> the extra that installs it, and its purpose."""
@@ -104,6 +105,9 @@ def _import(name: str, extra: str, purpose: str) -> str:
         if error.name in (name, top):
             raise _Absent(f"{purpose}: pip install 'kvpagoda[{extra}]'") from None
         raise
+    if missing := lost(top):
+        needs = f"{top} below {FOLLOWED[top]['below']}"
+        raise ImportError(f"{top} {version(top)} has no {', '.join(missing)}: install {needs}, or a newer kvpagoda")
     packages = _distributions().get(top)
     return f"{purpose} ({version(packages[0]) if packages else 'of unknown version'})"
 
