@@ -11,7 +11,8 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "text", "loading", "version", "upstream", "formats", "layouts", "schema", "blocks", "policies", "prefix", "lanes",
+    "errors", "units", "text", "loading", "version", "upstream", "formats", "layouts", "schema", "blocks", "policies",
+    "prefix", "lanes",
     "kernels", "memory", "tiers", "cache", "recording", "offload", "handover", "batch", "sleeping", "hints", "kv_cache",
     "worker", "events", "scheduling",
     "compat", "console", "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
