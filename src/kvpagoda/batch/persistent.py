@@ -149,10 +149,10 @@ class PersistentBatch:
         after = rows.lengths + (self._one if n == 1 else n * self._one)
         short = (after > rows.capacity).nonzero()[0]
         if len(short):
-            ends, size, slots = after[short], self._core.block_size, self._slots[short].tolist()
+            ends, size, slots = after[short], self._core.block_size, self._slots[short]
             if all(group.have_outstanding(slots, _AHEAD + n) for group in self._core.groups):
                 ends = np.minimum(ends + _AHEAD * size, self._core.max_context)
-            self._lifecycle.extend(dict(zip(slots, ends.tolist())))
+            self._lifecycle.extend(slots, ends)
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
         np.maximum(rows.written, after, out=rows.written)
         if n not in self._steps:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.block_table import BlockTable
 from kvpagoda.blocks.free_list import FreeStack
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.ids import Ids, Int64s
 from kvpagoda.blocks.places import BlockNames, BlockPlaces, FixedPlaces, Move
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
@@ -35,6 +35,9 @@ class BlockGroup:
     request runs. A request *reserves* the most blocks that it may come to hold; reserved blocks that it does not hold
     yet are *outstanding*. Outstanding blocks are not given to other requests, so an admitted request can always finish.
 
+    ``first``, ``shared``, ``end``, ``reserved``: an int for each slot. ``firsts``, ``shares``, ``ends``, ``reserves``, int64
+    ``[slots]``, are the same memory, for calls about many slots.
+
     Callers make sure that enough blocks are free. ``free.peek`` returns the blocks that are allocated next, so that they can
     be filled before a request holds them. The methods from ``take`` on change something and cannot fail.
     """
@@ -58,10 +61,10 @@ class BlockGroup:
         self.names_at, self.places_of = self._places.names_at, self._places.places_of
         self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
         self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
-        self.first = [0] * num_slots
-        self.end = [0] * num_slots
-        self.shared = [0] * num_slots
-        self.reserved = [0] * num_slots
+        self._bounds: Int64s = np.zeros((4, num_slots), np.int64)
+        self.firsts, self.shares, self.ends, self.reserves = self._bounds
+        self.first, self.shared = memoryview(self.firsts), memoryview(self.shares)
+        self.end, self.reserved = memoryview(self.ends), memoryview(self.reserves)
         self.outstanding = 0  #: blocks, of all requests
         self.num_held = self.peak_held = 0  #: blocks that requests or the prefix cache hold
 
@@ -72,9 +75,25 @@ class BlockGroup:
         outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
         return outstanding if outstanding > 0 else 0
 
-    def have_outstanding(self, slots: list[int], n: int) -> bool:
-        """Return whether each of ``slots`` has ``n`` outstanding blocks, and all of these blocks are free. O(slots)."""
-        return self.free.num_free >= n * len(slots) and all(self.outstanding_of(slot) >= n for slot in slots)
+    def have_outstanding(self, slots: Int64s, n: int) -> bool:
+        """Return whether each of ``slots``, int64, has ``n`` outstanding blocks, and all of these are free. O(slots)."""
+        return self.free.num_free >= n * len(slots) and bool((self._outstanding(slots) >= n).all())
+
+    def lacking(self, slots: Int64s, ends: Int64s) -> tuple[Int64s, int]:
+        """Return how many blocks each of ``slots`` lacks for its first ``ends`` tokens, int64 ``[n]``, and how many of all
+        these are not reserved. O(slots)."""
+        counts = -(-ends // self.block_size)
+        if self.places != 1:
+            counts *= self.places
+        counts -= self.ends[slots]
+        np.maximum(counts, 0, out=counts)
+        return counts, int(np.maximum(counts - self._outstanding(slots), 0).sum())
+
+    def _outstanding(self, slots: Int64s) -> Int64s:
+        """Return ``outstanding_of`` each of ``slots``: int64 ``[n]``."""
+        first, _, end, reserved = self._bounds[:, slots]
+        outstanding: Int64s = np.maximum(reserved - end + first, 0)
+        return outstanding
 
     def held_places(self, slot: int) -> BlockPlaces:
         """Return the places that ``slot`` holds, shared and own, in the order of the text: int32, a copy."""
@@ -172,14 +191,13 @@ class BlockGroup:
             self.outstanding -= count if count < outstanding else outstanding
         self.end[slot] = begin + count
 
-    def append_each(self, slots: list[int], own: Ids) -> None:
-        """Append to each of the distinct ``slots``, in turn, the next block of ``own`` (from ``free.peek``). O(n)."""
+    def append_each(self, slots: Int64s, counts: Int64s, own: Ids) -> None:
+        """Append to the row of each of the distinct ``slots``, in turn, the next ``counts`` blocks of ``own``, from
+        ``free.peek``. O(slots + n)."""
         self.take(len(own))
-        self.table.cells[slots, [self.end[slot] for slot in slots]] = own
-        for slot in slots:
-            if self.reserved[slot] - self.end[slot] + self.first[slot] > 0:
-                self.outstanding -= 1
-            self.end[slot] += 1
+        self.table.append_each(slots, self.ends[slots], counts, own)
+        self.outstanding -= int(np.minimum(counts, self._outstanding(slots)).sum())
+        self.ends[slots] += counts
 
     def reserve(self, slot: int, num_blocks: int) -> None:
         """Set how many blocks ``slot`` reserves to ``num_blocks``; the caller has checked that they are available."""
@@ -232,8 +250,7 @@ class BlockGroup:
         """Make every block free, whatever holds it, and empty every row."""
         self.free.clear()
         self.table.clear()
-        for slot in range(len(self.end)):
-            self.first[slot] = self.end[slot] = self.shared[slot] = self.reserved[slot] = 0
+        self._bounds[:] = 0
         self.outstanding = self.num_held = 0
 
     def _hold(self, slot: int, first: int, end: int, reserved: int) -> None:
@@ -253,7 +270,7 @@ class BlockGroup:
         self.free.check()
         self._places.check()
         columns = np.arange(self.table.cells.shape[1])
-        first, end, shared = (np.array(column)[:, None] for column in (self.first, self.end, self.shared))
+        first, shared, end, _ = self._bounds[:, :, None]
         inside = (columns >= first) & (columns < end)
         rows = self.table.cells[:-1]
         own = inside & (columns >= shared)
@@ -273,6 +290,6 @@ class BlockGroup:
             )
         if (rows[~inside] != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
-        outstanding = sum(self.outstanding_of(slot) for slot in range(len(self.end)))
+        outstanding = int(self._outstanding(np.arange(len(self.end))).sum())
         if outstanding != self.outstanding:
             raise CheckFailed(f"{self.name}: {outstanding} blocks are outstanding, {self.outstanding} are counted")

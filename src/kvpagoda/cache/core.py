@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+import numpy as np
+
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.ids import Ids, Int64s
 from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.below import NoHandOvers, NoTiers
@@ -175,6 +177,14 @@ class Core:
             if group_capacity < capacity:
                 capacity = group_capacity
         request.capacity = capacity
+
+    def allocated_each(self, slots: Int64s) -> None:
+        """Call ``allocated`` for the request in each of ``slots``. O(slots x groups)."""
+        capacity = np.full(len(slots), self.max_context)
+        for group in self._held:
+            np.minimum(capacity, group.ends[slots] * group.block_size, out=capacity)
+        for slot, num_tokens in zip(slots.tolist(), capacity.tolist()):
+            self.running[slot].capacity = num_tokens
 
     def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """Stop ``request``: free its own blocks and its slot, and unpin what it published.
