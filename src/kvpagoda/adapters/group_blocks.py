@@ -19,7 +19,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.errors import CheckFailed, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
-from kvpagoda.prefix.hybrid import Freed, HybridIndex, IndexGroup, Kept, Window
+from kvpagoda.prefix.hybrid import Added, Freed, HybridIndex, IndexGroup, Kept, Window
 from kvpagoda.schema import Growth
 from kvpagoda.units import ceil_div
 
@@ -128,9 +128,10 @@ class GroupBlocks(SharedBlocks):
             ids = np.array(table.ids[window.number][end if is_overwritten else begin : end], np.intp)
             held = np.flatnonzero(ids == 0)
             windows.append(BlockNames(ids[held[-1] + 1 :] if len(held) else ids))
-        published = self.index.publish(table.lease, tokens, texts, windows, takes_over=False)
-        if published.doubles is not None:
-            table.doubles.append(texts[published.doubles])
+        counts = [[len(names)] for names in windows]
+        _, found = self.index.publish([Added(table.lease, tokens)], texts, windows, counts, takes_over=False)
+        if found:
+            table.doubles.append(found[0].doubles)
         if begin < table.parting <= end:
             self._keep_place(table, table.parting)
         if not self.full and (surplus := self.tree.num_cached - _TEXTS * self.num_blocks) > 0:

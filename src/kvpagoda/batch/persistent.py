@@ -263,12 +263,11 @@ class PersistentBatch:
         """Settle the requests that the last commit brought to ``settle_at``. If an interrupt stops this, the next call
         does the rest."""
         rows = self._rows
-        while self._due:
-            request = self._due[-1]
-            if request.rows is rows:
-                rows.flush(request)
-                self._lifecycle.settler.settle(request)
-            self._due.pop()
+        due = [request for request in self._due[::-1] if request.rows is rows]
+        rows.flush(*due)
+        if due:
+            self._lifecycle.settler.settle(*due)
+        self._due.clear()
 
     def _read(self) -> None:
         """Read again the rows of the requests that were used alone. Raises StaleHandle; nothing changed then."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.blocks.ids import Ids, Int64s
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import Exhausted
 
 
@@ -41,14 +41,6 @@ class BlockTable:
     def append(self, slot: int, column: int, ids: Ids) -> None:
         """Write ``ids`` into the row of ``slot`` from ``column`` on, where the row ended; the version stays."""
         self.cells[slot, column : column + len(ids)] = ids
-
-    def append_each(self, slots: Int64s, columns: Int64s, counts: Int64s, ids: Ids) -> None:
-        """Write the next ``counts`` of ``ids`` into the row of each of ``slots`` from ``columns`` on; int64 each. O(n)."""
-        if len(ids) == len(slots) and counts.all():  # decoding: one block each
-            self.cells[slots, columns] = ids
-        else:
-            skipped = np.cumsum(counts) - counts
-            self.cells[np.repeat(slots, counts), np.arange(len(ids)) + np.repeat(columns - skipped, counts)] = ids
 
     def put(self, slot: int, column: int, ids: Ids) -> None:
         """Replace the cells of ``slot`` from ``column`` on by ``ids``. The version increases."""

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-import numpy as np
-
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids, Int64s
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.below import NoHandOvers, NoTiers
@@ -32,6 +30,7 @@ from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.copies import agreement_of
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
+from kvpagoda.prefix.hybrid import Added
 from kvpagoda.prefix.tokens import are_media
 from kvpagoda.schema import Plan
 from kvpagoda.units import ceil_div, format_bytes
@@ -178,14 +177,6 @@ class Core:
                 capacity = group_capacity
         request.capacity = capacity
 
-    def allocated_each(self, slots: Int64s) -> None:
-        """Call ``allocated`` for the request in each of ``slots``. O(slots x groups)."""
-        capacity = np.full(len(slots), self.max_context)
-        for group in self._held:
-            np.minimum(capacity, group.ends[slots] * group.block_size, out=capacity)
-        for slot, num_tokens in zip(slots.tolist(), capacity.tolist()):
-            self.running[slot].capacity = num_tokens
-
     def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """Stop ``request``: free its own blocks and its slot, and unpin what it published.
 
@@ -241,12 +232,11 @@ class Core:
         """
         begin = request.lease.num_blocks
         try:
-            duplicates = self.prefix.publish(
-                request.slot, request.lease, *last, request.priority, is_late=True, has_optional=False
-            )
+            added = Added(request.lease, *last, request.priority, is_late=True)
+            _, duplicates = self.prefix.publish([request.slot], [added], has_optional=False)
         except MemoryError:
             return owned
-        if request.namespace not in self.stale:
+        if self.events.is_followed and request.namespace not in self.stale:
             self.events.published(request, begin)
         count = request.lease.num_blocks - begin
         return duplicates + [

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Int64s
+from kvpagoda.blocks.ids import Ids, Int64s
 from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.breakpoints import positions_of
@@ -59,16 +59,30 @@ class Lifecycle:
         core.capacity.ensure_free(needs, more)
         ids = [group.free.peek(need) for group, need in zip(core.groups, needs)]
         core.states.reset(ids)
+        if not isinstance(slots, int):
+            self._append_each(slots, counts, ids)
+            return
         core.guard.is_torn = True
-        if isinstance(slots, int):
-            for group, own in zip(core.groups, ids):
-                if len(own):
-                    group.append(slots, own)
-            core.allocated(core.running[slots])
-        else:
-            for group, each, own in zip(core.groups, counts, ids):
-                group.append_each(slots, each, own)
-            core.allocated_each(slots)
+        for group, own in zip(core.groups, ids):
+            if len(own):
+                group.append(slots, own)
+        core.allocated(core.running[slots])
+        core.guard.is_torn = False
+
+    def _append_each(self, slots: Int64s, counts: Many[Int64s], ids: Many[Ids]) -> None:
+        """Append the blocks ``ids`` of each group to the rows of ``slots``: ``counts`` to each, int64 ``[n]`` by group."""
+        core = self.core
+        growing = [group.growing(slots, each, own) for group, each, own in zip(core.groups, counts, ids)]
+        room = np.full(len(slots), core.max_context)
+        for group, one in zip(core.groups, growing):
+            if group.places:
+                np.minimum(room, one.ends * group.block_size, out=room)
+        requests, capacities = [core.running[slot] for slot in slots.tolist()], room.tolist()
+        core.guard.is_torn = True
+        for group, one in zip(core.groups, growing):
+            group.append_each(one)
+        for request, capacity in zip(requests, capacities):
+            request.capacity = capacity
         core.guard.is_torn = False
 
     def commit(self, request: Request, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:
