@@ -233,7 +233,7 @@ class Core:
         begin = request.lease.num_blocks
         try:
             added = Added(request.lease, *last, request.priority, is_late=True)
-            _, duplicates = self.prefix.publish([request.slot], [added], has_optional=False)
+            _, duplicates = self.prefix.publish([request.slot], [begin], [added], False)
         except MemoryError:
             return owned
         if self.events.is_followed and request.namespace not in self.stale:

@@ -226,16 +226,16 @@ class PrefixCache:
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def publish(
-        self, slots: list[int], added: Many[Added], *, has_optional: bool = True
+        self, slots: list[int], begins: list[int], added: Many[Added], has_optional: bool
     ) -> tuple[int, list[tuple[BlockGroup, BlockPlaces]]]:
-        """Make what the requests in ``slots`` have ``added`` shareable, one after another; their leases then cover it.
+        """Make what the requests in ``slots`` have ``added`` shareable, behind their first ``begins`` blocks, one after
+        another; their leases then cover it.
         ``has_optional``: whether blocks of optional groups are whole; if not, they stay the requests' own.
 
         Returns how many requests are done, and, by group, blocks of these that duplicate cached ones: the caller frees them.
         It stops before a request for which memory lacks. Raises MemoryError if that is the first, changing nothing."""
         full, size = self.full, self.block_size
-        begins = [one.lease.num_blocks for one in added]
-        ends = [one.lease.num_blocks + len(one.keys) // size for one in added]
+        ends = [begin + len(one.keys) // size for begin, one in zip(begins, added)]
         if full is None:
             texts: AnyIds = np.empty((0, sum(ends) - sum(begins)), np.int32)
         else:

@@ -119,14 +119,16 @@ class Settler:
                 core.tiers.computed(request)
             if not request.num_fences:
                 waiting.append(request)
-        while waiting:
-            some, count = self._together(waiting) if len(waiting) > 1 else waiting, 1
+        at, end, is_plain = 0, len(waiting), self._is_plain
+        while at < end:
+            some, count = self._together(waiting, at) if is_plain else waiting[at : at + 1], 1
             try:
                 if self._round_every:
                     self._round(some[0])
                 if some[0].publishes:
-                    count = self._publish_blocks(some, [request.own_length for request in some], None)
-                    some = some[:count]
+                    count = self._publish_blocks(some)
+                    if count < len(some):
+                        some = some[:count]
                 if self._is_bounded:
                     for request in some:
                         if core.bounded and request.publishes and (request.due or self._points.ends_steps):
@@ -143,19 +145,20 @@ class Settler:
                 for request in some:
                     self.plan(request)
                     del core.waiting[request]
-            waiting = waiting[count:]
+            at += count
 
-    def _together(self, requests: list[Request]) -> list[Request]:
-        """Return the first of ``requests``, and those that follow as long as it is all the same whether each of them is
-        published and slides before the next, or all are published and then all slide: nothing is evicted for any of them,
-        and none frees blocks of its own."""
-        count = 0
-        if self._is_plain:
-            for request in requests:
-                if request.due or not request.publishes or (self._has_optional and request.lacking_from is not None):
-                    break
-                count += 1
-        return requests[: max(1, count)]
+    def _together(self, requests: list[Request], at: int) -> list[Request]:
+        """Return request ``at`` and those that follow as long as it is all the same whether each of them is published and
+        slides before the next, or all are published and then all slide: nothing is evicted for any of them, and none frees
+        blocks of its own."""
+        if len(requests) == 1:
+            return requests
+        end = at
+        for request in requests[at:]:
+            if request.due or not request.publishes or (self._has_optional and request.lacking_from is not None):
+                break
+            end += 1
+        return requests[at : max(at + 1, end)]
 
     def settle_waiting(self, but: Request | None = None) -> None:
         """Settle the requests that wait for it, all ``but`` one. Callers that read the prefix tree or lack blocks call
@@ -181,7 +184,7 @@ class Settler:
             return
         try:
             if found.loaded:
-                self._publish_blocks([request], [found.resumable], hit)
+                self._publish_blocks([request], hit, found.resumable)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
             if saved is not None:
                 core.prefix.index.use(saved[0])
@@ -322,30 +325,34 @@ class Settler:
                     if saved[1]:
                         self._store(saved[0])
 
-    def _publish_blocks(self, requests: Many[Request], lengths: Many[int], source: Hit | None) -> int:
-        """Make the whole blocks of the first ``lengths[i]`` tokens of each of ``requests`` shareable, and report them to
-        events and tiers. ``source``: the hit that they were loaded from, if any.
+    def _publish_blocks(self, requests: Many[Request], source: Hit | None = None, length: int | None = None) -> int:
+        """Make the whole blocks of ``requests`` shareable, and report them to events and tiers. ``source``: the hit that they
+        were loaded from, if any. ``length``: only those of the first so many tokens.
 
         Returns how many requests are done. It stops before one for which memory lacks, and raises MemoryError, changing
         nothing, if that is the first."""
         core, size = self._core, self._core.block_size
         rows: list[int] = []
+        slots: list[int] = []
+        begins: list[int] = []
         added: list[Added] = []
-        has_entry = bool(core.bounded) and source is None
-        for row, (request, length) in enumerate(zip(requests, lengths)):
-            begin, end = request.lease.num_blocks, length // size
+        has_entry = source is None and bool(core.bounded)
+        for row, request in enumerate(requests):
+            lease = request.lease
+            begin, end = lease.num_blocks, (request.own_length if length is None else length) // size
             if begin < end:
+                rows.append(row)
+                slots.append(request.slot)
+                begins.append(begin)
                 entry = request.entry(begin, size) if has_entry else None
                 keys = request.keys(begin * size, end * size)
-                rows.append(row)
-                added.append(Added(request.lease, keys, request.text, request.priority, entry))
+                added.append(Added(lease, keys, request.text, request.priority, entry))
         if not rows:
             return len(requests)
-        begins, slots = [one.lease.num_blocks for one in added], [requests[row].slot for row in rows]
         has_optional, guard = not self._has_optional or requests[0].lacking_from is None, core.guard
         guard.is_torn = True
         try:
-            num_done, duplicates = core.prefix.publish(slots, added, has_optional=has_optional)
+            num_done, duplicates = core.prefix.publish(slots, begins, added, has_optional)
         except Exception:
             guard.is_torn = False
             raise

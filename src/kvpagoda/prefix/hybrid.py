@@ -494,12 +494,12 @@ class HybridIndex:
                     window.write_last(names, each, sizes, cells)
                 if len(names) > window.most_adopted and max(each) > window.most_adopted:
                     window.reserve_scratch(max(each))
-        is_even = [*counts] == [sizes] * len(counts)
+        is_even = not counts or [*counts] == [sizes] * len(counts)
         done = first = column = 0
         at = [0] * len(windows)  # in ``windows``: the names of text ``first``
         found: dict[int, Published] = {}
         for one, n in zip(added, sizes):
-            blocks = given[:, column : column + n]
+            blocks = given if n == given.shape[1] else given[:, column : column + n]
             column += n
             if self._numbers is not None:
                 blocks[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
