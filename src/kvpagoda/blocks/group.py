@@ -258,8 +258,12 @@ class BlockGroup:
         """Begin the rows of ``slots`` at columns ``firsts``. The caller frees what ``leaving`` returned. O(n)."""
         cells, empty = self.table.cells, self.table.empty
         for slot, first in zip(slots, firsts):
-            cells[slot, self.first[slot] : first] = empty
-            self._hold(slot, first, self.end[slot], self.reserved[slot])
+            begin = self.first[slot]
+            cells[slot, begin:first] = empty
+            self.first[slot] = first
+            outstanding = self.reserved[slot] - self.end[slot] + first
+            if outstanding > 0:  # each block that leaves is one more, but those above what was reserved
+                self.outstanding += min(outstanding, first - begin)
 
     def close(self, slot: int) -> None:
         """Empty the row of ``slot`` and end its reservation. The caller frees what ``own_places`` returned. O(n)."""

@@ -117,8 +117,9 @@ class Request:
         """Return as what the text behind its first ``num_blocks`` blocks enters the eviction order: its prompt as all that it
         computes of it, its answer as what there is of it."""
         end = (self.prompt_length - 1) // block_size
-        gain = end - self.match.resumable // block_size if num_blocks < end else num_blocks - end
-        return Entry(gain, self.found)
+        resumable, length = self.match.resumable, self.prompt_length
+        gain = end - resumable // block_size if num_blocks < end else num_blocks - end
+        return Entry(gain, resumable / length if length else 0.0)
 
     @property
     def found(self) -> float:
