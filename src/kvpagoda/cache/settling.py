@@ -1,4 +1,4 @@
-"""What follows from commits. ``settle`` does it for one request, in this order:
+"""What follows from commits. ``settle`` does it for one request in this order, and in one call for many that are due together:
 
     publish     whole blocks become shareable, and are reported to tiers and events
     keep        checkpoints that are due are kept

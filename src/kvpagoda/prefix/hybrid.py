@@ -532,11 +532,8 @@ class HybridIndex:
                 )
                 first = done + 1
             done += 1
-        if first:
+        if windows:
             self._publish_whole(windows, counts, at, first, done)
-        else:
-            for window, names, each in zip(self.windows, windows, counts):
-                window.publish(names if done == len(added) else BlockNames(names[: sum(each[:done])]))
         return done, found
 
     def _publish_whole(
