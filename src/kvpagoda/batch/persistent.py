@@ -261,7 +261,7 @@ class PersistentBatch:
 
     def _settle_due(self) -> None:
         """Settle the requests that the last commit brought to ``settle_at``. If an interrupt stops this, the next call
-        does the rest."""
+        does it again, which changes nothing where it was done."""
         rows = self._rows
         due = [request for request in self._due[::-1] if request.rows is rows]
         rows.flush(*due)

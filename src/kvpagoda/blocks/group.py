@@ -83,11 +83,6 @@ class BlockGroup:
 
     # -- queries: nothing changes ------------------------------------------------------------------------------------
 
-    def outstanding_of(self, slot: int) -> int:
-        """Return the number of blocks that ``slot`` reserved and does not hold yet."""
-        outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
-        return outstanding if outstanding > 0 else 0
-
     def have_outstanding(self, slots: Int64s, n: int) -> bool:
         """Return whether each of ``slots``, int64, has ``n`` outstanding blocks, and all of these are free. O(slots)."""
         return self.free.num_free >= n * len(slots) and bool((self._outstanding(slots) >= n).all())
@@ -113,7 +108,7 @@ class BlockGroup:
         return Growing(slots, ends, rows, columns, own, int(np.minimum(counts, self._outstanding(slots)).sum()))
 
     def _outstanding(self, slots: Int64s) -> Int64s:
-        """Return ``outstanding_of`` each of ``slots``: int64 ``[n]``."""
+        """Return how many blocks each of ``slots`` reserved and does not hold yet: int64 ``[n]``."""
         outstanding: Int64s = self.reserves.take(slots)
         outstanding -= self.ends.take(slots)
         outstanding += self.firsts.take(slots)
