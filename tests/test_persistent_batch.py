@@ -191,12 +191,14 @@ def test_random_traffic(name: str, copied: bool) -> None:
         elif members:
             n = int(random.choice([1, 1, 1, 1, 2, 6]))
             cache.lookup([0, 0])  # publishes what was deferred, so that a step that fails changes nothing
-            held = [(ledger.end.copy(), ledger.outstanding, ledger.free.num_free) for ledger in cache.core.groups]
+            held = [([*ledger.end], ledger.outstanding, ledger.free.num_free) for ledger in cache.core.groups]
             try:
                 batch = together.extend(n)
             except (OutOfBlocks, BadInput) as error:
                 seen["short"] += isinstance(error, OutOfBlocks)
-                assert held == [(ledger.end, ledger.outstanding, ledger.free.num_free) for ledger in cache.core.groups]
+                assert held == [
+                    ([*ledger.end], ledger.outstanding, ledger.free.num_free) for ledger in cache.core.groups
+                ]
                 assert all(sequence.length == len(texts[sequence]) for sequence in members)
                 close(max(members, key=lambda sequence: sequence.length))
                 continue

@@ -149,10 +149,10 @@ class PersistentBatch:
         after = rows.lengths + (self._one if n == 1 else n * self._one)
         short = (after > rows.capacity).nonzero()[0]
         if len(short):
-            ends, size, slots = after[short], self._core.block_size, self._slots[short].tolist()
+            ends, size, slots = after[short], self._core.block_size, self._slots[short]
             if all(group.have_outstanding(slots, _AHEAD + n) for group in self._core.groups):
                 ends = np.minimum(ends + _AHEAD * size, self._core.max_context)
-            self._lifecycle.extend(dict(zip(slots, ends.tolist())))
+            self._lifecycle.extend(slots, ends)
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
         np.maximum(rows.written, after, out=rows.written)
         if n not in self._steps:
@@ -261,14 +261,13 @@ class PersistentBatch:
 
     def _settle_due(self) -> None:
         """Settle the requests that the last commit brought to ``settle_at``. If an interrupt stops this, the next call
-        does the rest."""
+        does it again, which changes nothing where it was done."""
         rows = self._rows
-        while self._due:
-            request = self._due[-1]
-            if request.rows is rows:
-                rows.flush(request)
-                self._lifecycle.settler.settle(request)
-            self._due.pop()
+        due = [request for request in self._due[::-1] if request.rows is rows]
+        rows.flush(*due)
+        if due:
+            self._lifecycle.settler.settle(*due)
+        self._due.clear()
 
     def _read(self) -> None:
         """Read again the rows of the requests that were used alone. Raises StaleHandle; nothing changed then."""

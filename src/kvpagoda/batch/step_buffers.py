@@ -77,17 +77,20 @@ class TableSnapshot:
         slots, first, end = self.slots, self.first, self.end
         same = [now is old for now, old in zip(self.columns, before.columns)]
         if same == [True, True, True, False]:
-            renewed, begin = _NO_ROWS, before.end
+            renewed, hidden, begin = _NO_ROWS, _NO_ROWS, before.end
         else:
             n = min(len(self), len(before))
             is_same, begin = np.zeros(len(self), np.bool_), end.copy()
             is_same[:n] = (slots[:n] == before.slots[:n]) & (self.versions[:n] == before.versions[:n])
             is_same[:n] &= first[:n] >= before.first[:n]
-            old_end = np.where(first[:n] > before.first[:n], before.first[:n], before.end[:n])
-            begin[:n] = np.where(is_same[:n], old_end, end[:n])
+            begin[:n] = np.where(is_same[:n], np.maximum(before.end[:n], first[:n]), end[:n])
             renewed = np.flatnonzero(~is_same)
+            hidden = (is_same[:n] & (first[:n] > before.first[:n])).nonzero()[0]
         grown = (end > begin).nonzero()[0]
         columns, ends = begin[grown], end[grown]
+        if len(hidden):  # a window moved: cells left of it become 0, those inside stay
+            grown = np.concatenate((hidden, grown))
+            columns, ends = np.concatenate((before.first[hidden], columns)), np.concatenate((first[hidden], ends))
         if not np.count_nonzero(ends - columns != 1):  # each row grew by one cell
             rows = grown
         else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.blocks.block_table import BlockTable
 from kvpagoda.blocks.free_list import FreeStack
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.ids import Ids, Int64s
 from kvpagoda.blocks.places import BlockNames, BlockPlaces, FixedPlaces, Move
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
@@ -17,6 +18,18 @@ from kvpagoda.schema.plan import GroupPlan
 RowChange = tuple[int, npt.NDArray[np.intp], Ids]
 """(slot, columns, places that these cells show from now on)."""
 _NONE = BlockPlaces(np.empty(0, np.int32))
+
+
+class Growing(NamedTuple):
+    """Decision to append the blocks ``own`` to rows of ``slots``, in the cells (``rows``, ``columns``): the rows then end at
+    ``ends``, and ``num_reserved`` of the blocks were reserved. int64 arrays."""
+
+    slots: Int64s
+    ends: Int64s
+    rows: Int64s
+    columns: Int64s
+    own: Ids
+    num_reserved: int
 
 
 class BlockGroup:
@@ -34,6 +47,9 @@ class BlockGroup:
     Own blocks are allocated to this request alone. Shared blocks belong to the prefix cache, which keeps them while the
     request runs. A request *reserves* the most blocks that it may come to hold; reserved blocks that it does not hold
     yet are *outstanding*. Outstanding blocks are not given to other requests, so an admitted request can always finish.
+
+    ``first``, ``shared``, ``end``, ``reserved``: an int for each slot. ``firsts``, ``shares``, ``ends``, ``reserves``, int64
+    ``[slots]``, are the same memory, for calls about many slots.
 
     Callers make sure that enough blocks are free. ``free.peek`` returns the blocks that are allocated next, so that they can
     be filled before a request holds them. The methods from ``take`` on change something and cannot fail.
@@ -58,23 +74,45 @@ class BlockGroup:
         self.names_at, self.places_of = self._places.names_at, self._places.places_of
         self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
         self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
-        self.first = [0] * num_slots
-        self.end = [0] * num_slots
-        self.shared = [0] * num_slots
-        self.reserved = [0] * num_slots
+        self._bounds: Int64s = np.zeros((4, num_slots), np.int64)
+        self.firsts, self.shares, self.ends, self.reserves = self._bounds
+        self.first, self.shared = memoryview(self.firsts), memoryview(self.shares)
+        self.end, self.reserved = memoryview(self.ends), memoryview(self.reserves)
         self.outstanding = 0  #: blocks, of all requests
         self.num_held = self.peak_held = 0  #: blocks that requests or the prefix cache hold
 
     # -- queries: nothing changes ------------------------------------------------------------------------------------
 
-    def outstanding_of(self, slot: int) -> int:
-        """Return the number of blocks that ``slot`` reserved and does not hold yet."""
-        outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
-        return outstanding if outstanding > 0 else 0
+    def have_outstanding(self, slots: Int64s, n: int) -> bool:
+        """Return whether each of ``slots``, int64, has ``n`` outstanding blocks, and all of these are free. O(slots)."""
+        return self.free.num_free >= n * len(slots) and bool((self._outstanding(slots) >= n).all())
 
-    def have_outstanding(self, slots: list[int], n: int) -> bool:
-        """Return whether each of ``slots`` has ``n`` outstanding blocks, and all of these blocks are free. O(slots)."""
-        return self.free.num_free >= n * len(slots) and all(self.outstanding_of(slot) >= n for slot in slots)
+    def lacking(self, slots: Int64s, ends: Int64s) -> tuple[Int64s, int]:
+        """Return how many blocks each of ``slots`` lacks for its first ``ends`` tokens, int64 ``[n]``, and how many of all
+        these are not reserved. O(slots)."""
+        counts = -(-ends // self.block_size)
+        if self.places != 1:
+            counts *= self.places
+        counts -= self.ends.take(slots)
+        np.maximum(counts, 0, out=counts)
+        return counts, int(np.maximum(counts - self._outstanding(slots), 0).sum())
+
+    def growing(self, slots: Int64s, counts: Int64s, own: Ids) -> Growing:
+        """Return the decision to append to the row of each of the distinct ``slots``, in turn, the next ``counts`` blocks of
+        ``own``, from ``free.peek``. O(slots + n)."""
+        rows, columns = slots, self.ends.take(slots)
+        ends = columns + counts
+        if len(own) != len(slots) or not counts.all():  # more than one block each, or none
+            skipped = np.cumsum(counts) - counts
+            rows, columns = np.repeat(slots, counts), np.arange(len(own)) + np.repeat(columns - skipped, counts)
+        return Growing(slots, ends, rows, columns, own, int(np.minimum(counts, self._outstanding(slots)).sum()))
+
+    def _outstanding(self, slots: Int64s) -> Int64s:
+        """Return how many blocks each of ``slots`` reserved and does not hold yet: int64 ``[n]``."""
+        outstanding: Int64s = self.reserves.take(slots)
+        outstanding -= self.ends.take(slots)
+        outstanding += self.firsts.take(slots)
+        return np.maximum(outstanding, 0, out=outstanding)
 
     def held_places(self, slot: int) -> BlockPlaces:
         """Return the places that ``slot`` holds, shared and own, in the order of the text: int32, a copy."""
@@ -88,6 +126,16 @@ class BlockGroup:
     def places_between(self, slot: int, first: int, end: int) -> BlockPlaces:
         """Return the places in columns ``first .. end - 1`` of ``slot``: int32, a copy."""
         return BlockPlaces(self.table.cells[slot, first:end].copy())
+
+    def names_in(self, slots: list[int], begins: list[int] | None, ends: list[int]) -> tuple[BlockNames, list[int]]:
+        """Return the names of the blocks in columns ``begins[i] .. ends[i] - 1`` of each of ``slots`` (None: of those that it
+        does not share), one row after another, and how many these are of each."""
+        cells, parts, counts = self.table.cells, [], []
+        for at, (slot, end) in enumerate(zip(slots, ends)):
+            begin = max(self.first[slot], self.shared[slot]) if begins is None else begins[at]
+            parts.append(cells[slot, begin:end])
+            counts.append(end - begin if begin < end else 0)
+        return self.names_at(BlockPlaces(parts[0] if len(parts) == 1 else np.concatenate(parts))), counts
 
     def names_between(self, slot: int, first: int, end: int) -> BlockNames:
         """Return the names of the blocks in columns ``first .. end - 1`` of ``slot``."""
@@ -108,12 +156,19 @@ class BlockGroup:
                 num_runs += 1 + int(np.count_nonzero(cells[1:] != cells[:-1] + 1))
         return num_blocks, num_runs
 
-    def leaving(self, slot: int, first: int) -> tuple[BlockNames, BlockPlaces]:
-        """Return what ``slot`` loses if its row begins at column ``first``: the names of shared blocks, and the places
-        of own ones, int32."""
-        middle = min(max(self.shared[slot], self.first[slot]), first)
-        row = self.table.cells[slot]
-        return self.names_at(BlockPlaces(row[self.first[slot] : middle])), BlockPlaces(row[middle:first].copy())
+    def leaving(self, slots: list[int], firsts: list[int]) -> tuple[BlockNames, list[int], BlockPlaces]:
+        """Return what ``slots`` lose if their rows begin at columns ``firsts``, one row after another: the names of shared
+        blocks, how many these are of each row, and the places of own ones, int32."""
+        cells, shared, own, counts = self.table.cells, [], [], []
+        for slot, first in zip(slots, firsts):
+            begin = self.first[slot]
+            middle = min(max(self.shared[slot], begin), first)
+            shared.append(cells[slot, begin:middle])
+            counts.append(middle - begin)
+            if middle < first:
+                own.append(cells[slot, middle:first])
+        names = self.names_at(BlockPlaces(shared[0] if len(shared) == 1 else np.concatenate(shared)))
+        return names, counts, BlockPlaces(np.concatenate(own)) if own else _NONE
 
     def next_names(self, n: int) -> BlockNames:
         """Return the names of the blocks that ``free.peek(n)`` returns."""
@@ -172,33 +227,38 @@ class BlockGroup:
             self.outstanding -= count if count < outstanding else outstanding
         self.end[slot] = begin + count
 
-    def append_each(self, slots: list[int], own: Ids) -> None:
-        """Append to each of the distinct ``slots``, in turn, the next block of ``own`` (from ``free.peek``). O(n)."""
-        self.take(len(own))
-        self.table.cells[slots, [self.end[slot] for slot in slots]] = own
-        for slot in slots:
-            if self.reserved[slot] - self.end[slot] + self.first[slot] > 0:
-                self.outstanding -= 1
-            self.end[slot] += 1
+    def append_each(self, growing: Growing) -> None:
+        """Apply what ``growing`` returned. O(slots + n)."""
+        self.take(len(growing.own))
+        self.table.cells[growing.rows, growing.columns] = growing.own
+        self.outstanding -= growing.num_reserved
+        self.ends[growing.slots] = growing.ends
 
     def reserve(self, slot: int, num_blocks: int) -> None:
         """Set how many blocks ``slot`` reserves to ``num_blocks``; the caller has checked that they are available."""
         self._hold(slot, self.first[slot], self.end[slot], num_blocks)
 
-    def share(self, slot: int, columns: int, places: BlockPlaces | None = None) -> None:
-        """Mark the first ``columns`` columns of ``slot`` as shared: their blocks belong to the prefix cache now.
+    def share(self, slots: list[int], columns: list[int]) -> None:
+        """Mark the first ``columns[i]`` columns of each of ``slots`` as shared: the prefix cache has their blocks now."""
+        shared = self.shared
+        for slot, end in zip(slots, columns):
+            shared[slot] = end
 
-        ``places``: replacements for the last of these cells, where the prefix cache already had a block for the same
-        tokens.
-        """
-        if places is not None:
-            self.table.put(slot, columns - len(places), places)
-        self.shared[slot] = columns
+    def adopt(self, slot: int, places: BlockPlaces) -> None:
+        """Show ``places`` as the last of the shared blocks of ``slot``, where the prefix cache had a block for the same tokens
+        already."""
+        self.table.put(slot, self.shared[slot] - len(places), places)
 
-    def slide(self, slot: int, first: int) -> None:
-        """Begin the row of ``slot`` at column ``first``. The caller frees what ``leaving`` returned. O(n)."""
-        self.table.cells[slot, self.first[slot] : first] = self.table.empty
-        self._hold(slot, first, self.end[slot], self.reserved[slot])
+    def slide(self, slots: list[int], firsts: list[int]) -> None:
+        """Begin the rows of ``slots`` at columns ``firsts``. The caller frees what ``leaving`` returned. O(n)."""
+        cells, empty = self.table.cells, self.table.empty
+        for slot, first in zip(slots, firsts):
+            begin = self.first[slot]
+            cells[slot, begin:first] = empty
+            self.first[slot] = first
+            outstanding = self.reserved[slot] - self.end[slot] + first
+            if outstanding > 0:  # each block that leaves is one more, but those above what was reserved
+                self.outstanding += min(outstanding, first - begin)
 
     def close(self, slot: int) -> None:
         """Empty the row of ``slot`` and end its reservation. The caller frees what ``own_places`` returned. O(n)."""
@@ -232,8 +292,7 @@ class BlockGroup:
         """Make every block free, whatever holds it, and empty every row."""
         self.free.clear()
         self.table.clear()
-        for slot in range(len(self.end)):
-            self.first[slot] = self.end[slot] = self.shared[slot] = self.reserved[slot] = 0
+        self._bounds[:] = 0
         self.outstanding = self.num_held = 0
 
     def _hold(self, slot: int, first: int, end: int, reserved: int) -> None:
@@ -253,7 +312,7 @@ class BlockGroup:
         self.free.check()
         self._places.check()
         columns = np.arange(self.table.cells.shape[1])
-        first, end, shared = (np.array(column)[:, None] for column in (self.first, self.end, self.shared))
+        first, shared, end, _ = self._bounds[:, :, None]
         inside = (columns >= first) & (columns < end)
         rows = self.table.cells[:-1]
         own = inside & (columns >= shared)
@@ -273,6 +332,6 @@ class BlockGroup:
             )
         if (rows[~inside] != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
-        outstanding = sum(self.outstanding_of(slot) for slot in range(len(self.end)))
+        outstanding = int(self._outstanding(np.arange(len(self.end))).sum())
         if outstanding != self.outstanding:
             raise CheckFailed(f"{self.name}: {outstanding} blocks are outstanding, {self.outstanding} are counted")

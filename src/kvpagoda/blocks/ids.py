@@ -11,6 +11,7 @@ from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.units import whole_number
 
 Ids = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 AnyIds = npt.NDArray[np.integer[Any]]
 
 

@@ -30,6 +30,7 @@ from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.copies import agreement_of
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
+from kvpagoda.prefix.hybrid import Added
 from kvpagoda.prefix.tokens import are_media
 from kvpagoda.schema import Plan
 from kvpagoda.units import ceil_div, format_bytes
@@ -231,12 +232,11 @@ class Core:
         """
         begin = request.lease.num_blocks
         try:
-            duplicates = self.prefix.publish(
-                request.slot, request.lease, *last, request.priority, is_late=True, has_optional=False
-            )
+            added = Added(request.lease, *last, request.priority, is_late=True)
+            _, duplicates = self.prefix.publish([request.slot], [begin], [added], False)
         except MemoryError:
             return owned
-        if request.namespace not in self.stale:
+        if self.events.is_followed and request.namespace not in self.stale:
             self.events.published(request, begin)
         count = request.lease.num_blocks - begin
         return duplicates + [

@@ -9,12 +9,12 @@ around a request, rewind and suspend raise. ``Ending`` closes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids, Int64s
 from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.breakpoints import positions_of
@@ -38,38 +38,51 @@ class Lifecycle:
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
-    def extend(self, ends: Mapping[int, int]) -> None:
-        """Allocate the blocks that the first ``ends[slot]`` tokens of each slot need, in every group, or no block.
+    def extend(self, slots: int | Int64s, ends: int | Int64s) -> None:
+        """Allocate the blocks that the first ``ends`` tokens of a slot, or of each of the distinct ``slots``, need, in every
+        group, or no block.
 
         Raises OutOfBlocks, and NeverFits past the longest context."""
-        core, furthest = self.core, max(ends.values())
-        lacking, needs, more = _lacking(core.groups, ends)
+        core, furthest = self.core, ends if isinstance(ends, int) else int(ends.max())
+        counts, needs, more = _lacking(core.groups, slots, ends)
         if any(more) and not core.capacity.fits(more):
             if core.dropped:
                 self.ending.close_dropped()
             self.settler.settle_waiting()  # frees duplicates of cached blocks, and what slid out
-            lacking, needs, more = _lacking(core.groups, ends)
+            counts, needs, more = _lacking(core.groups, slots, ends)
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
         if furthest > core.max_context:
             core.plan.blocks_wanted(furthest, longest=core.max_context)  # raises NeverFits
-        if not lacking:
+        if not any(needs):
             return
         core.capacity.ensure_free(needs, more)
         ids = [group.free.peek(need) for group, need in zip(core.groups, needs)]
         core.states.reset(ids)
-        begin = [0] * len(needs)
-        group, _, count = lacking[0]
+        if not isinstance(slots, int):
+            self._append_each(slots, counts, ids)
+            return
         core.guard.is_torn = True
-        if count == 1 and len(lacking) == sum(needs) == needs[group.index]:  # decoding: one block each, of one group
-            group.append_each([slot for _, slot, _ in lacking], ids[group.index])
-        else:
-            for group, slot, n in lacking:
-                first = begin[group.index]
-                group.append(slot, ids[group.index][first : first + n])
-                begin[group.index] = first + n
-        for slot in ends:
-            core.allocated(core.running[slot])
+        for group, own in zip(core.groups, ids):
+            if len(own):
+                group.append(slots, own)
+        core.allocated(core.running[slots])
+        core.guard.is_torn = False
+
+    def _append_each(self, slots: Int64s, counts: Many[Int64s], ids: Many[Ids]) -> None:
+        """Append the blocks ``ids`` of each group to the rows of ``slots``: ``counts`` to each, int64 ``[n]`` by group."""
+        core = self.core
+        growing = [group.growing(slots, each, own) for group, each, own in zip(core.groups, counts, ids)]
+        room = np.full(len(slots), core.max_context)
+        for group, one in zip(core.groups, growing):
+            if group.places:
+                np.minimum(room, one.ends * group.block_size, out=room)
+        requests, capacities = [core.running[slot] for slot in slots.tolist()], room.tolist()
+        core.guard.is_torn = True
+        for group, one in zip(core.groups, growing):
+            group.append_each(one)
+        for request, capacity in zip(requests, capacities):
+            request.capacity = capacity
         core.guard.is_torn = False
 
     def commit(self, request: Request, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:
@@ -260,23 +273,20 @@ class Lifecycle:
 
 
 def _lacking(
-    groups: Many[BlockGroup], ends: Mapping[int, int]
-) -> tuple[list[tuple[BlockGroup, int, int]], list[int], list[int]]:
-    """Return the blocks that slots lack for ``ends[slot]`` tokens.
-
-    (group, slot, number of blocks) for each that lacks any; by group, how many blocks; by group, how many of these were
-    not reserved.
-    """
-    lacking: list[tuple[BlockGroup, int, int]] = []
-    needs, more = [0] * len(groups), [0] * len(groups)
-    for index, group in enumerate(groups):
-        size, places, held, begins, reserved = group.block_size, group.places, group.end, group.first, group.reserved
-        for slot, end in ends.items():
-            n = -(-end // size) * places - held[slot]
+    groups: Many[BlockGroup], slots: int | Int64s, ends: int | Int64s
+) -> tuple[list[Int64s], list[int], list[int]]:
+    """Return what slots lack for ``ends`` tokens: by group, how many blocks each of ``slots`` does (nothing for one slot);
+    how many blocks in all; and how many of these were not reserved."""
+    if isinstance(slots, int):
+        assert isinstance(ends, int)
+        needs, more = [0] * len(groups), [0] * len(groups)
+        for index, group in enumerate(groups):  # ``BlockGroup.lacking`` for one: numpy would take ten times as long
+            n = -(-ends // group.block_size) * group.places - group.end[slots]
             if n > 0:
-                lacking.append((group, slot, n))
-                needs[index] += n
-                outstanding = reserved[slot] - held[slot] + begins[slot]
+                needs[index], outstanding = n, group.reserved[slots] - group.end[slots] + group.first[slots]
                 if n > outstanding:
-                    more[index] += n - outstanding if outstanding > 0 else n
-    return lacking, needs, more
+                    more[index] = n - outstanding if outstanding > 0 else n
+        return [], needs, more
+    assert not isinstance(ends, int)
+    each = [group.lacking(slots, ends) for group in groups]
+    return [counts for counts, _ in each], [int(counts.sum()) for counts, _ in each], [n for _, n in each]

@@ -31,8 +31,8 @@ from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.names import copied
-from kvpagoda.prefix import Entry, EvictionPolicy, Lease, Match
-from kvpagoda.prefix.hybrid import Freed, Holding, HybridIndex, IndexGroup, Window
+from kvpagoda.prefix import EvictionPolicy, Match
+from kvpagoda.prefix.hybrid import Added, Freed, Holding, HybridIndex, IndexGroup, Published, Window
 from kvpagoda.units import ceil_div
 
 EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
@@ -226,60 +226,57 @@ class PrefixCache:
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def publish(
-        self,
-        slot: int,
-        lease: Lease,
-        keys: Ids,
-        text: Ids | None,
-        priority: int,
-        *,
-        is_late: bool = False,
-        entry: Entry | None = None,
-        has_optional: bool = True,
-    ) -> list[tuple[BlockGroup, BlockPlaces]]:
-        """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
-        New blocks enter as ``entry`` says (``is_late``: with those before them), others count as used when the request was
-        opened.
-        ``has_optional``: whether those of optional groups are whole; if not, they stay the request's own.
+        self, slots: list[int], begins: list[int], added: Many[Added], has_optional: bool
+    ) -> tuple[int, list[tuple[BlockGroup, BlockPlaces]]]:
+        """Make what the requests in ``slots`` have ``added`` shareable, behind their first ``begins`` blocks, one after
+        another; their leases then cover it.
+        ``has_optional``: whether blocks of optional groups are whole; if not, they stay the requests' own.
 
-        Returns, by group, blocks of the request that duplicate cached ones: the caller frees them. Raises MemoryError,
-        changing nothing."""
-        full, begin = self.full, lease.num_blocks
-        end = begin + len(keys) // self.block_size
-        texts: AnyIds = np.empty((0, end - begin), np.int32)
-        if full is not None:
-            texts = full.names_at(BlockPlaces(full.table.cells[slot, begin:end]))[None]
+        Returns how many requests are done, and, by group, blocks of these that duplicate cached ones: the caller frees them.
+        It stops before a request for which memory lacks. Raises MemoryError if that is the first, changing nothing."""
+        full, size = self.full, self.block_size
+        ends = [begin + len(one.keys) // size for begin, one in zip(begins, added)]
+        if full is None:
+            texts: AnyIds = np.empty((0, sum(ends) - sum(begins)), np.int32)
+        else:
+            texts = full.names_in(slots, begins, ends)[0][None]
         kept_back = () if has_optional else self.index.optional
-        own = [
-            group.names_at(BlockPlaces(group.table.cells[slot, max(group.first[slot], group.shared[slot]) : end]))
-            if window not in kept_back
-            else _NONE
-            for group, window in self.windows
-        ]
-        published = self.index.publish(
-            lease, keys, texts, own, text=text, priority=priority, is_late=is_late, entry=entry
-        )
-        duplicates: list[tuple[BlockGroup, BlockPlaces]] = []
+        own: list[BlockNames] = []
+        counts: list[list[int]] = []
+        for group, window in self.windows:
+            names, each = group.names_in(slots, ends if window in kept_back else None, ends)
+            own.append(names)
+            counts.append(each)
+        num_done, found = self.index.publish(added, texts, own, counts)
+        slots, duplicates = slots[:num_done], []
         if full is not None:
-            found = None
-            if published.doubles is not None:
-                duplicates.append((full, full.places_of(BlockNames(texts[published.doubles]))))
-                found = full.places_of(BlockNames(published.texts[0]))
-            full.share(slot, end, found)
-            if self.residency is not None:
-                is_new = slice(None) if published.doubles is None else ~published.doubles[0]
-                self.residency.published(full.index, texts[0][is_new])
-        for (group, window), given, names in zip(self.windows, own, published.windows):
-            if window in kept_back:
-                continue
-            if names is given:
-                group.share(slot, end)
-            else:
-                duplicates.append((group, group.places_of(BlockNames(given[names != given]))))
-                group.share(slot, end, group.places_of(names))
-            if self.residency is not None:
-                self.residency.published(group.index, given if names is given else given[names == given])
-        return duplicates
+            full.share(slots, ends)
+        for group, window in self.windows:
+            if window not in kept_back:
+                group.share(slots, ends)
+        for number, published in found.items():
+            if full is not None:
+                duplicates.append((full, full.places_of(BlockNames(published.doubles))))
+                full.adopt(slots[number], full.places_of(BlockNames(published.texts[0])))
+            for (group, window), names, doubles in zip(self.windows, published.windows, published.window_doubles):
+                if window not in kept_back:
+                    duplicates.append((group, group.places_of(doubles)))
+                    group.adopt(slots[number], group.places_of(names))
+        if self.residency is not None and num_done == len(added):
+            self._note_published(full, texts, own, found)
+        return num_done, duplicates
+
+    def _note_published(
+        self, full: BlockGroup | None, texts: AnyIds, own: Many[BlockNames], found: Mapping[int, Published]
+    ) -> None:
+        """Tell ``residency`` which of the blocks ``texts`` and ``own`` the tree took."""
+        assert self.residency is not None
+        if full is not None:
+            doubles = np.concatenate([_NONE, *(one.doubles for one in found.values())])
+            self.residency.published(full.index, texts[0][~np.isin(texts[0], doubles)])
+        for at, (group, _) in enumerate(self.windows):
+            doubles = np.concatenate([_NONE, *(one.window_doubles[at] for one in found.values())])
+            self.residency.published(group.index, own[at][~np.isin(own[at], doubles)])
 
     @property
     def is_full(self) -> bool:

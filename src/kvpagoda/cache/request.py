@@ -117,8 +117,9 @@ class Request:
         """Return as what the text behind its first ``num_blocks`` blocks enters the eviction order: its prompt as all that it
         computes of it, its answer as what there is of it."""
         end = (self.prompt_length - 1) // block_size
-        gain = end - self.match.resumable // block_size if num_blocks < end else num_blocks - end
-        return Entry(gain, self.found)
+        resumable, length = self.match.resumable, self.prompt_length
+        gain = end - resumable // block_size if num_blocks < end else num_blocks - end
+        return Entry(gain, resumable / length if length else 0.0)
 
     @property
     def found(self) -> float:
@@ -245,13 +246,15 @@ class DecodeRows:
         """Return the most tokens of ``request`` that a step reached."""
         return int(self.written[self.row_of[request]])
 
-    def flush(self, request: Request) -> None:
-        """Append to ``request`` the committed tokens that only this batch has. Idempotent."""
-        row = self.row_of[request]
-        known, length = int(self.known[row]), int(self.lengths[row])
-        if request.own_length < length:
-            request.append(self.newest[row, request.own_length - known : length - known])
-        self.known[row] = length
+    def flush(self, *requests: Request) -> None:
+        """Append to each of ``requests`` the committed tokens that only this batch has. Idempotent."""
+        row_of, known, lengths, newest = self.row_of, self.known.data, self.lengths.data, self.newest
+        for request in requests:
+            row = row_of[request]
+            first, length = known[row], lengths[row]
+            if request.own_length < length:
+                request.append(newest[row, request.own_length - first : length - first])
+            known[row] = length
 
     def detach(self, request: Request) -> None:
         """Flush ``request`` and let it continue outside of the batch; its row is read again before the next use."""

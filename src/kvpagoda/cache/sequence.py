@@ -155,7 +155,7 @@ class Sequence:
         request, lifecycle = self._request, self._lifecycle
         end = request.length + n
         if end > request.capacity:
-            lifecycle.extend({request.slot: end})
+            lifecycle.extend(request.slot, end)
 
     @while_running
     def commit(self, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:

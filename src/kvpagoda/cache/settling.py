@@ -1,4 +1,4 @@
-"""What follows from commits. ``settle`` does it for one request, in this order:
+"""What follows from commits. ``settle`` does it for one request in this order, and in one call for many that are due together:
 
     publish     whole blocks become shareable, and are reported to tiers and events
     keep        checkpoints that are due are kept
@@ -28,7 +28,7 @@ from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.step_states import Named
 from kvpagoda.errors import Exhausted
 from kvpagoda.prefix import Entry, Match
-from kvpagoda.prefix.hybrid import Kept
+from kvpagoda.prefix.hybrid import Added, Kept
 
 _log = logging.getLogger(__name__)
 _NONE = BlockNames(np.empty(0, np.int32))
@@ -61,6 +61,11 @@ class Settler:
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
         steps are so short that not even a block was reserved for one."""
         self._is_followed = bool(core.tiers.levels) or core.events.is_followed  # a tier or a router waits for blocks
+        self._is_plain = core.full is not None and not (
+            self._points.ends_steps or self._round_every or self._is_followed
+        )
+        """Whether settling a request does nothing but publish and slide, unless a checkpoint is due."""
+        self._has_optional = bool(core.prefix.index.optional)
         self.patience = (
             1 if self._points.ends_steps or self._is_followed else _MOST_HELD if self._is_bounded else _MOST_WAITING
         )
@@ -100,43 +105,70 @@ class Settler:
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
-    def settle(self, request: Request) -> None:
-        """Publish the whole blocks of ``request``, keep the checkpoints that are due, and slide its windows.
+    def settle(self, *requests: Request) -> None:
+        """Publish the whole blocks of each of ``requests``, keep the checkpoints that are due, and slide its windows: in turn,
+        but in one call for those whose turns do not meet (``_together``).
 
-        Does nothing while a fence is around it; the end of the last fence calls this again. If memory is lacking, or a
-        copy fails, the next commit tries again."""
+        Does nothing for one with a fence around it; the end of the last fence calls this again. If memory is lacking, or a
+        copy fails, the next commit of that request tries again."""
         core = self._core
-        core.waiting[request] = None
-        if request.opened_at:
-            core.tiers.computed(request)
-        if request.num_fences:
-            return
-        publishes = request.publishes
-        try:
-            if self._round_every:
-                self._round(request)
-            if publishes:
-                self._publish_blocks(request, request.own_length, None)
-            if self._is_bounded:
-                if publishes and core.bounded:
-                    self._keep_due(request)
-                self._slide(request, publishes)
-            if core.step_states.named:
-                useless = core.step_states.useless(request, request.own_length // core.block_size)
-                core.guard.change(core.give_back, request, useless)
-        except (MemoryError, RuntimeError) as error:
-            self._failed(request, error)
-            return
-        self.plan(request)
-        del core.waiting[request]
+        waiting: list[Request] = []
+        for request in requests:
+            core.waiting[request] = None
+            if request.opened_at:
+                core.tiers.computed(request)
+            if not request.num_fences:
+                waiting.append(request)
+        at, end, is_plain = 0, len(waiting), self._is_plain
+        while at < end:
+            some, count = self._together(waiting, at) if is_plain else waiting[at : at + 1], 1
+            try:
+                if self._round_every:
+                    self._round(some[0])
+                if some[0].publishes:
+                    count = self._publish_blocks(some)
+                    if count < len(some):
+                        some = some[:count]
+                if self._is_bounded:
+                    for request in some:
+                        if core.bounded and request.publishes and (request.due or self._points.ends_steps):
+                            self._keep_due(request)
+                    self._slide(some)
+                if core.step_states.named:
+                    for request in some:
+                        useless = core.step_states.useless(request, request.own_length // core.block_size)
+                        core.guard.change(core.give_back, request, useless)
+            except (MemoryError, RuntimeError) as error:
+                for request in some[:count]:
+                    self._failed(request, error)
+            else:
+                for request in some:
+                    self.plan(request)
+                    del core.waiting[request]
+            at += count
+
+    def _together(self, requests: list[Request], at: int) -> list[Request]:
+        """Return request ``at`` and those that follow as long as it is all the same whether each of them is published and
+        slides before the next, or all are published and then all slide: nothing is evicted for any of them, and none frees
+        blocks of its own."""
+        if len(requests) == 1:
+            return requests
+        end = at
+        for request in requests[at:]:
+            if request.due or not request.publishes or (self._has_optional and request.lacking_from is not None):
+                break
+            end += 1
+        return requests[at : max(at + 1, end)]
 
     def settle_waiting(self, but: Request | None = None) -> None:
         """Settle the requests that wait for it, all ``but`` one. Callers that read the prefix tree or lack blocks call
         this first."""
-        for request in [request for request in self._core.waiting if request is not but]:
+        waiting = [request for request in self._core.waiting if request is not but]
+        for request in waiting:
             if request.rows is not None:
                 request.rows.flush(request)
-            self.settle(request)
+        if waiting:
+            self.settle(*waiting)
 
     def begun(self, request: Request, hit: Hit | None) -> None:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
@@ -152,7 +184,7 @@ class Settler:
             return
         try:
             if found.loaded:
-                self._publish_blocks(request, found.resumable, hit)
+                self._publish_blocks([request], hit, found.resumable)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
             if saved is not None:
                 core.prefix.index.use(saved[0])
@@ -293,32 +325,50 @@ class Settler:
                     if saved[1]:
                         self._store(saved[0])
 
-    def _publish_blocks(self, request: Request, length: int, source: Hit | None) -> None:
-        """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.
-        ``source``: the hit that they were loaded from, if any. Raises MemoryError, changing nothing."""
-        core, size, begin = self._core, self._core.block_size, request.lease.num_blocks
-        end = length // size
-        if begin == end:
-            return
-        keys, text, guard = request.keys(begin * size, end * size), request.text, core.guard
-        entry = request.entry(begin, size) if core.bounded and source is None else None
-        has_optional = request.lacking_from is None
+    def _publish_blocks(self, requests: Many[Request], source: Hit | None = None, length: int | None = None) -> int:
+        """Make the whole blocks of ``requests`` shareable, and report them to events and tiers. ``source``: the hit that they
+        were loaded from, if any. ``length``: only those of the first so many tokens.
+
+        Returns how many requests are done. It stops before one for which memory lacks, and raises MemoryError, changing
+        nothing, if that is the first."""
+        core, size = self._core, self._core.block_size
+        rows: list[int] = []
+        slots: list[int] = []
+        begins: list[int] = []
+        added: list[Added] = []
+        has_entry = source is None and bool(core.bounded)
+        for row, request in enumerate(requests):
+            lease = request.lease
+            begin, end = lease.num_blocks, (request.own_length if length is None else length) // size
+            if begin < end:
+                rows.append(row)
+                slots.append(request.slot)
+                begins.append(begin)
+                entry = request.entry(begin, size) if has_entry else None
+                keys = request.keys(begin * size, end * size)
+                added.append(Added(lease, keys, request.text, request.priority, entry))
+        if not rows:
+            return len(requests)
+        has_optional, guard = not self._has_optional or requests[0].lacking_from is None, core.guard
         guard.is_torn = True
         try:
-            duplicates = core.prefix.publish(
-                request.slot, request.lease, keys, text, request.priority, entry=entry, has_optional=has_optional
-            )
+            num_done, duplicates = core.prefix.publish(slots, begins, added, has_optional)
         except Exception:
             guard.is_torn = False
             raise
         for group, places in duplicates:
             core.capacity.release(group, places)
-        if request.namespace not in core.stale:
-            core.events.published(request, begin)
+        if core.events.is_followed:
+            for row, begin in zip(rows[:num_done], begins):
+                if requests[row].namespace not in core.stale:
+                    core.events.published(requests[row], begin)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
-        core.tiers.published(request, begin, source)
+        if core.tiers.levels:
+            for row, begin in zip(rows[:num_done], begins):
+                core.tiers.published(requests[row], begin, source)
+        return len(requests) if num_done == len(rows) else rows[num_done]
 
     def last_blocks(self, request: Request) -> TextPart | None:
         """Return the blocks that ``request``, which ends, has not published; None if there are none. Only for models
@@ -341,28 +391,43 @@ class Settler:
             self._core.states.round(request.slot, length)
             request.rounded_at = length
 
-    def _slide(self, request: Request, publishes: bool) -> None:
-        """Free, or stop reading, the window blocks that ``request`` does not need any more.
+    def _slide(self, requests: Many[Request]) -> None:
+        """Free, or stop reading, the window blocks that each of ``requests`` does not need any more.
 
         An answer keeps what is needed to resume it at its last whole block. Once the prompt is computed, the request
         reserves room for a block at a time only. If steps are so short that not even that was reserved, an answer loses
         all that slides out, and reservations stay as they are."""
-        core, slot, length = self._core, request.slot, request.own_length
-        in_answer = length >= request.prompt_length
-        for number, (group, window) in enumerate(self._windows):
-            first = group.growth.first_kept(length) // group.block_size
-            num_blocks = self._most_decoding[number]
-            if in_answer and num_blocks <= (group.plan.most_blocks or 0):
-                if publishes:
-                    first = min(first, window.first_needed(request.lease.num_blocks))
-                if group.reserved[slot] > num_blocks:
-                    group.reserve(slot, num_blocks)
-            first = min(first, group.end[slot])
-            if first > group.first[slot]:
-                shared, own = group.leaving(slot, first)
+        core, size = self._core, self._core.block_size
+        for (group, window), num_blocks in zip(self._windows, self._most_decoding):
+            growth, has_reserved = group.growth, num_blocks <= (group.plan.most_blocks or 0)
+            slots: list[int] = []
+            firsts: list[int] = []
+            kept: list[int] = []
+            needed: list[int] = []
+            if len(requests) > 1:
+                kept = growth.first_kept(np.array([request.own_length for request in requests])).tolist()
+                needed = growth.first_needed(
+                    np.array([request.lease.num_blocks for request in requests]) * size
+                ).tolist()
+            for row, request in enumerate(requests):
+                slot, length = request.slot, request.own_length
+                first = kept[row] if kept else growth.first_kept(length)
+                if has_reserved and length >= request.prompt_length:
+                    if request.publishes:
+                        resumed = needed[row] if needed else growth.first_needed(request.lease.num_blocks * size)
+                        if resumed < first:
+                            first = resumed
+                    if group.reserved[slot] > num_blocks:
+                        group.reserve(slot, num_blocks)
+                first = min(first // size, group.end[slot])
+                if first > group.first[slot]:
+                    slots.append(slot)
+                    firsts.append(first)
+            if slots:
+                shared, counts, own = group.leaving(slots, firsts)
                 core.guard.is_torn = True
-                group.slide(slot, first)
-                window.leave(shared)
+                group.slide(slots, firsts)
+                window.leave(shared, counts)
                 if len(own):
                     core.capacity.release(group, own)
                 core.guard.is_torn = False

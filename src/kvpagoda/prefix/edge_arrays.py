@@ -59,7 +59,8 @@ class EdgeArrays:
         if not is_view:
             self._tokens[first * size : end * size] = tokens
         self._ids[:, first:end] = ids
-        self._view(self._at, new)
+        self.num_blocks = new
+        self.tokens, self.ids = self._tokens[self._at * size : end * size], self._ids[:, self._at : end]
 
     def has_room(self, n: int, text: Ids | None) -> bool:
         """Return whether appending ``n`` blocks is cheap: there is room, or the blocks to copy are few."""

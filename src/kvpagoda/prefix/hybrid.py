@@ -82,15 +82,30 @@ class Holding(NamedTuple):
     """The pin of the cached block that begins with the last matching tokens, to be copied."""
 
 
+class Added(NamedTuple):
+    """What a request makes shareable: the whole blocks of ``keys``, which follow what ``lease`` covers. New blocks enter the
+    eviction order as ``entry`` says (``is_late``: with those before them), others count as used when ``lease`` was opened.
+    ``text``, ``priority``: see ``PrefixTree.insert``."""
+
+    lease: Lease
+    keys: Ids
+    text: Ids | None = None
+    priority: int = 0
+    entry: Entry | None = None
+    is_late: bool = False
+
+
 class Published(NamedTuple):
-    """The blocks that the tree has for a text from now on, and which of the given ones it did not take."""
+    """The blocks that the tree has for a text from now on, where it had some already."""
 
     texts: Ids
     """int32 ``[groups of texts, n]``: the names to use from now on."""
-    doubles: np.ndarray | None
-    """bool ``[groups of texts, n]``: which of the given blocks of texts duplicate cached ones; None: none does."""
+    doubles: Ids
+    """int32: the given names of blocks of texts that duplicate cached ones."""
     windows: tuple[BlockNames, ...]
-    """For each window the names that the tree has, in place of the given ones: the same object where it took all."""
+    """For each window the names that the tree has, in place of the given ones."""
+    window_doubles: tuple[BlockNames, ...]
+    """For each window the given names that duplicate cached blocks."""
 
 
 class Texts:
@@ -177,7 +192,17 @@ class Window(WindowBlocks):
         self._scratch = np.empty((2, 2, 2 * num_blocks), np.int32)
         self.most_adopted = 2 * num_blocks
 
-    def adopt(self, lease: Lease, names: BlockNames, *, takes_over: bool) -> BlockNames:
+    def write_last(self, names: BlockNames, counts: list[int], sizes: list[int], out: Ids) -> None:
+        """Write the cells of the last blocks of several texts, ``counts[i]`` of ``names`` each, to the end of its
+        ``sizes[i]`` columns of ``out``, int32 ``[2, n]``, and no block before them."""
+        out[:] = 0
+        end = column = 0
+        for count, n in zip(counts, sizes):
+            end, column = end + count, column + n
+            if new := min(count, n):
+                self.write_cells(BlockNames(names[end - new : end]), out[:, column - new : column])
+
+    def adopt(self, lease: Lease, names: BlockNames, takes_over: bool) -> BlockNames:
         """Publish ``names``, the last blocks of ``lease``, of which the tree may have some already, and return the names
         that it has. ``takes_over``: the request reads the cached blocks from now on; else only its own."""
         first, end = lease.num_blocks - len(names), lease.num_blocks
@@ -440,55 +465,87 @@ class HybridIndex:
 
     def publish(
         self,
-        lease: Lease,
-        keys: Ids,
+        added: Many[Added],
         texts: AnyIds,
         windows: Many[BlockNames] = (),
+        counts: Many[list[int]] = (),
         *,
-        text: Ids | None = None,
-        priority: int = 0,
-        is_late: bool = False,
-        entry: Entry | None = None,
         takes_over: bool = True,
-    ) -> Published:
-        """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
-        New blocks enter as ``entry`` says (``is_late``: with those before them), others count as used when ``lease`` was
-        opened.
+    ) -> tuple[int, dict[int, Published]]:
+        """Make what each of ``added`` names shareable, one after another; its lease then covers it.
 
-        ``texts``: ``[groups of texts, n]``, the names of these blocks in the groups of texts. ``windows``: for
-        each window the names of the last blocks up to there, intp, as many as the request has and does not share yet:
-        also of earlier blocks of the text, which the tree may lack. ``text``: see ``PrefixTree.insert``.
-        ``takes_over``: see ``Window.adopt``. Raises MemoryError, changing nothing."""
-        tree = self.tree
-        n = len(keys) // self.block_size
+        ``texts``: ``[groups of texts, n]``, the names of these blocks in the groups of texts. ``windows``: for each window
+        names of the last blocks of each text, intp, ``counts[window][i]`` of text i: as many as its request has and does not
+        share yet, also of earlier blocks of the text, which the tree may lack. ``takes_over``: see ``Window.adopt``.
+
+        Returns how many texts are done, and what the tree has of those of which it had something already. It stops before
+        a text for which memory lacks. Raises MemoryError if that is the first, changing nothing. Amortised O(blocks)."""
+        tree, size, num_texts = self.tree, self.block_size, self.num_texts
+        sizes = [len(one.keys) // size for one in added]
         given: Ids = texts.astype(np.int32, copy=False)
-        if tree.num_groups > self.num_texts:
-            given = np.empty((tree.num_groups, n), np.int32)
-            given[: self.num_texts] = texts
-            for window, names in zip(self.windows, windows):
-                new = len(names) if len(names) < n else n
-                rows = given[window.row : window.row + 2]
-                rows[:, : n - new] = 0
-                if new:
-                    window.write_cells(BlockNames(names[len(names) - new :]), rows[:, n - new :])
-                if len(names) > window.most_adopted:
-                    window.reserve_scratch(len(names))
-        if self._numbers is not None:
-            given[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
-        inserted = tree.insert(lease, keys, given, text=text, priority=priority, is_late=is_late, entry=entry)
-        if self._numbers is not None:
-            self._numbers.advance(inserted.num_added)
-        is_new = inserted.num_added == n
-        found: list[BlockNames] = []
-        for window, names in zip(self.windows, windows):
-            if is_new and len(names) <= n:
-                window.publish(names)
-                found.append(names)
-            else:
-                found.append(window.adopt(lease, names, takes_over=takes_over))
-        if is_new:
-            return Published(given[: self.num_texts], None, tuple(found))
-        return Published(inserted.ids[: self.num_texts], inserted.duplicates[: self.num_texts], tuple(found))
+        if tree.num_groups > num_texts:
+            given = np.empty((tree.num_groups, texts.shape[1]), np.int32)
+            given[:num_texts] = texts
+            for window, names, each in zip(self.windows, windows, counts):
+                cells = given[window.row : window.row + 2]
+                if each == sizes:
+                    window.write_cells(names, cells)
+                else:
+                    window.write_last(names, each, sizes, cells)
+                if len(names) > window.most_adopted and max(each) > window.most_adopted:
+                    window.reserve_scratch(max(each))
+        is_even = not counts or [*counts] == [sizes] * len(counts)
+        done = first = column = 0
+        at = [0] * len(windows)  # in ``windows``: the names of text ``first``
+        found: dict[int, Published] = {}
+        for one, n in zip(added, sizes):
+            blocks = given if n == given.shape[1] else given[:, column : column + n]
+            column += n
+            if self._numbers is not None:
+                blocks[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
+            try:
+                inserted = tree.insert(
+                    one.lease,
+                    one.keys,
+                    blocks,
+                    text=one.text,
+                    priority=one.priority,
+                    is_late=one.is_late,
+                    entry=one.entry,
+                )
+            except Exception:
+                if not done:
+                    raise
+                break
+            if self._numbers is not None:
+                self._numbers.advance(inserted.num_added)
+            if inserted.num_added < n or not (is_even or all(each[done] <= n for each in counts)):
+                self._publish_whole(windows, counts, at, first, done)
+                own = [BlockNames(names[begin : begin + each[done]]) for names, each, begin in zip(windows, counts, at)]
+                at = [begin + len(names) for begin, names in zip(at, own)]
+                there = [window.adopt(one.lease, names, takes_over) for window, names in zip(self.windows, own)]
+                found[done] = Published(
+                    inserted.ids[:num_texts],
+                    blocks[:num_texts][inserted.duplicates[:num_texts]],
+                    tuple(there),
+                    tuple([BlockNames(names[names != now]) for names, now in zip(own, there)]),
+                )
+                first = done + 1
+            done += 1
+        if windows:
+            self._publish_whole(windows, counts, at, first, done)
+        return done, found
+
+    def _publish_whole(
+        self, windows: Many[BlockNames], counts: Many[list[int]], at: list[int], first: int, end: int
+    ) -> None:
+        """Register the window blocks of texts ``first .. end - 1``, of which the tree took all: those of ``windows`` from
+        ``at`` on, which advances."""
+        if first < end:
+            for number, (window, names, each) in enumerate(zip(self.windows, windows, counts)):
+                begin = at[number]
+                at[number] = begin + sum(each[first:end])
+                window.publish(BlockNames(names[begin : at[number]]))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

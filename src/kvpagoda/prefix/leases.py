@@ -28,7 +28,8 @@ class Leases:
         """Extend ``lease`` to end at ``depth`` in ``node``, at or below its present end."""
         old, lease.num_blocks = lease.node, depth
         if node is old:
-            self._cover(node, depth - node.start)
+            if depth - node.start > node.num_pinned:
+                self._cover(node, depth - node.start)
             return
         lease.node = node
         old.leases.remove(lease)

@@ -195,7 +195,7 @@ class PrefixTree:
         if rest or not fits:
             raise BadInput(_misfit(tokens, size, blocks, self.num_groups))
         node, covered = self._locate(at)
-        lease = at if isinstance(at, Lease) and pin is not False else None
+        lease = at if pin is not False and isinstance(at, Lease) else None
         first, added, own, duplicates = tokens[:size].tobytes(), n, blocks, None
         if covered == node.start + node.num_blocks and first not in node.children:
             if self._owned is not None:

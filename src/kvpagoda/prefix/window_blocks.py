@@ -114,13 +114,21 @@ class WindowBlocks:
         self.num_read += len(uses[uses & _READERS == 0])
         self._uses[names] = uses + 1
 
-    def leave(self, names: BlockNames) -> None:
-        """Remove one reader from ``names``; blocks without a reader or keeper become cold, to be evicted last."""
+    def leave(self, names: BlockNames, counts: list[int] | None = None) -> None:
+        """Remove one reader from ``names``; blocks without a reader or keeper become cold, to be evicted last.
+
+        ``counts``: how many of them each of several readers leaves, one reader after another. They may leave the same block.
+        """
         if not len(names):
             return
         uses = self._uses[names] - 1
+        are_in_use = uses[uses.argmax()] > 0
+        if are_in_use and counts is not None and len(counts) > 1:  # a block with two readers may be named twice
+            for one in np.split(names, np.cumsum(counts)[:-1]):
+                self.leave(BlockNames(one))
+            return
         self.num_reads -= len(names)
-        if uses[uses.argmax()]:
+        if are_in_use:
             self.num_read -= len(uses[uses & _READERS == 0])
             self._uses[names] = uses
             names = BlockNames(names[uses == 0])
