@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
 from kvpagoda.batch.step import Step, StepRows
-from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
+from kvpagoda.batch.step_buffers import Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
@@ -21,6 +22,7 @@ from kvpagoda.cache.step_states import Named
 from kvpagoda.errors import BadInput, NeedsReset, StaleHandle, shown, unknown_name
 from kvpagoda.layouts.judge import judge
 from kvpagoda.memory.copies import Copies, Noted
+from kvpagoda.memory.writes import Array
 from kvpagoda.schema import Layer, Schema
 from kvpagoda.schema.kernel_forms import rows_named
 from kvpagoda.text import in_brackets
@@ -29,15 +31,46 @@ from kvpagoda.units import MOST, items_of, whole_number
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 ROW_BITS = 20
 """A step has fewer than 2^20 rows: a thousand times what engines run at once."""
+
+
+class _Lazy(Generic[T]):
+    """An attribute of a ``Batch`` or its ``GroupArrays`` that is made when it is first read.
+
+    With a device, ``Batch`` makes those that it expects to be read, to send them together: ``made`` has them until then.
+    """
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self.make, self.__doc__ = make, make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, of: None, owner: type) -> _Lazy[T]: ...
+    @overload
+    def __get__(self, of: Batch | GroupArrays, owner: type) -> T: ...
+    def __get__(self, of: Batch | GroupArrays | None, owner: type) -> T | _Lazy[T]:
+        if of is None:
+            return self
+        if of.buffers.arrays.is_host:
+            value = self.make(of)
+        else:
+            of.check_current()
+            of.buffers.read((of.group, self._name))
+            value = of.made.pop(self._name) if self._name in of.made else self.make(of)
+            of.buffers.send()
+        of.__dict__[self._name] = value  # found before this object from now on
+        return value
 
 
 class GroupArrays:
     """The index arrays of one group for one step of ``B`` rows (padded rows last) and ``T`` new tokens.
 
-    Each array is built on first access, in a static buffer, and is valid until the next batch. Accessing one after that
-    raises StaleHandle.
+    Each array is built on first access or before, in a static buffer, and is valid until the next batch. Accessing one
+    for the first time after that raises StaleHandle.
 
     ``cache_seqlens`` counts the new tokens too: write their rows by ``slot_mapping`` first, then run attention. In a
     window group ``kv_indices`` start at the first block that the row's first new token still reads. ``kv_start`` is the
@@ -47,34 +80,35 @@ class GroupArrays:
     """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
-        self._batch, self._group = batch, group
+        self._batch, self.group, self.buffers = batch, group, batch.buffers
+        self.check_current, self.made = batch.check_current, dict[str, Any]()
 
-    @cached_property
+    @_Lazy
     def block_table(self) -> StepArray:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table). Cells after a row's end are undefined."""
         name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
         return self._batch.buffers.put_rows(name, self._cells, self._pages, is_fixed)
 
-    @cached_property
+    @_Lazy
     def cache_seqlens(self) -> StepArray:
         """int32 ``[B]``: number of tokens of each row after this step; 0 for padded rows."""
         return self._put("cache_seqlens", self._batch.lengths)
 
-    @cached_property
+    @_Lazy
     def slot_mapping(self) -> StepArray:
         """int32 ``[T]``: for each new token, ``block id * block_size + row of the block``; 0 for padded tokens.
 
         int64 if the group has 2^31 rows or more.
         """
         batch, size = self._batch, self._batch.block_size
-        wide = np.int64 if self._group.plan.num_rows * size >= 2**31 else np.int32
+        wide = np.int64 if self.group.plan.num_rows * size >= 2**31 else np.int32
         if batch.rows.one_each:
-            cells = self._shown.last_cells(self._group.table.cells)
+            cells = self._shown.last_cells(self.group.table.cells)
         else:
-            cells = self._group.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
+            cells = self.group.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
         return self._put("slot_mapping", cells * size + batch.within, wide)
 
-    @cached_property
+    @_Lazy
     def kv_indptr(self) -> StepArray:
         """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
         return self._put("kv_indptr", self._pages.starts)
@@ -92,7 +126,7 @@ class GroupArrays:
         name, is_fixed = self._named("kv_indices"), batch.rows.is_fixed
         return batch.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
 
-    @cached_property
+    @_Lazy
     def kv_last_page_len(self) -> StepArray:
         """int32 ``[B]``: number of tokens in the last block of each row; 0 for padded rows (FlashInfer)."""
         batch, size = self._batch, self._batch.core.plan.kernel_page
@@ -101,7 +135,7 @@ class GroupArrays:
         last = np.where(batch.lengths > 0, batch.lengths - (self._pages.end - 1) * size, 0)
         return self._put("kv_last_page_len", last)
 
-    @cached_property
+    @_Lazy
     def kv_start(self) -> StepArray:
         """int32 ``[B]``: for each row, the position of the first token of its first block in ``kv_indices``."""
         return self._put("kv_start", self._shown.first * self._batch.block_size)
@@ -109,22 +143,22 @@ class GroupArrays:
     @cached_property
     def _cells(self) -> Cells:
         """The cells of the group's block table, in kernel pages."""
-        pages_per_block, cells = self._group.plan.layout.kernel_pages, self._group.table.cells
+        pages_per_block, cells = self.group.plan.layout.kernel_pages, self.group.table.cells
         return cells if pages_per_block == 1 else PagedCells(cells, pages_per_block)
 
     @cached_property
     def _pages(self) -> TableSnapshot:
         """The range of each row's cells that this step shows, in kernel pages."""
-        batch, factor, shown = self._batch, self._group.plan.layout.kernel_pages, self._shown
+        batch, factor, shown = self._batch, self.group.plan.layout.kernel_pages, self._shown
         if factor == 1:
             return shown
-        end, name = -(-batch.lengths * factor // batch.block_size), f"{self._group.name} in kernel pages"
-        return batch.buffers.snapshot(name, self._group.table.version, shown.slots, shown.first * factor, end)
+        end, name = -(-batch.lengths * factor // batch.block_size), f"{self.group.name} in kernel pages"
+        return batch.buffers.snapshot(name, self.group.table.version, shown.slots, shown.first * factor, end)
 
     @cached_property
     def _shown(self) -> TableSnapshot:
         """The range of each row's cells that this step shows, in blocks."""
-        batch, group = self._batch, self._group
+        batch, group = self._batch, self.group
         first = batch.rows.zeros
         if group.growth.is_bounded:
             first = np.minimum(group.growth.first_needed(batch.before) // batch.block_size, batch.columns)
@@ -137,7 +171,7 @@ class GroupArrays:
 
     def _named(self, what: str) -> str:
         self._batch.check_current()
-        return f"{what} of {self._group.name}"
+        return f"{what} of {self.group.name}"
 
 
 class _OfGroup:
@@ -414,6 +448,8 @@ class Batch:
     the record of 3, so it must be read before it is written.
     """
 
+    group = None  #: these arrays are of no group
+
     def __init__(
         self,
         core: Core,
@@ -429,7 +465,7 @@ class Batch:
         ``requests``: those of the rows that are not padded. The caller has made room for the new tokens. ``named``: see
         ``Settler.name_states``.
         """
-        buffers.number += 1
+        buffers.begin()
         self.core, self._schema, self._requests = core, schema, requests
         self._named = named
         self._current = buffers.number, core.capacity.num_moves
@@ -453,7 +489,17 @@ class Batch:
         state_rows = buffers.put("state_rows", states if rows.one_each else states[rows.row_of])
         self.step = Step(slots, positions, ids, state_rows, is_by_id=True)
         self._arrays: dict[str, GroupArrays] = {}
+        self.made: dict[str, Any] = {}
+        if not buffers.arrays.is_host:
+            self._make_expected()
+            buffers.send()
         self.noted: Noted | None = None  #: set last, so that a call that raises loses none of it
+
+    def _make_expected(self) -> None:
+        """Make the arrays that will probably be read, so that they are sent to the device with the others."""
+        for group, name in self.buffers.expected():
+            of = self if group is None else self.arrays(group)
+            of.made[name] = type(of).__dict__[name].make(of)
 
     @property
     def copies(self) -> Copies:
@@ -485,14 +531,14 @@ class Batch:
         """int32 ``[T]``: the position of each new token in its request."""
         return self.step.positions
 
-    @cached_property
+    @_Lazy
     def state_writes(self) -> StepArray:
         """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
         self.check_current()
         written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
         return self.buffers.put("state_writes", written.reshape(-1)).reshape(written.shape)
 
-    @cached_property
+    @_Lazy
     def checkpoints(self) -> StepCheckpoints:
         """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
         self.check_current()
