@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from kvpagoda import KVCache
 from kvpagoda.memory.device_memory import DeviceArrays
 from kvpagoda.memory.staging import NUM_SLOTS, SLOT_NBYTES, Slot, Staging
-from kvpagoda.memory.writes import Write, packed_nbytes
+from kvpagoda.memory.writes import Writes
 
 
 class LateEvent:
@@ -63,8 +62,8 @@ class LateArrays(DeviceArrays):
         self.sent: list[int] = []
         self.flattened = 0
 
-    def send(self, writes: Many[Write]) -> None:
-        self.sent.append(packed_nbytes(writes))
+    def send(self, writes: Writes) -> None:
+        self.sent.append(writes.nbytes)
         super().send(writes)
 
     def flatten(self, *arguments: Any) -> None:

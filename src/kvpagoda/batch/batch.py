@@ -55,13 +55,20 @@ class _Lazy(Generic[T]):
     def __get__(self, of: Batch | GroupArrays | None, owner: type) -> T | _Lazy[T]:
         if of is None:
             return self
+        of.check_current()
         if of.buffers.arrays.is_host:
             value = self.make(of)
         else:
-            of.check_current()
             of.buffers.read((of.group, self._name))
-            value = of.made.pop(self._name) if self._name in of.made else self.make(of)
-            of.buffers.send()
+            if self._name in of.made:
+                value = of.made.pop(self._name)
+            else:
+                try:
+                    value = self.make(of)
+                    of.buffers.send()
+                except BaseException:
+                    of.buffers.forget()
+                    raise
         of.__dict__[self._name] = value  # found before this object from now on
         return value
 
@@ -87,7 +94,7 @@ class GroupArrays:
     def block_table(self) -> StepArray:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table). Cells after a row's end are undefined."""
         name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
-        return self._batch.buffers.put_rows(name, self._cells, self._pages, is_fixed)
+        return self.buffers.put_rows(name, self._cells, self._pages, is_fixed)
 
     @_Lazy
     def cache_seqlens(self) -> StepArray:
@@ -120,11 +127,12 @@ class GroupArrays:
         If blocks were added since the last step, the whole array is rebuilt, O(all cells); with a device, the device
         rebuilds it from ``block_table``. Access it only if the kernels need it.
         """
+        self.check_current()
         batch, on_device = self._batch, None
-        if not batch.buffers.arrays.is_host:
+        if not self.buffers.arrays.is_host:
             on_device = self.block_table, self.kv_start, self.kv_indptr, batch.core.plan.kernel_page
         name, is_fixed = self._named("kv_indices"), batch.rows.is_fixed
-        return batch.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
+        return self.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
 
     @_Lazy
     def kv_last_page_len(self) -> StepArray:
@@ -138,7 +146,7 @@ class GroupArrays:
     @_Lazy
     def kv_start(self) -> StepArray:
         """int32 ``[B]``: for each row, the position of the first token of its first block in ``kv_indices``."""
-        return self._put("kv_start", self._shown.first * self._batch.block_size)
+        return self.buffers.put(self._named("kv_start"), self._shown.first, times=self._batch.block_size)
 
     @cached_property
     def _cells(self) -> Cells:
@@ -153,7 +161,7 @@ class GroupArrays:
         if factor == 1:
             return shown
         end, name = -(-batch.lengths * factor // batch.block_size), f"{self.group.name} in kernel pages"
-        return batch.buffers.snapshot(name, self.group.table.version, shown.slots, shown.first * factor, end)
+        return self.buffers.snapshot(name, self.group.table.version, shown.slots, shown.first * factor, end)
 
     @cached_property
     def _shown(self) -> TableSnapshot:
@@ -164,13 +172,12 @@ class GroupArrays:
             first = np.minimum(group.growth.first_needed(batch.before) // batch.block_size, batch.columns)
             if batch.rows.goes_back:  # to tokens whose windows began before what the row has
                 first = np.maximum(first, [group.first[slot] if slot >= 0 else 0 for slot in batch.rows.slots])
-        return batch.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
+        return self.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
 
     def _put(self, what: str, values: Array, dtype: type = np.int32) -> StepArray:
-        return self._batch.buffers.put(self._named(what), values, dtype)
+        return self.buffers.put(self._named(what), values, dtype)
 
     def _named(self, what: str) -> str:
-        self._batch.check_current()
         return f"{what} of {self.group.name}"
 
 
@@ -534,14 +541,12 @@ class Batch:
     @_Lazy
     def state_writes(self) -> StepArray:
         """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
-        self.check_current()
         written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
         return self.buffers.put("state_writes", written.reshape(-1)).reshape(written.shape)
 
     @_Lazy
     def checkpoints(self) -> StepCheckpoints:
         """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
-        self.check_current()
         put, group = self.buffers.put, self.core.step_states.group
         rows = np.array([row for row, _, _, _ in self._named], np.int64)
         tokens = np.array([depth * self.block_size for _, depth, _, _ in self._named], np.int64) - 1

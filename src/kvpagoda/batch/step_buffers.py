@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvpagoda.memory.no_memory import HostArrays
-from kvpagoda.memory.writes import Array, Write
+from kvpagoda.memory.writes import Array, Writes
 
 Cells = Any
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class TableDelta(NamedTuple):
 
 _NO_ROWS, _ZERO = np.empty(0, np.int64), np.zeros(1, np.int64)
 _STEPS = 8
-"""In so many batches an array is made with the others after it was read, although nobody reads it again."""
+"""In so many batches, or up to twice as many, an array is made after it was read, although nobody reads it again."""
 EMPTY = TableSnapshot((np.empty(0, np.int64),) * 4, [b""] * 4)
 
 
@@ -153,14 +153,14 @@ class StepBuffers:
         self._held: dict[
             str, tuple[TableSnapshot, StepArray]
         ] = {}  # the snapshot that a buffer holds, and the part with it
-        self._writes: dict[str, Write] = {}  # what was put here since the last ``send``
+        self._writes = Writes()  # what was put here since the last ``send``
         self._last_read: dict[tuple[Any, str], int] = {}  # array -> number of the last batch in which it was read
 
     def begin(self) -> None:
         """Begin a batch: the arrays of the one before are no longer valid."""
         self.number += 1
         if self._writes:  # of a batch that raised before they were sent
-            self._forget()
+            self.forget()
 
     def read(self, array: tuple[Any, str]) -> None:
         """Note that ``array`` of the current batch is read."""
@@ -168,43 +168,42 @@ class StepBuffers:
 
     def expected(self) -> list[tuple[Any, str]]:
         """Return the arrays that will probably be read in the current batch."""
-        since = self.number - _STEPS
-        if min(self._last_read.values(), default=since) < since:
+        if self.number % _STEPS == 0:
+            since = self.number - _STEPS
             self._last_read = {array: last for array, last in self._last_read.items() if last >= since}
         return [*self._last_read]
 
     def send(self) -> None:
         """Write on the device what was put here: kernels that are launched from now on, on the current stream, find it."""
         if self._writes:
-            try:
-                self.arrays.send([*self._writes.values()])
-            except BaseException:
-                self._forget()
-                raise
-            self._writes = {}
+            self.arrays.send(self._writes)
+            self._writes.clear()
 
-    def _forget(self) -> None:
-        """Let all that is put here next be written, as it is unknown what the device has."""
+    def forget(self) -> None:
+        """Let all that is put here next be written, as something raised and it is unknown what the device has."""
         self._put.clear()
         self._held.clear()
-        self._writes = {}
+        self._writes.clear()
 
-    def put(self, name: str, values: Array, dtype: type = np.int32) -> StepArray:
-        """Copy ``values`` ``[n]`` into the buffer ``name`` and return the part of it that holds them.
+    def put(self, name: str, values: Array, dtype: type = np.int32, times: int = 1) -> StepArray:
+        """Copy ``times`` the ``values`` ``[n]`` into the buffer ``name`` and return the part of it that holds them.
 
         The caller must not change ``values`` afterwards: the same object is not copied again.
         """
         n, known = len(values), self._put.get(name)
         if known is not None and known[0] is values:
             return known[1]
+        if name in self._writes:
+            self.send()  # a word must not be written twice
         host, target = self._buffer(name, (n,), dtype)
         self._put.pop(name, None)
         part = known[1] if known is not None and len(known[0]) == n else target[:n]
+        products = values if times == 1 else values * times
         if host is not None:
-            host[:n] = values
+            host[:n] = products
         elif n:
-            words = values if dtype is np.int32 else np.ascontiguousarray(values, dtype).view(np.int32)
-            self._writes[name] = Write(target, _ZERO, np.array([len(words)]), [words])
+            words = products if dtype is np.int32 else np.ascontiguousarray(products, dtype).view(np.int32)
+            self._writes.put(name, target, words)
         self._put[name] = values, part
         return part
 
@@ -236,7 +235,7 @@ class StepBuffers:
         if part is not None and shown is held:
             return part
         if name in self._writes:
-            self.send()  # a cell must not be in two writes
+            self.send()
         delta, width = shown.since(held, cells), int(target.shape[1])
         self._held.pop(name, None)  # until the buffer is complete
         renewed = []
@@ -250,9 +249,11 @@ class StepBuffers:
         if host is not None:
             host[delta.rows, delta.columns] = delta.values
         elif len(delta.counts) or renewed:
-            starts = np.concatenate((delta.renewed * width, delta.grown * width + delta.begun))
-            counts = np.concatenate((shown.end[delta.renewed], delta.counts))
-            self._writes[name] = Write(target, starts, counts, [*renewed, delta.values])
+            starts, counts = delta.grown * width + delta.begun, delta.counts
+            if renewed:
+                starts = np.concatenate((delta.renewed * width, starts))
+                counts = np.concatenate((shown.end[delta.renewed], counts))
+            self._writes.put_runs(name, target, starts, counts, [*renewed, delta.values])
         shape = len(shown), width if is_fixed else int(shown.end.max())
         if part is None or part.shape != shape:
             part = target[: shape[0], : shape[1]]
@@ -302,6 +303,5 @@ class StepBuffers:
             found = host, self.arrays.zeros(size, dtype) if host is None else self.arrays.twin(host)
             self._put.pop(name, None)
             self._held.pop(name, None)
-            self._writes.pop(name, None)
             self._buffers[name] = found
         return found

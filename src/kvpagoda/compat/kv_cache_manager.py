@@ -31,7 +31,7 @@ from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.memory.arena import Device, default_device
 from kvpagoda.memory.device_memory import DeviceArrays
-from kvpagoda.memory.writes import Write
+from kvpagoda.memory.writes import Writes
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div, whole_number
@@ -52,8 +52,9 @@ class LayerBlocks:
     def upload(self, slot: int) -> None:
         """Copy the row of ``slot`` to the device; does nothing on the CPU."""
         if not self._arrays.is_host:
-            row = self.group.table.cells[slot]
-            self._arrays.send([Write(self.table[slot], np.zeros(1, np.int64), np.array([len(row)]), [row])])
+            writes = Writes()
+            writes.put("row", self.table[slot], self.group.table.cells[slot])
+            self._arrays.send(writes)
 
 
 class KVCacheManager:

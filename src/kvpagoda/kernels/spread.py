@@ -1,6 +1,6 @@
 """Write runs of words, which came to a device in one copy, to the places in other arrays where they belong.
 
-staged | runs: array, first word there, first word here, words | addresses of the arrays | words .. |
+staged | words of each run, one run after another | padding | run 0 | run 1 | ..
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ WORDS = 1024
 def spread(staged: Tensor, runs: NDArray[np.int64], targets: Sequence[Tensor]) -> None:
     """Copy each of ``runs`` from ``staged`` to one of ``targets``, in place.
 
-    ``staged``   int32 ``[n]``, n even: the bytes of ``runs``, the address of each target as int64, and the words of the runs
-    ``runs``     int64 ``[m, 4]`` on the host: the number of a target, the first word in it, the first word in
-                 ``staged``, and how many words. No word of a target is in two runs
+    ``staged``   int32 ``[n]``, n even: the words of the runs, and at the end the bytes of ``runs``
+    ``runs``     int64 ``[m, 4]`` on the host: the address that the run is written to, its first word in ``staged``, how
+                 many words it has, and the number of the target. No word of a target is in two runs
     ``targets``  contiguous int32 or int64 tensors; an int64 element is two words
 
     All tensors are on one device. There is no synchronisation with the host and no allocation. Nothing is checked.
     O(words), and a program for each run and each ``WORDS`` of the longest.
 
-    >>> staged, target = torch.arange(16, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    >>> spread(staged, np.array([[0, 1, 12, 2]]), [target])
+    >>> target = torch.zeros(4, dtype=torch.int32)
+    >>> runs = np.array([[target.data_ptr() + 4, 0, 2, 0]])
+    >>> spread(torch.tensor([5, 6, *runs.view(np.int32)[0]], dtype=torch.int32), runs, [target])
     >>> target.tolist()
-    [0, 12, 13, 0]
+    [0, 5, 6, 0]
     """
     if len(runs):
         run = _triton if backend(staged.device.type) == "triton" else _reference
@@ -42,23 +43,25 @@ def spread(staged: Tensor, runs: NDArray[np.int64], targets: Sequence[Tensor]) -
 def _reference(staged: Tensor, runs: NDArray[np.int64], targets: Sequence[Tensor]) -> None:
     """The definition of ``spread``: a copy for each run, on any device."""
     flat = [target.view(-1).view(torch.int32) for target in targets]
-    for target, word, source, count in runs.tolist():
-        flat[target][word : word + count] = staged[source : source + count]
+    for address, source, count, number in runs.tolist():
+        word = (address - flat[number].data_ptr()) // 4
+        flat[number][word : word + count] = staged[source : source + count]
 
 
 def _triton(staged: Tensor, runs: NDArray[np.int64], targets: Sequence[Tensor]) -> None:
-    """Launch the kernel, which reads the runs and the addresses from ``staged``."""
-    grid = len(runs), max(1, triton.cdiv(int(runs[:, 3].max()), WORDS))
+    """Launch the kernel, which reads the runs from ``staged``."""
+    grid = len(runs), max(1, triton.cdiv(int(runs[:, 2].max()), WORDS))
     with torch.cuda.device_of(staged):  # type: ignore[no-untyped-call]
-        spread_kernel[grid](staged.view(torch.int64), staged, 4 * len(runs), WORDS=WORDS, num_warps=4)
+        spread_kernel[grid](
+            staged.view(torch.int64), staged, len(staged) // 2 - 4 * len(runs), WORDS=WORDS, num_warps=4
+        )
 
 
-@jit(do_not_specialize=["addresses"])
-def spread_kernel(head, staged, addresses, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy up to ``WORDS`` words of one run per program. ``head``: ``staged`` as int64."""
-    run = head + tl.program_id(0) * 4
-    target = tl.load(head + addresses + tl.load(run)).to(tl.pointer_type(tl.int32)) + tl.load(run + 1)
-    source = staged + tl.load(run + 2)
+@jit(do_not_specialize=["begin"])
+def spread_kernel(runs, staged, begin, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy up to ``WORDS`` words of one run per program. ``runs``: ``staged`` as int64, where runs lie from ``begin`` on."""
+    run = runs + begin + tl.program_id(0) * 4
+    target, source = tl.load(run).to(tl.pointer_type(tl.int32)), staged + tl.load(run + 1)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    here = words < tl.load(run + 3)
+    here = words < tl.load(run + 2)
     tl.store(target + words, tl.load(source + words, mask=here), mask=here)

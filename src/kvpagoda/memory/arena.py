@@ -61,7 +61,7 @@ class Arena:
 
     ``within``: uint8 memory that other arenas use too, and the distance of two records in bytes. The arena then
     allocates nothing and is block-major. ``allocate``: returns zeroed uint8 ``[nbytes]`` on ``device`` (default: new
-    memory of its own). ``staging``: the way of ids to the device (default: one of its own).
+    memory of its own).
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Arena:
         pin_memory: bool = False,
         within: tuple[Tensor, int] | None = None,
         allocate: Callable[[int], Tensor] | None = None,
-        staging: Staging | None = None,
     ) -> None:
         self.layout, self.num_rows = layout, num_rows
         self.device = default_device(device) if within is None else within[0].device
-        self.staging = Staging(self.device) if staging is None else staging
+        self.staging = Staging(self.device)
+        """The way of ids to the device. Arenas of one cache share one."""
         self.order = order or "block"
         if self.order not in ("block", "layer") or num_rows < 0:
             raise BadInput(f"order is 'block' or 'layer' and num_rows >= 0, got {order!r} and {num_rows}")

@@ -21,7 +21,7 @@ from kvpagoda.memory.no_memory import HostArrays, NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool
 from kvpagoda.memory.staging import Staging
-from kvpagoda.memory.writes import Array, Write
+from kvpagoda.memory.writes import Array, Writes
 from kvpagoda.schema import Layer, Plan
 from kvpagoda.schema.at_rest import layer_at_rest
 from kvpagoda.units import format_bytes
@@ -47,7 +47,7 @@ class DeviceArrays(HostArrays):
     def zeros(self, shape: tuple[int, ...], dtype: type) -> Any:
         return torch.zeros(shape, dtype=getattr(torch, np.dtype(dtype).name), device=self.device)
 
-    def send(self, writes: Many[Write]) -> None:
+    def send(self, writes: Writes) -> None:
         self.staging.send(writes)
 
     def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
@@ -81,10 +81,11 @@ class DeviceMemory(NoMemory):
             Arena(
                 group.layout, group.num_rows, device=self.device, order=plan.order,
                 within=None if shared is None else (shared, group.row_nbytes), allocate=self._allocate,
-                staging=self.arrays.staging,
             )
             for group in plan.groups
         ]  # fmt: skip
+        for arena in self.arenas:
+            arena.staging = self.arrays.staging
         self._buffers = [arena.buffer for arena in self.arenas] if shared is None else [shared]
         self._plan = plan
         self._of_states: list[dict[int, Pool]] | None = None

@@ -14,7 +14,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.memory.copies import Noted
 from kvpagoda.memory.pages import Bytes, pages
-from kvpagoda.memory.writes import Array, Write
+from kvpagoda.memory.writes import Array, Writes
 from kvpagoda.schema import Layer
 from kvpagoda.units import format_bytes
 
@@ -44,8 +44,8 @@ class HostArrays:
     def zeros(self, shape: tuple[int, ...], dtype: type) -> Any:
         """Return a new array of zeros that kernels read. Not called if ``is_host``."""
 
-    def send(self, writes: Many[Write]) -> None:
-        """Write ``writes`` to arrays that kernels read, before what is launched afterwards. Not called if ``is_host``."""
+    def send(self, writes: Writes) -> None:
+        """Do ``writes``, before what is launched afterwards. Not called if ``is_host``."""
 
     def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
         """Write the used cells of ``table``, row after row, to ``out``; see ``kernels.flatten_table``.

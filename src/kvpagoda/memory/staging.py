@@ -11,31 +11,48 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpagoda.kernels.spread import spread
-from kvpagoda.memory.writes import Array, Write, pack, packed_nbytes
+from kvpagoda.memory.writes import Array, Writes
 
 Tensor = torch.Tensor
-NUM_SLOTS, SLOT_NBYTES, MOST_NBYTES = 32, 64 << 10, 1 << 20
-"""Slots of a ring, bytes of a slot at first, and at most. What is larger has memory of its own for once."""
+NUM_SLOTS, SLOT_NBYTES, MOST_NBYTES, ROUND = 32, 64 << 10, 1 << 20, 512
+"""Slots of a ring, bytes of a slot at first, and at most: what is larger has memory of its own for once. Bytes to which the
+size of a copy is rounded."""
 _log = logging.getLogger(__name__)
 
 
+class Part(NamedTuple):
+    """The beginning of a slot: on the host, the same as numpy sees it (int64), and on the device (int32)."""
+
+    host: Tensor
+    array: Array
+    device: Tensor
+
+
 class Slot:
-    """Memory for one copy on the host, ``host``, and on the device, uint8 ``[nbytes]`` each. ``array``: ``host``, as numpy
-    sees it. ``staged``: the device's, as int32. ``event``: passed when both may be written again; None: they may be."""
+    """Memory for one copy on the host, ``host``, and on the device, uint8 ``[nbytes]`` each. ``event``: passed when both may
+    be written again; None: they may be."""
 
     def __init__(self, host: Tensor, device: Tensor, event: Any = None) -> None:
         self.host, self.device, self.event = host, device, event
-        self.array: Array = host.numpy()
-        self.staged = device.view(torch.int32)
+        self._parts: dict[int, Part] = {}
+
+    def part(self, nbytes: int) -> Part:
+        """Return its first ``nbytes`` or a few more. Steps are of similar sizes, so most parts are there already."""
+        size = -(-nbytes // ROUND) * ROUND
+        if size not in self._parts:
+            host = self.host[:size]
+            self._parts[size] = Part(
+                host.view(torch.int32), host.numpy().view(np.int64), self.device[:size].view(torch.int32)
+            )
+        return self._parts[size]
 
 
 class Staging:
@@ -56,22 +73,22 @@ class Staging:
         result = torch.empty(values.shape, dtype=getattr(torch, found.name), device=self.device)
         with self._lock:
             slot = self._take(nbytes)
-            slot.array[:nbytes].view(found).reshape(values.shape)[...] = values
             source = slot.host[:nbytes].view(result.dtype).view(result.shape)
+            source.numpy()[...] = values
             self._run(slot, lambda: self._copy(source, result))
         return result
 
-    def send(self, writes: Many[Write]) -> None:
-        """Write ``writes`` to their targets on the device, in one copy and one launch. When this returns, their words have
-        been read. No word of a target is written twice."""
+    def send(self, writes: Writes) -> None:
+        """Write ``writes`` on the device, in one copy and one launch. When this returns, their words have been read."""
         with self._lock:
-            nbytes, targets = packed_nbytes(writes), [write.target for write in writes]
+            nbytes, targets = writes.nbytes, writes.targets
             slot = self._take(nbytes)
-            runs = pack(writes, [target.data_ptr() for target in targets], slot.array)
+            part = slot.part(nbytes)
+            runs = writes.pack(part.array)
 
             def call() -> None:
-                self._copy(slot.host[:nbytes], slot.device[:nbytes])
-                spread(slot.staged, runs, targets)
+                self._copy(part.host, part.device)
+                spread(part.device, runs, targets)
 
             self._run(slot, call)
 
@@ -79,8 +96,9 @@ class Staging:
         """Return the slot after the last one, with room for ``nbytes``, when the device needs it no more.
 
         Only if all slots are in use, this waits, for the oldest."""
-        if nbytes > MOST_NBYTES:
-            return Slot(self._allocate(nbytes), self._on_device(nbytes))  # torch keeps both until the copy is over
+        size = max(SLOT_NBYTES, 1 << (nbytes - 1).bit_length())
+        if size > MOST_NBYTES:
+            return Slot(self._allocate(size), self._on_device(size))  # torch keeps both until the copy is over
         if not self._slots:
             host, device = self._allocate(NUM_SLOTS * SLOT_NBYTES), self._on_device(NUM_SLOTS * SLOT_NBYTES)
             self._slots = [
@@ -91,14 +109,12 @@ class Staging:
         slot = self._slots[number]
         if slot.event is not None and not slot.event.query():
             slot.event.synchronize()
-        if len(slot.array) < nbytes:
-            size = 1 << (nbytes - 1).bit_length()
+        if len(slot.host) < size:
             slot = self._slots[number] = Slot(self._allocate(size), self._on_device(size), slot.event)
         return slot
 
     def _allocate(self, nbytes: int) -> Tensor:
-        """Return host memory, uint8 ``[nbytes]`` in whole words, page-locked if that is possible."""
-        nbytes = -(-nbytes // 8) * 8
+        """Return host memory, uint8 ``[nbytes]``, page-locked if that is possible."""
         if self._is_locked:
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -111,7 +127,7 @@ class Staging:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def _on_device(self, nbytes: int) -> Tensor:
-        return torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _event(self) -> Any:
         """Return an event that was not recorded yet, which counts as passed; None where copies wait."""

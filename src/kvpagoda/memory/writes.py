@@ -1,55 +1,104 @@
-"""Writes to arrays that kernels read, collected on the host, so that all of them travel in one copy."""
+"""Writes to arrays that kernels read, collected on the host, so that all of them travel in one copy.
+
+staged | words of each run, one run after another | unused | run 0 | run 1 | ..       see ``kernels.spread``
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_RUN, _ADDRESS, _WORD = 32, 8, 4  # bytes
+_COLUMNS, _RUN_NBYTES = 4, 32
 
 
-class Write(NamedTuple):
-    """Runs of words to be written to ``target``, a contiguous int32 or int64 array on a device.
-
-    ``starts``, ``counts``: int64 ``[m]``: the first word of each run in ``target``, counted row by row, and how many words
-    it has. ``words``: those of all runs, one after another, in one or more arrays of integers.
-    """
+class _Runs(NamedTuple):
+    """Runs of words of one array: int64 ``[m]`` each; ``words``: of all of them, in any number of arrays."""
 
     target: Any
     starts: Array
     counts: Array
-    words: Many[Array]
+    words: list[Array]
 
 
-def packed_nbytes(writes: Many[Write]) -> int:
-    """Return how many bytes ``pack`` fills."""
-    runs, words = (sum(map(size, writes)) for size in (_num_runs, _num_words))
-    return _RUN * runs + _ADDRESS * len(writes) + _WORD * words
+class Writes:
+    """What is to be written to contiguous int32 and int64 arrays on a device, of which an int64 element is two words.
 
+    The arrays that are written from their beginning are the same ones in most steps, so that their runs are kept.
+    """
 
-def _num_runs(write: Write) -> int:
-    return len(write.counts)
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._targets: list[Any] = []  # of the arrays that are written from their beginning
+        self._places: list[int] = []  # their addresses and how many words, in turn
+        self._words, self._end = np.empty(1 << 12, np.int32), 0
+        self._runs: list[_Runs] = []
+        self._last: list[int] = []  # ``_places`` of ``_head``
+        self._head = np.empty((0, _COLUMNS), np.int64)
 
+    def __bool__(self) -> bool:
+        return bool(self._names)
 
-def _num_words(write: Write) -> int:
-    return sum(map(len, write.words))
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
 
+    def clear(self) -> None:
+        """Forget all writes."""
+        self._names, self._targets, self._places, self._end, self._runs = set(), [], [], 0, []
 
-def pack(writes: Many[Write], addresses: Many[int], staged: Array) -> Array:
-    """Fill ``staged``, uint8 ``[packed_nbytes(writes) or more]``, as ``kernels.spread`` takes it, with the ``addresses`` of
-    the targets. Return its runs, int64 ``[m, 4]``, a view of it."""
-    counts = np.concatenate([write.counts for write in writes])
-    many, ends = len(counts), np.cumsum(counts)
-    begin = (_RUN * many + _ADDRESS * len(writes)) // _WORD
-    runs: Array = staged[: _RUN * many].view(np.int64).reshape(many, 4)
-    runs[:, 0] = np.repeat(np.arange(len(writes)), [len(write.counts) for write in writes])
-    runs[:, 1] = np.concatenate([write.starts for write in writes])
-    runs[:, 2] = ends - counts + begin
-    runs[:, 3] = counts
-    staged[_RUN * many : _WORD * begin].view(np.int64)[:] = addresses
-    words = staged[_WORD * begin : _WORD * (begin + int(ends[-1]))].view(np.int32)
-    np.concatenate([part for write in writes for part in write.words], out=words, casting="same_kind")
-    return runs
+    def put(self, name: str, target: Any, words: Array) -> None:
+        """Write ``words`` ``[n]``, integers that fit int32, to the beginning of ``target``. They are copied here."""
+        self._names.add(name)  # first: after an interrupt it is seen that something may be here
+        count, begin = len(words), self._end
+        end = begin + count
+        if end > len(self._words):
+            self._words = np.concatenate((self._words, np.empty(end, np.int32)))
+        self._words[begin:end] = words
+        self._end = end
+        self._targets.append(target)
+        self._places += target.data_ptr(), count
+
+    def put_runs(self, name: str, target: Any, starts: Array, counts: Array, words: list[Array]) -> None:
+        """Write ``counts[i]`` of ``words``, which are those of all runs one after another, to ``target`` from its word
+        ``starts[i]`` on, counted row by row: int64 ``[m]`` each. No word of ``target`` is in two runs. The arrays must not
+        be changed before they are packed."""
+        self._names.add(name)
+        self._runs.append(_Runs(target, starts, counts, words))
+
+    @property
+    def targets(self) -> list[Any]:
+        """The arrays that are written, as the runs number them."""
+        return [*self._targets, *[runs.target for runs in self._runs]]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes ``pack`` needs."""
+        words, many = self._end, len(self._targets)
+        for runs in self._runs:
+            words += sum(map(len, runs.words))
+            many += len(runs.counts)
+        return -(-words // 2) * 8 + _RUN_NBYTES * many
+
+    def pack(self, staged: Array) -> Array:
+        """Fill ``staged``, int64 ``[nbytes / 8 or more]``. Return the runs, int64 ``[m, 4]``, a view of its end: the address,
+        the first word in ``staged``, how many words, and the number of the target."""
+        if self._places != self._last:
+            addresses, counts = np.array(self._places, np.int64).reshape(-1, 2).T
+            columns = addresses, np.cumsum(counts) - counts, counts, np.arange(len(counts))
+            self._head, self._last = np.stack(columns, axis=1), self._places
+        words, end, row = staged.view(np.int32), self._end, len(self._targets)
+        words[:end] = self._words[:end]
+        many = row + sum([len(runs.counts) for runs in self._runs])
+        found: Array = staged[len(staged) - _COLUMNS * many :].reshape(many, _COLUMNS)
+        found[:row] = self._head
+        for number, runs in enumerate(self._runs, row):
+            columns = found[row : row + len(runs.counts)].T
+            columns[0] = runs.starts * 4 + runs.target.data_ptr()
+            columns[1] = runs.counts.cumsum() - runs.counts + end
+            columns[2], columns[3] = runs.counts, number
+            row += len(runs.counts)
+            for part in runs.words:
+                words[end : end + len(part)] = part
+                end += len(part)
+        return found
