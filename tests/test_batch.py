@@ -15,7 +15,7 @@ from kvpagoda.batch.batch import GroupArrays
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.formats.dialects import DIALECTS
 from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows
-from late_device import LateArrays
+from late_device import Late
 
 FULL = Attention(2, 4, 4, "float32")
 WINDOW = Attention(2, 4, 4, "float32", Growth(window=10))
@@ -201,7 +201,7 @@ def test_fixed_shapes(width: int, copied: bool) -> None:
     cache = cache_of(FULL, WINDOW, STATE)
     graph = cache.persistent_batch(num_rows=4, tokens_per_row=width)
     if copied:
-        graph._buffers.arrays = LateArrays()
+        graph._buffers.arrays = Late()
     columns, seen, members = -(-cache.max_context // 4), set(), []
     for step in range(30):
         if step % 9 == 0:
@@ -214,7 +214,7 @@ def test_fixed_shapes(width: int, copied: bool) -> None:
         shown = {name: getattr(batch.layer(i), name) for i in (0, 1) for name in ARRAYS}
         shown |= {name: getattr(batch, name) for name in ("qo_indptr", "positions", "state_indices")}
         shown |= {name: getattr(batch.step, name) for name in ("request_ids", "request_slots", "state_rows")}
-        if isinstance(graph._buffers.arrays, LateArrays):
+        if isinstance(graph._buffers.arrays, Late):
             graph._buffers.arrays.wait()
         seen.add(tuple((name, *one.shape, one.data_ptr()) for name, one in shown.items()))
         assert shown["block_table"].shape == (4, columns) and shown["kv_indices"].shape == (4 * columns,)

@@ -14,7 +14,7 @@ from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from kvpagoda.tiers import host_tier
-from late_device import LateArrays
+from late_device import Late
 from options import grouped, move_blocks
 
 FULL = Attention(1, 2, 2, "float32")
@@ -64,7 +64,7 @@ def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Se
 
 def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n: int, num_rows: int) -> None:
     """Compare all arrays of ``batch`` with arrays that are computed from the block tables, token by token."""
-    if isinstance(batch.buffers.arrays, LateArrays):
+    if isinstance(batch.buffers.arrays, Late):
         for view in [batch.layer(layer.index) for layer in cache.schema.layers if layer.growth is not None]:
             assert all(getattr(view, name) is getattr(view, name) for name in ("block_table", *NAMES))
         assert batch.state_writes is batch.state_writes
@@ -127,7 +127,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
     cache = cache_of(*KINDS[name], **SIZES[name])
     together = cache.persistent_batch(num_rows=6)
     if copied:
-        together._buffers.arrays = LateArrays()
+        together._buffers.arrays = Late()
     texts: dict[Sequence, list[int]] = {}
     seen = {"steps": 0, "short": 0, "closed": 0, "forked": 0, "rewound": 0, "alone": 0, "fenced": 0, "moved": 0}
 
