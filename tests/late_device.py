@@ -26,7 +26,7 @@ class Apart(DeviceArrays):
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device or torch.device("cpu"))
-        self.is_host = False
+        self.is_host = self.staging.is_host = False
         self.sent: list[int] = []
         self.flattened = 0
 
@@ -77,7 +77,7 @@ class LateStaging(Staging):
 
 
 class Late(Apart):
-    """As ``Apart``; nothing is copied or launched before ``wait`` or a full ring."""
+    """As ``Apart``, but of the arrays of a step nothing is copied or launched before ``wait`` or a full ring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def assert_as_on_the_host(batch: Batch, found: dict[str, Any], names: tuple[str,
         batch._named,
     )  # fmt: skip
     for name, wanted in read(host, names).items():
-        got = found[name]
+        got = found[name].cpu()
         assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
         if name.startswith("block_table"):
             group = next(group for group in batch.core.groups if name == f"block_table of {group.name}")

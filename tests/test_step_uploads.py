@@ -11,6 +11,7 @@ from kvpagoda import KVCache
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.memory.staging import NUM_SLOTS
+from kvpagoda.memory.writes import Writes
 from late_device import ARRAYS, Late, LateEvent, assert_as_on_the_host, read
 from test_persistent_batch import DEEP, FULL, KINDS, SIZES, STATE, WINDOW, cache_of, running
 
@@ -85,7 +86,11 @@ def test_a_row_that_is_renewed_goes_along() -> None:
     together.add(third)
     arrays.sent.clear()
     read(together.extend())
-    cells, of_rows, indptr = 5, 3 + len(OF_GROUP) + 2, 2  # with request_slots and request_ids; of the step and the group
+    cells, of_rows, indptr = (
+        5,
+        3 + len(OF_GROUP) + 2,
+        2,
+    )  # with request_slots and request_ids; of the step and the group
     assert arrays.sent == [nbytes_of(3 * of_rows + 4 * indptr + cells, of_rows + indptr + 1)]
 
 
@@ -209,8 +214,9 @@ def test_the_host_waits_only_for_the_oldest_slot_of_a_full_ring() -> None:
     assert found["positions"].tolist() == [batch.before[0]]
 
 
-@pytest.mark.parametrize("call", ["pack", "launch", "read"])
+@pytest.mark.parametrize("call", ["pack", "take", "put"])
 def test_after_a_failure_everything_is_sent_again(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch that is made, or where an array is read for the first time: also in the same batch."""
     cache, arrays = late_cache(FULL, WINDOW)
     first, second = running(cache, 6), running(cache, 9, 50)
     together = cache.persistent_batch([first, second])
@@ -221,17 +227,23 @@ def test_after_a_failure_everything_is_sent_again(call: str, monkeypatch: pytest
     def fails(*_: Any) -> None:
         raise MemoryError("no memory")
 
-    target = {"pack": "memory.writes.Writes.pack", "launch": "memory.staging.Staging._take"}
-    if call == "read":
-        batch = together.extend()
-        monkeypatch.setattr("kvpagoda.memory.staging.Staging._take", fails)
-        with pytest.raises(MemoryError):
-            _ = batch.state_writes
-    else:
-        monkeypatch.setattr(f"kvpagoda.{target[call]}", fails)
-        with pytest.raises(MemoryError):
-            together.extend()
-    monkeypatch.undo()
-    found = read(batch := together.extend(), (*ARRAYS, "state_writes"))
-    arrays.wait()
-    assert_as_on_the_host(batch, found, (*ARRAYS, "state_writes"))
+    def stops(self: Writes, name: str, target: Any, _: Any) -> None:
+        self._names.add(name)
+        self._targets.append(target)
+        raise KeyboardInterrupt
+
+    where, does = {
+        "pack": ("writes.Writes.pack", fails), "take": ("staging.Staging._take", fails), "put": ("writes.Writes.put", stops),
+    }[call]  # fmt: skip
+    for is_read in (False, True):
+        batch = together.extend() if is_read else None
+        monkeypatch.setattr(f"kvpagoda.memory.{where}", does)
+        with pytest.raises((MemoryError, KeyboardInterrupt)):
+            _ = together.extend() if batch is None else batch.state_writes
+        monkeypatch.undo()
+        batch = batch or together.extend()
+        found = read(batch, (*ARRAYS, "state_writes")[: None if is_read else -1])
+        arrays.wait()
+        assert_as_on_the_host(batch, found, ARRAYS)
+        together.commit([1, 2])
+    assert found["state_writes a"].tolist() == [[0], [0]]

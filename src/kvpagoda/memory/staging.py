@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -55,18 +56,26 @@ class Slot:
         return self._parts[size]
 
 
+@lru_cache(maxsize=16)
+def _tell(reason: str) -> None:
+    """Log, once in a process, that page-locked memory is refused."""
+    _log.warning("no page-locked memory (%s): each step waits for the work of the GPU before it", reason)
+
+
 class Staging:
-    """A ring of slots for ``device``, allocated when it is first used. It may be used by several threads."""
+    """A ring of slots for ``device``, allocated when it is first used. It may be used by several threads.
+
+    ``is_host``: whether the host and the device use the same memory, so that nothing need be copied."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._is_locked = device, device.type == "cuda"
+        self.device, self.is_host, self._is_locked = device, device.type == "cpu", device.type == "cuda"
         self._slots: list[Slot] = []
         self._next, self._lock = 0, RLock()
 
     def to_device(self, values: npt.NDArray[Any], dtype: npt.DTypeLike = None) -> Tensor:
         """Return a tensor with a copy of ``values``, of their shape, on the device. ``dtype``: of the result; default that
         of ``values``. On a CPU it shares memory with ``values`` if they are contiguous and have this dtype."""
-        if self.device.type == "cpu":
+        if self.is_host:
             return torch.from_numpy(np.ascontiguousarray(values, dtype))
         found = np.dtype(values.dtype if dtype is None else dtype)
         nbytes = values.size * found.itemsize
@@ -120,10 +129,7 @@ class Staging:
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 self._is_locked = False
-                reason = str(error).partition("\n")[0]
-                _log.warning(
-                    "no page-locked memory (%s): each step waits for the work before it on %s", reason, self.device
-                )
+                _tell(str(error).partition("\n")[0])
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def _on_device(self, nbytes: int) -> Tensor:
