@@ -37,10 +37,8 @@ ROW_BITS = 20
 
 
 class _Lazy(Generic[T]):
-    """An attribute of a ``Batch`` or its ``GroupArrays`` that is made when it is first read.
-
-    With a device, ``Batch`` makes those that it expects to be read, to send them together: ``made`` has them until then.
-    """
+    """An attribute of a ``Batch`` or its ``GroupArrays`` that is made when it is first read; with a device, those that are
+    expected to be read are made with the batch (``StepBuffers``)."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self.make, self.__doc__ = make, make.__doc__
@@ -56,19 +54,19 @@ class _Lazy(Generic[T]):
         if of is None:
             return self
         of.check_current()
-        if of.buffers.arrays.is_host:
+        buffers, array = of.buffers, (of.group, self._name)
+        if buffers.arrays.is_host:
             value = self.make(of)
+        elif array in buffers.made:
+            value = buffers.made.pop(array)
         else:
-            of.buffers.read((of.group, self._name))
-            if self._name in of.made:
-                value = of.made.pop(self._name)
-            else:
-                try:
-                    value = self.make(of)
-                    of.buffers.send()
-                except BaseException:
-                    of.buffers.forget()
-                    raise
+            try:
+                value = self.make(of)
+                buffers.send()
+            except BaseException:
+                buffers.forget()
+                raise
+            buffers.expected[array] = self.make
         of.__dict__[self._name] = value  # found before this object from now on
         return value
 
@@ -88,7 +86,7 @@ class GroupArrays:
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
         self._batch, self.group, self.buffers = batch, group, batch.buffers
-        self.check_current, self.made = batch.check_current, dict[str, Any]()
+        self.check_current = batch.check_current
 
     @_Lazy
     def block_table(self) -> StepArray:
@@ -496,17 +494,11 @@ class Batch:
         state_rows = buffers.put("state_rows", states if rows.one_each else states[rows.row_of])
         self.step = Step(slots, positions, ids, state_rows, is_by_id=True)
         self._arrays: dict[str, GroupArrays] = {}
-        self.made: dict[str, Any] = {}
         if not buffers.arrays.is_host:
-            self._make_expected()
+            for array, make in buffers.expected.items():
+                buffers.made[array] = make(self if array[0] is None else self.arrays(array[0]))
             buffers.send()
         self.noted: Noted | None = None  #: set last, so that a call that raises loses none of it
-
-    def _make_expected(self) -> None:
-        """Make the arrays that will probably be read, so that they are sent to the device with the others."""
-        for group, name in self.buffers.expected():
-            of = self if group is None else self.arrays(group)
-            of.made[name] = type(of).__dict__[name].make(of)
 
     @property
     def copies(self) -> Copies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -117,7 +118,9 @@ class TableDelta(NamedTuple):
 
 _NO_ROWS, _ZERO = np.empty(0, np.int64), np.zeros(1, np.int64)
 _STEPS = 8
-"""In so many batches, or up to twice as many, an array is made after it was read, although nobody reads it again."""
+"""In so many batches an array is made after it was read, although nobody reads it again."""
+Key: TypeAlias = tuple[Any, str]
+"""An array that is made when it is read: the group that it is of, or None, and its name."""
 EMPTY = TableSnapshot((np.empty(0, np.int64),) * 4, [b""] * 4)
 
 
@@ -154,24 +157,20 @@ class StepBuffers:
             str, tuple[TableSnapshot, StepArray]
         ] = {}  # the snapshot that a buffer holds, and the part with it
         self._writes = Writes()  # what was put here since the last ``send``
-        self._last_read: dict[tuple[Any, str], int] = {}  # array -> number of the last batch in which it was read
+        self.expected: dict[Key, Callable[[Any], Any]] = {}  #: arrays that will probably be read -> what makes them
+        self.made: dict[Key, Any] = {}  #: those of the current batch that were made and not read yet
+        self._unread: dict[Key, int] = {}  # array -> in how many batches it was made and not read
 
     def begin(self) -> None:
         """Begin a batch: the arrays of the one before are no longer valid."""
         self.number += 1
         if self._writes:  # of a batch that raised before they were sent
             self.forget()
-
-    def read(self, array: tuple[Any, str]) -> None:
-        """Note that ``array`` of the current batch is read."""
-        self._last_read[array] = self.number
-
-    def expected(self) -> list[tuple[Any, str]]:
-        """Return the arrays that will probably be read in the current batch."""
-        if self.number % _STEPS == 0:
-            since = self.number - _STEPS
-            self._last_read = {array: last for array, last in self._last_read.items() if last >= since}
-        return [*self._last_read]
+        if self.made:
+            self._unread = {array: self._unread.get(array, 0) + 1 for array in self.made}
+            for array in [array for array, batches in self._unread.items() if batches == _STEPS]:
+                del self.expected[array]
+            self.made.clear()
 
     def send(self) -> None:
         """Write on the device what was put here: kernels that are launched from now on, on the current stream, find it."""

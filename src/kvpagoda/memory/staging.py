@@ -42,7 +42,7 @@ class Slot:
     be written again; None: they may be."""
 
     def __init__(self, host: Tensor, device: Tensor, event: Any = None) -> None:
-        self.host, self.device, self.event = host, device, event
+        self.host, self.device, self.event, self.nbytes = host, device, event, len(host)
         self._parts: dict[int, Part] = {}
 
     def part(self, nbytes: int) -> Part:
@@ -105,8 +105,8 @@ class Staging:
         """Return the slot after the last one, with room for ``nbytes``, when the device needs it no more.
 
         Only if all slots are in use, this waits, for the oldest."""
-        size = max(SLOT_NBYTES, 1 << (nbytes - 1).bit_length())
-        if size > MOST_NBYTES:
+        if nbytes > MOST_NBYTES:
+            size = -(-nbytes // ROUND) * ROUND
             return Slot(self._allocate(size), self._on_device(size))  # torch keeps both until the copy is over
         if not self._slots:
             host, device = self._allocate(NUM_SLOTS * SLOT_NBYTES), self._on_device(NUM_SLOTS * SLOT_NBYTES)
@@ -118,7 +118,8 @@ class Staging:
         slot = self._slots[number]
         if slot.event is not None and not slot.event.query():
             slot.event.synchronize()
-        if len(slot.host) < size:
+        if slot.nbytes < nbytes:
+            size = 1 << (nbytes - 1).bit_length()
             slot = self._slots[number] = Slot(self._allocate(size), self._on_device(size), slot.event)
         return slot
 

@@ -30,10 +30,11 @@ class Writes:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._targets: list[Any] = []  # of the arrays that are written from their beginning
+        self._whole: list[Any] = []  # the arrays that are written from their beginning
         self._places: list[int] = []  # their addresses and how many words, in turn
         self._words, self._end = np.empty(1 << 12, np.int32), 0
         self._runs: list[_Runs] = []
+        self._num_words = self._num_runs = 0  # of ``_runs``
         self._last: list[int] = []  # ``_places`` of ``_head``
         self._head = np.empty((0, _COLUMNS), np.int64)
 
@@ -45,7 +46,8 @@ class Writes:
 
     def clear(self) -> None:
         """Forget all writes."""
-        self._names, self._targets, self._places, self._end, self._runs = set(), [], [], 0, []
+        self._names, self._whole, self._places, self._end, self._runs = set(), [], [], 0, []
+        self._num_words = self._num_runs = 0
 
     def put(self, name: str, target: Any, words: Array) -> None:
         """Write ``words`` ``[n]``, integers that fit int32, to the beginning of ``target``. They are copied here."""
@@ -56,7 +58,7 @@ class Writes:
             self._words = np.concatenate((self._words, np.empty(end, np.int32)))
         self._words[begin:end] = words
         self._end = end
-        self._targets.append(target)
+        self._whole.append(target)
         self._places += target.data_ptr(), count
 
     def put_runs(self, name: str, target: Any, starts: Array, counts: Array, words: list[Array]) -> None:
@@ -64,41 +66,38 @@ class Writes:
         ``starts[i]`` on, counted row by row: int64 ``[m]`` each. No word of ``target`` is in two runs. The arrays must not
         be changed before they are packed."""
         self._names.add(name)
+        self._num_words += sum(map(len, words))
+        self._num_runs += len(counts)
         self._runs.append(_Runs(target, starts, counts, words))
 
     @property
     def targets(self) -> list[Any]:
-        """The arrays that are written, as the runs number them."""
-        return [*self._targets, *[runs.target for runs in self._runs]]
+        """The arrays that are written."""
+        return [*self._whole, *[runs.target for runs in self._runs]]
 
     @property
     def nbytes(self) -> int:
         """How many bytes ``pack`` needs."""
-        words, many = self._end, len(self._targets)
-        for runs in self._runs:
-            words += sum(map(len, runs.words))
-            many += len(runs.counts)
-        return -(-words // 2) * 8 + _RUN_NBYTES * many
+        return (self._end + self._num_words + 1) // 2 * 8 + _RUN_NBYTES * (len(self._whole) + self._num_runs)
 
     def pack(self, staged: Array) -> Array:
-        """Fill ``staged``, int64 ``[nbytes / 8 or more]``. Return the runs, int64 ``[m, 4]``, a view of its end: the address,
-        the first word in ``staged``, how many words, and the number of the target."""
+        """Fill ``staged``, int64 ``[nbytes / 8 or more]``. Return the runs, int64 ``[m, 4]``, a view of its end."""
         if self._places != self._last:
             addresses, counts = np.array(self._places, np.int64).reshape(-1, 2).T
-            columns = addresses, np.cumsum(counts) - counts, counts, np.arange(len(counts))
+            columns = addresses, np.zeros_like(counts), np.cumsum(counts) - counts, counts
             self._head, self._last = np.stack(columns, axis=1), self._places
-        words, end, row = staged.view(np.int32), self._end, len(self._targets)
+        words, end, row = staged.view(np.int32), self._end, len(self._head)
         words[:end] = self._words[:end]
-        many = row + sum([len(runs.counts) for runs in self._runs])
+        many = row + self._num_runs
         found: Array = staged[len(staged) - _COLUMNS * many :].reshape(many, _COLUMNS)
         found[:row] = self._head
-        for number, runs in enumerate(self._runs, row):
-            columns = found[row : row + len(runs.counts)].T
-            columns[0] = runs.starts * 4 + runs.target.data_ptr()
-            columns[1] = runs.counts.cumsum() - runs.counts + end
-            columns[2], columns[3] = runs.counts, number
-            row += len(runs.counts)
-            for part in runs.words:
+        for target, starts, counts, parts in self._runs:
+            columns = found[row : row + len(counts)].T
+            columns[0], columns[1], columns[3] = target.data_ptr(), starts, counts
+            columns[2] = counts.cumsum()
+            columns[2] += end - counts
+            row += len(counts)
+            for part in parts:
                 words[end : end + len(part)] = part
                 end += len(part)
         return found
