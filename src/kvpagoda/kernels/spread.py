@@ -59,7 +59,9 @@ def spread_kernel(runs, staged, begin, WORDS: tl.constexpr):  # type: ignore[no-
     """Copy one run per program, ``WORDS`` at a time. ``runs``: ``staged`` as int64, where they lie from ``begin`` on."""
     run = runs + begin + tl.program_id(0) * 4
     target, source = tl.load(run).to(tl.pointer_type(tl.int32)) + tl.load(run + 1), staged + tl.load(run + 2)
-    count = tl.load(run + 3).to(tl.int32)
-    for at in range(0, count, WORDS):
+    count = tl.load(run + 3)
+    at = count * 0  # an int64, as it is when the loop goes on
+    while at < count:
         words = at + tl.arange(0, WORDS)
         tl.store(target + words, tl.load(source + words, mask=words < count), mask=words < count)
+        at += WORDS
