@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvpagoda.batch.batch import Batch
@@ -109,21 +108,36 @@ def read(batch: Batch, names: tuple[str, ...] = ARRAYS) -> dict[str, Any]:
     return found
 
 
-def assert_as_on_the_host(batch: Batch, found: dict[str, Any], names: tuple[str, ...] = ARRAYS) -> None:
-    """Compare ``found``, of ``batch``, with the arrays that the same step has in new buffers of the host, bit for bit."""
+Expected = dict[str, tuple[torch.Tensor, torch.Tensor | slice]]
+
+
+def on_the_host(batch: Batch, names: tuple[str, ...] = ARRAYS) -> Expected:
+    """Return what the same step has in new buffers of the host: name -> (array, which of its cells are defined)."""
     host = Batch(
         batch.core, StepBuffers(DeviceArrays(torch.device("cpu"))), batch._schema, batch._requests, batch.rows, batch.before,
         batch._named,
     )  # fmt: skip
+    found: Expected = {}
     for name, wanted in read(host, names).items():
-        got = found[name].cpu()
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
-        if name.startswith("block_table"):
-            group = next(group for group in batch.core.groups if name == f"block_table of {group.name}")
-            end = batch.arrays(group)._pages.end
-            shown = torch.arange(got.shape[1]) < torch.from_numpy(end)[:, None]  # cells after a row's end are undefined
-            got, wanted = got * shown, wanted * shown
-        elif name.startswith("kv_indices"):  # with fixed shapes, cells after the last row are undefined
-            total = int(read(host, ("kv_indptr",))[name.replace("kv_indices", "kv_indptr")][-1])
-            got, wanted = got[:total], wanted[:total]
-        assert got.equal(wanted), (name, np.flatnonzero((got != wanted).flatten().numpy())[:8].tolist())
+        found[name] = wanted, slice(None)
+    for group in batch.core.groups:
+        table, indices = f"block_table of {group.name}", f"kv_indices of {group.name}"
+        if table in found:  # cells after a row's end are undefined
+            wanted, end = found[table][0], torch.from_numpy(host.arrays(group)._pages.end)
+            found[table] = wanted, torch.arange(wanted.shape[1]) < end[:, None]
+        if indices in found:  # with fixed shapes, cells after the last row are undefined
+            found[indices] = found[indices][0], slice(int(host.arrays(group)._pages.starts[-1]))
+    return found
+
+
+def compare(got: dict[str, torch.Tensor], expected: Expected) -> None:
+    """Compare arrays with those of the host, bit for bit."""
+    for name, (wanted, defined) in expected.items():
+        one = got[name].cpu()
+        assert one.dtype == wanted.dtype and one.shape == wanted.shape, name
+        assert one[defined].equal(wanted[defined]), name
+
+
+def assert_as_on_the_host(batch: Batch, found: dict[str, Any], names: tuple[str, ...] = ARRAYS) -> None:
+    """Compare ``found``, of ``batch``, with the arrays of the host."""
+    compare(found, on_the_host(batch, names))
