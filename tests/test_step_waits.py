@@ -52,9 +52,7 @@ class Life:
         for view in (batch.layer(layer.index) for layer in self.cache.schema.layers):
             if view.blocks is not None:
                 kinds = view.blocks.rows.items()
-                view.write(
-                    **{name: torch.ones(len(tokens), *one.shape, device=tokens.device) for name, one in kinds}
-                )
+                view.write(**{name: torch.ones(len(tokens), *one.shape, device=tokens.device) for name, one in kinds})
         self.seen["steps"] += 1
 
     def open(self) -> Sequence:

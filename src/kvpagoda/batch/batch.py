@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
@@ -31,44 +31,36 @@ from kvpagoda.units import MOST, items_of, whole_number
 if TYPE_CHECKING:
     from torch import Tensor
 
+S = TypeVar("S", bound="Batch | GroupArrays")
 T = TypeVar("T")
 ROW_BITS = 20
 """A step has fewer than 2^20 rows: a thousand times what engines run at once."""
 
 
-class _Lazy(Generic[T]):
-    """An attribute of a ``Batch`` or its ``GroupArrays`` that is made when it is first read; with a device, those that are
-    expected to be read are made with the batch (``StepBuffers``)."""
+def _sent_together(make: Callable[[S], T]) -> Callable[[S], T]:
+    """Let a property of a ``Batch`` or its ``GroupArrays`` be made by ``make`` when it is read; with a device, with the batch
+    if it is expected to be read (``StepBuffers``), else it is sent by itself."""
+    name = make.__name__
 
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self.make, self.__doc__ = make, make.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, of: None, owner: type) -> _Lazy[T]: ...
-    @overload
-    def __get__(self, of: Batch | GroupArrays, owner: type) -> T: ...
-    def __get__(self, of: Batch | GroupArrays | None, owner: type) -> T | _Lazy[T]:
-        if of is None:
-            return self
+    @wraps(make)
+    def read(of: S) -> T:
         of.check_current()
-        buffers, array = of.buffers, (of.group, self._name)
+        buffers, array = of.buffers, (of.group, name)
         if buffers.arrays.is_host:
-            value = self.make(of)
-        elif array in buffers.made:
-            value = buffers.made.pop(array)
-        else:
-            try:
-                value = self.make(of)
-                buffers.send()
-            except BaseException:
-                buffers.forget()
-                raise
-            buffers.expected[array] = self.make
-        of.__dict__[self._name] = value  # found before this object from now on
-        return value
+            return make(of)
+        if array in buffers.made:
+            made: T = buffers.made.pop(array)
+            return made
+        try:
+            found = make(of)
+            buffers.send()
+        except BaseException:
+            buffers.forget()
+            raise
+        buffers.expected[array] = make
+        return found
+
+    return read
 
 
 class GroupArrays:
@@ -88,18 +80,21 @@ class GroupArrays:
         self._batch, self.group, self.buffers = batch, group, batch.buffers
         self.check_current = batch.check_current
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def block_table(self) -> StepArray:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table). Cells after a row's end are undefined."""
         name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
         return self.buffers.put_rows(name, self._cells, self._pages, is_fixed)
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def cache_seqlens(self) -> StepArray:
         """int32 ``[B]``: number of tokens of each row after this step; 0 for padded rows."""
         return self._put("cache_seqlens", self._batch.lengths)
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def slot_mapping(self) -> StepArray:
         """int32 ``[T]``: for each new token, ``block id * block_size + row of the block``; 0 for padded tokens.
 
@@ -113,7 +108,8 @@ class GroupArrays:
             cells = self.group.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
         return self._put("slot_mapping", cells * size + batch.within, wide)
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def kv_indptr(self) -> StepArray:
         """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
         return self._put("kv_indptr", self._pages.starts)
@@ -132,7 +128,8 @@ class GroupArrays:
         name, is_fixed = self._named("kv_indices"), batch.rows.is_fixed
         return self.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def kv_last_page_len(self) -> StepArray:
         """int32 ``[B]``: number of tokens in the last block of each row; 0 for padded rows (FlashInfer)."""
         batch, size = self._batch, self._batch.core.plan.kernel_page
@@ -141,7 +138,8 @@ class GroupArrays:
         last = np.where(batch.lengths > 0, batch.lengths - (self._pages.end - 1) * size, 0)
         return self._put("kv_last_page_len", last)
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def kv_start(self) -> StepArray:
         """int32 ``[B]``: for each row, the position of the first token of its first block in ``kv_indices``."""
         return self.buffers.put(self._named("kv_start"), self._shown.first, times=self._batch.block_size)
@@ -443,8 +441,9 @@ class Batch:
 
     All are int32 (10 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
     no memory; then a worker applies ``copies`` before the step. They are in static buffers and valid until the next
-    batch; 4 and 8 to 14 are built on first access. A persistent batch with ``tokens_per_row`` has the same shapes in
-    every step: 8 then has all columns of the table, 12 as many cells as all rows can have.
+    batch; 4 and 8 to 14 are built on first access, or with the batch if the batches before were asked for them, so that
+    all go to the device in one copy, for which nothing waits. A persistent batch with ``tokens_per_row`` has the same
+    shapes in every step: 8 then has all columns of the table, 12 as many cells as all rows can have.
 
     ``places`` is 1, and 4 is 3 as a column, unless the schema can rewind states (``Schema.rewindable``). Then it is
     ``verify_width + 1``. A step reads the state of a row once, from 3, and leaves the states after each of its last
@@ -530,13 +529,15 @@ class Batch:
         """int32 ``[T]``: the position of each new token in its request."""
         return self.step.positions
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def state_writes(self) -> StepArray:
         """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
         written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
         return self.buffers.put("state_writes", written.reshape(-1)).reshape(written.shape)
 
-    @_Lazy
+    @cached_property
+    @_sent_together
     def checkpoints(self) -> StepCheckpoints:
         """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
         put, group = self.buffers.put, self.core.step_states.group
