@@ -45,9 +45,10 @@ def _sent_together(make: Callable[[S], T]) -> Callable[[S], T]:
     @wraps(make)
     def read(of: S) -> T:
         of.check_current()
-        buffers, array = of.buffers, (of.group, name)
+        buffers = of.buffers
         if buffers.arrays.is_host:
             return make(of)
+        array = of.group, name
         if array in buffers.made:
             made: T = buffers.made.pop(array)
             return made

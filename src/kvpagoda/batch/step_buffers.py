@@ -192,8 +192,6 @@ class StepBuffers:
         n, known = len(values), self._put.get(name)
         if known is not None and known[0] is values:
             return known[1]
-        if name in self._writes:
-            self.send()  # a word must not be written twice
         host, target = self._buffer(name, (n,), dtype)
         self._put.pop(name, None)
         part = known[1] if known is not None and len(known[0]) == n else target[:n]
@@ -201,6 +199,8 @@ class StepBuffers:
         if host is not None:
             host[:n] = products
         elif n:
+            if name in self._writes:
+                self.send()  # a word must not be written twice
             words = products if dtype is np.int32 else np.ascontiguousarray(products, dtype).view(np.int32)
             self._writes.put(name, target, words)
         self._put[name] = values, part
@@ -233,8 +233,6 @@ class StepBuffers:
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
             return part
-        if name in self._writes:
-            self.send()
         delta, width = shown.since(held, cells), int(target.shape[1])
         self._held.pop(name, None)  # until the buffer is complete
         renewed = []
@@ -248,6 +246,8 @@ class StepBuffers:
         if host is not None:
             host[delta.rows, delta.columns] = delta.values
         elif len(delta.counts) or renewed:
+            if name in self._writes:
+                self.send()
             starts, counts = delta.grown * width + delta.begun, delta.counts
             if renewed:
                 starts = np.concatenate((delta.renewed * width, starts))
