@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache
+from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.memory.staging import NUM_SLOTS
 from kvpagoda.memory.writes import Writes
-from late_device import ARRAYS, Late, LateEvent, assert_as_on_the_host, read
+from late_device import ARRAYS, Apart, Late, LateEvent, assert_as_on_the_host, read
 from test_persistent_batch import DEEP, FULL, KINDS, SIZES, STATE, WINDOW, cache_of, running
 
 MODELS = {
@@ -173,6 +174,21 @@ def test_the_device_has_the_hosts_arrays_in_a_random_life(name: str) -> None:
         most = max(most, len(arrays.stream))
     assert steps > 100 and most > 10
     cache.check()
+
+
+def test_wide_arrays_are_sent_in_whole() -> None:
+    """As slots are in groups of 2^31 rows or more. More words than the host has room for at first are sent, too."""
+    buffers = StepBuffers(Apart())
+    for step in range(3):
+        values, narrow = np.arange(5) * 3_000_000_000 + step, np.arange(9_000) + step
+        buffers.begin()
+        wide, other = buffers.put("wide", values, np.int64), buffers.put("narrow", narrow)
+        buffers.send()
+        assert wide.tolist() == values.tolist() and other.tolist() == narrow.tolist()
+    again = buffers.put("narrow", narrow * 2)
+    assert buffers.put("narrow", narrow * 3) is again
+    buffers.send()
+    assert again.tolist() == (narrow * 3).tolist()
 
 
 def test_an_array_that_is_no_longer_read_is_no_longer_sent() -> None:

@@ -17,17 +17,24 @@ from kvpagoda import KVCache
 from kvpagoda.batch.batch import Batch
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
-from kvpagoda.schema import Attention, Encoding
+from kvpagoda.schema import Attention, Encoding, Recurrent, Rows
 from late_device import ARRAYS, Apart, Expected, compare, on_the_host, read
 from test_persistent_batch import DEEP, FULL, STATE, WINDOW, cache_of, running
 
 FP8 = Attention(2, 64, 64, "bfloat16", encoding=Encoding("fp8"))
+SCALED = Attention(2, 64, 64, "bfloat16", encoding=Encoding("fp8_e4m3", scale=0.02))
+WIDE = Recurrent((Rows("conv", (6, 3), "bfloat16"), Rows("recurrent", (2, 4, 128), "float32")))
 CACHES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "full": ((FULL,), {"num_blocks": 24}),
     "poisoned": ((FULL, WINDOW), {"num_blocks": 30, "poison": True}),
     "sectors": ((FULL, WINDOW, STATE), {"budget": "2KiB", "checkpoints": 3}),
     "states that go back": ((FULL, DEEP), {"budget": "2KiB", "checkpoints": 3}),
     "fp8": ((FP8,), {"num_blocks": 24}),
+    "a scale a tensor": ((SCALED,), {"num_blocks": 24}),
+    "checkpoints in int8": (
+        (FULL, WIDE),
+        {"num_blocks": 24, "checkpoints": 3, "checkpoint_format": "int8", "rounds_states": True, "hit_grid": 4},
+    ),
     "pages": ((FULL,), {"num_blocks": 24, "kernel_page": 2}),
 }
 NAMES = (*ARRAYS, "state_writes")
@@ -106,7 +113,8 @@ class Life:
         for found, expected in self.shown:
             compare(found, expected)
         assert all(self.seen[what] for what in ("steps", "forked", "closed", "evicted")), self.seen
-        assert self.seen["rewound"] or STATE in [kind for layer in self.cache.schema.layers for kind in layer.kinds]
+        kinds = [kind for layer in self.cache.schema.layers for kind in layer.kinds]
+        assert self.seen["rewound"] or STATE in kinds or WIDE in kinds
         self.cache.check()
 
 
