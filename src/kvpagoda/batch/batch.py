@@ -48,7 +48,7 @@ def _sent_together(make: Callable[[S], T]) -> Callable[[S], T]:
         buffers = of.buffers
         if buffers.arrays.is_host:
             return make(of)
-        array = of.group, name
+        array = of._group, name
         if array in buffers.made:
             made: T = buffers.made.pop(array)
             return made
@@ -78,7 +78,7 @@ class GroupArrays:
     """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
-        self._batch, self.group, self.buffers = batch, group, batch.buffers
+        self._batch, self._group, self.buffers = batch, group, batch.buffers
         self.check_current = batch.check_current
 
     @cached_property
@@ -102,11 +102,11 @@ class GroupArrays:
         int64 if the group has 2^31 rows or more.
         """
         batch, size = self._batch, self._batch.block_size
-        wide = np.int64 if self.group.plan.num_rows * size >= 2**31 else np.int32
+        wide = np.int64 if self._group.plan.num_rows * size >= 2**31 else np.int32
         if batch.rows.one_each:
-            cells = self._shown.last_cells(self.group.table.cells)
+            cells = self._shown.last_cells(self._group.table.cells)
         else:
-            cells = self.group.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
+            cells = self._group.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
         return self._put("slot_mapping", cells * size + batch.within, wide)
 
     @cached_property
@@ -148,22 +148,22 @@ class GroupArrays:
     @cached_property
     def _cells(self) -> Cells:
         """The cells of the group's block table, in kernel pages."""
-        pages_per_block, cells = self.group.plan.layout.kernel_pages, self.group.table.cells
+        pages_per_block, cells = self._group.plan.layout.kernel_pages, self._group.table.cells
         return cells if pages_per_block == 1 else PagedCells(cells, pages_per_block)
 
     @cached_property
     def _pages(self) -> TableSnapshot:
         """The range of each row's cells that this step shows, in kernel pages."""
-        batch, factor, shown = self._batch, self.group.plan.layout.kernel_pages, self._shown
+        batch, factor, shown = self._batch, self._group.plan.layout.kernel_pages, self._shown
         if factor == 1:
             return shown
-        end, name = -(-batch.lengths * factor // batch.block_size), f"{self.group.name} in kernel pages"
-        return self.buffers.snapshot(name, self.group.table.version, shown.slots, shown.first * factor, end)
+        end, name = -(-batch.lengths * factor // batch.block_size), f"{self._group.name} in kernel pages"
+        return self.buffers.snapshot(name, self._group.table.version, shown.slots, shown.first * factor, end)
 
     @cached_property
     def _shown(self) -> TableSnapshot:
         """The range of each row's cells that this step shows, in blocks."""
-        batch, group = self._batch, self.group
+        batch, group = self._batch, self._group
         first = batch.rows.zeros
         if group.growth.is_bounded:
             first = np.minimum(group.growth.first_needed(batch.before) // batch.block_size, batch.columns)
@@ -175,7 +175,7 @@ class GroupArrays:
         return self.buffers.put(self._named(what), values, dtype)
 
     def _named(self, what: str) -> str:
-        return f"{what} of {self.group.name}"
+        return f"{what} of {self._group.name}"
 
 
 class _OfGroup:
@@ -453,7 +453,7 @@ class Batch:
     the record of 3, so it must be read before it is written.
     """
 
-    group = None  #: these arrays are of no group
+    _group = None  # its arrays are of no group
 
     def __init__(
         self,

@@ -241,8 +241,10 @@ class StepBuffers:
             if host is not None:
                 host[row, :first] = 0
                 host[row, first:end] = cells[slot, first:end]
-            else:
+            elif first:
                 renewed.append(np.concatenate((np.zeros(first, np.int32), cells[slot, first:end])))
+            else:
+                renewed.append(cells[slot, first:end])
         if host is not None:
             host[delta.rows, delta.columns] = delta.values
         elif len(delta.counts) or renewed:

@@ -242,7 +242,7 @@ class Arena:
             raise BadInput(f"row ids must be a vector, got shape {list(index.shape)}")
         if len(index) and not is_proven and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
             raise NotOwned(f"row ids {int(index.min())}..{int(index.max())} are not all in 0..{self.num_rows - 1}")
-        return index if index.device.type != "cpu" else self.staging.to_device(index.numpy())
+        return self.staging.to_device(index.numpy()) if index.device.type == "cpu" else index.to(self.device)
 
     def page_index(self, index: Tensor) -> Tensor:
         """Convert rows, int64 ``[n]``, to their kernel pages, int64 ``[n * kernel_pages]``."""
