@@ -142,10 +142,10 @@ def waiting_raises() -> Iterator[None]:
 def test_no_call_waits_for_the_gpu(name: str) -> None:
     kinds, arguments = CACHES[name]
     cache = cache_of(*kinds, **{**arguments, "device": "cuda"})
-    Life(cache).run(60)  # kernels are compiled, and the ring is allocated
-    for sequence in [Sequence(cache._calls, request) for request in [*cache.core.running.values()]]:
-        sequence.close()
-    life = Life(cache)
+    warm, life = Life(cache), Life(cache)
+    warm.run(60)  # kernels are compiled, and the ring is allocated
+    for sequence in warm.together.sequences:
+        warm.close(sequence)
     with pytest.raises(RuntimeError, match="synchroniz"), waiting_raises():
         torch.ones(1, device="cuda").item()
     with waiting_raises():
