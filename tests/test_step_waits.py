@@ -181,7 +181,7 @@ def slowness(cache: KVCache, steps: int, milliseconds: float) -> float:
 def test_a_step_behind_work_holds_the_host_no_longer_than_on_an_idle_gpu(kinds: tuple[Any, ...]) -> None:
     cache = cache_of(*kinds, num_blocks=900, max_requests=8, device="cuda")
     idle, behind = (slowness(cache, 60, milliseconds) for milliseconds in (0, BUSY_MS))
-    assert behind < 1.5 * idle and behind < BUSY_MS / 1e3 / 4, (
+    assert behind < 1.5 * idle and behind < BUSY_MS / 1e3 / 2, (
         f"{1e6 * idle:.0f} us idle, {1e6 * behind:.0f} behind work"
     )
 
