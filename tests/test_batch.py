@@ -14,8 +14,8 @@ from kvpagoda import Batch, KVCache, LayerView, Limits, Schema
 from kvpagoda.batch.batch import GroupArrays
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.formats.dialects import DIALECTS
-from kvpagoda.memory.device_memory import DeviceArrays
 from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows
+from late_device import Late
 
 FULL = Attention(2, 4, 4, "float32")
 WINDOW = Attention(2, 4, 4, "float32", Growth(window=10))
@@ -193,7 +193,7 @@ def test_padded_rows_are_written_to_block_0() -> None:
     assert batch.layer(0).cache_seqlens.tolist() == [4, 0, 0] and batch.step.request_ids.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
+@pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "a late device"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_fixed_shapes(width: int, copied: bool) -> None:
     """Shapes and addresses are the same in every step, whichever sequences are in it; the valid part of each array has
@@ -201,9 +201,7 @@ def test_fixed_shapes(width: int, copied: bool) -> None:
     cache = cache_of(FULL, WINDOW, STATE)
     graph = cache.persistent_batch(num_rows=4, tokens_per_row=width)
     if copied:
-        arrays = DeviceArrays(torch.device("cpu"))
-        arrays.is_host = False
-        graph._buffers.arrays = arrays
+        graph._buffers.arrays = Late()
     columns, seen, members = -(-cache.max_context // 4), set(), []
     for step in range(30):
         if step % 9 == 0:
@@ -216,6 +214,8 @@ def test_fixed_shapes(width: int, copied: bool) -> None:
         shown = {name: getattr(batch.layer(i), name) for i in (0, 1) for name in ARRAYS}
         shown |= {name: getattr(batch, name) for name in ("qo_indptr", "positions", "state_indices")}
         shown |= {name: getattr(batch.step, name) for name in ("request_ids", "request_slots", "state_rows")}
+        if isinstance(graph._buffers.arrays, Late):
+            graph._buffers.arrays.wait()
         seen.add(tuple((name, *one.shape, one.data_ptr()) for name, one in shown.items()))
         assert shown["block_table"].shape == (4, columns) and shown["kv_indices"].shape == (4 * columns,)
         assert len(shown["slot_mapping"]) == len(shown["positions"]) == 4 * width

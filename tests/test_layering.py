@@ -31,8 +31,8 @@ NEEDS_TORCH = {
     "formats.codec", "formats.quantise", "formats.small_floats", "formats.tensor_scale", "kernels",
     "layouts.packed", "doctor", "hf",
     "memory.arena", "memory.backing", "memory.device_memory", "memory.host_copy",
-    "memory.id_tensors", "memory.pool", "memory.virtual", "adapters.mini_sglang", "adapters.connector.block_rows",
-    "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",
+    "memory.id_tensors", "memory.pool", "memory.staging", "memory.virtual", "adapters.mini_sglang",
+    "adapters.connector.block_rows", "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip

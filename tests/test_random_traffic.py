@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from late_device import Apart
 from options import shuffled_places
 from random_driver.caches import has_xxhash, settings_of
 from random_driver.driver import drive
@@ -39,6 +40,16 @@ def test_random_traffic_reads_its_own_bytes(schema: str, seed: int) -> None:
 @pytest.mark.parametrize("schema", SCHEMA_NAMES)
 def test_a_worker_reads_its_own_bytes(schema: str, seed: int) -> None:
     traffic(schema, seed, OPERATIONS, split=True)
+
+
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_a_device_with_memory_of_its_own_reads_its_own_bytes(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Apart] = []
+    monkeypatch.setattr(
+        "kvpagoda.memory.device_memory.DeviceArrays", lambda device: made.append(Apart(device)) or made[-1]
+    )
+    traffic(schema, SCHEMA_NAMES.index(schema), 300)
+    assert sum(len(arrays.sent) for arrays in made) > 20
 
 
 @pytest.mark.parametrize(

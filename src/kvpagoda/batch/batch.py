@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
 from kvpagoda.batch.step import Step, StepRows
-from kvpagoda.batch.step_buffers import Array, Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
+from kvpagoda.batch.step_buffers import Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
@@ -21,6 +22,7 @@ from kvpagoda.cache.step_states import Named
 from kvpagoda.errors import BadInput, NeedsReset, StaleHandle, shown, unknown_name
 from kvpagoda.layouts.judge import judge
 from kvpagoda.memory.copies import Copies, Noted
+from kvpagoda.memory.writes import Array
 from kvpagoda.schema import Layer, Schema
 from kvpagoda.schema.kernel_forms import rows_named
 from kvpagoda.text import in_brackets
@@ -29,15 +31,44 @@ from kvpagoda.units import MOST, items_of, whole_number
 if TYPE_CHECKING:
     from torch import Tensor
 
+S = TypeVar("S", bound="Batch | GroupArrays")
+T = TypeVar("T")
 ROW_BITS = 20
 """A step has fewer than 2^20 rows: a thousand times what engines run at once."""
+
+
+def _sent_together(make: Callable[[S], T]) -> Callable[[S], T]:
+    """Let a property of a ``Batch`` or its ``GroupArrays`` be made by ``make`` when it is read; with a device, with the batch
+    if it is expected to be read (``StepBuffers``), else it is sent by itself."""
+    name = make.__name__
+
+    @wraps(make)
+    def read(of: S) -> T:
+        of.check_current()
+        buffers = of.buffers
+        if buffers.arrays.is_host:
+            return make(of)
+        array = of._group, name
+        if array in buffers.made:
+            made: T = buffers.made.pop(array)
+            return made
+        try:
+            found = make(of)
+            buffers.send()
+        except BaseException:
+            buffers.forget()
+            raise
+        buffers.expected[array] = make
+        return found
+
+    return read
 
 
 class GroupArrays:
     """The index arrays of one group for one step of ``B`` rows (padded rows last) and ``T`` new tokens.
 
-    Each array is built on first access, in a static buffer, and is valid until the next batch. Accessing one after that
-    raises StaleHandle.
+    Each array is built on first access or before, in a static buffer, and is valid until the next batch. Accessing one
+    for the first time after that raises StaleHandle.
 
     ``cache_seqlens`` counts the new tokens too: write their rows by ``slot_mapping`` first, then run attention. In a
     window group ``kv_indices`` start at the first block that the row's first new token still reads. ``kv_start`` is the
@@ -47,20 +78,24 @@ class GroupArrays:
     """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
-        self._batch, self._group = batch, group
+        self._batch, self._group, self.buffers = batch, group, batch.buffers
+        self.check_current = batch.check_current
 
     @cached_property
+    @_sent_together
     def block_table(self) -> StepArray:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table). Cells after a row's end are undefined."""
         name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
-        return self._batch.buffers.put_rows(name, self._cells, self._pages, is_fixed)
+        return self.buffers.put_rows(name, self._cells, self._pages, is_fixed)
 
     @cached_property
+    @_sent_together
     def cache_seqlens(self) -> StepArray:
         """int32 ``[B]``: number of tokens of each row after this step; 0 for padded rows."""
         return self._put("cache_seqlens", self._batch.lengths)
 
     @cached_property
+    @_sent_together
     def slot_mapping(self) -> StepArray:
         """int32 ``[T]``: for each new token, ``block id * block_size + row of the block``; 0 for padded tokens.
 
@@ -75,6 +110,7 @@ class GroupArrays:
         return self._put("slot_mapping", cells * size + batch.within, wide)
 
     @cached_property
+    @_sent_together
     def kv_indptr(self) -> StepArray:
         """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
         return self._put("kv_indptr", self._pages.starts)
@@ -86,13 +122,15 @@ class GroupArrays:
         If blocks were added since the last step, the whole array is rebuilt, O(all cells); with a device, the device
         rebuilds it from ``block_table``. Access it only if the kernels need it.
         """
+        self.check_current()
         batch, on_device = self._batch, None
-        if not batch.buffers.arrays.is_host:
+        if not self.buffers.arrays.is_host:
             on_device = self.block_table, self.kv_start, self.kv_indptr, batch.core.plan.kernel_page
         name, is_fixed = self._named("kv_indices"), batch.rows.is_fixed
-        return batch.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
+        return self.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
 
     @cached_property
+    @_sent_together
     def kv_last_page_len(self) -> StepArray:
         """int32 ``[B]``: number of tokens in the last block of each row; 0 for padded rows (FlashInfer)."""
         batch, size = self._batch, self._batch.core.plan.kernel_page
@@ -102,9 +140,10 @@ class GroupArrays:
         return self._put("kv_last_page_len", last)
 
     @cached_property
+    @_sent_together
     def kv_start(self) -> StepArray:
         """int32 ``[B]``: for each row, the position of the first token of its first block in ``kv_indices``."""
-        return self._put("kv_start", self._shown.first * self._batch.block_size)
+        return self.buffers.put(self._named("kv_start"), self._shown.first, times=self._batch.block_size)
 
     @cached_property
     def _cells(self) -> Cells:
@@ -119,7 +158,7 @@ class GroupArrays:
         if factor == 1:
             return shown
         end, name = -(-batch.lengths * factor // batch.block_size), f"{self._group.name} in kernel pages"
-        return batch.buffers.snapshot(name, self._group.table.version, shown.slots, shown.first * factor, end)
+        return self.buffers.snapshot(name, self._group.table.version, shown.slots, shown.first * factor, end)
 
     @cached_property
     def _shown(self) -> TableSnapshot:
@@ -130,13 +169,12 @@ class GroupArrays:
             first = np.minimum(group.growth.first_needed(batch.before) // batch.block_size, batch.columns)
             if batch.rows.goes_back:  # to tokens whose windows began before what the row has
                 first = np.maximum(first, [group.first[slot] if slot >= 0 else 0 for slot in batch.rows.slots])
-        return batch.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
+        return self.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
 
     def _put(self, what: str, values: Array, dtype: type = np.int32) -> StepArray:
-        return self._batch.buffers.put(self._named(what), values, dtype)
+        return self.buffers.put(self._named(what), values, dtype)
 
     def _named(self, what: str) -> str:
-        self._batch.check_current()
         return f"{what} of {self._group.name}"
 
 
@@ -404,8 +442,9 @@ class Batch:
 
     All are int32 (10 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
     no memory; then a worker applies ``copies`` before the step. They are in static buffers and valid until the next
-    batch; 4 and 8 to 14 are built on first access. A persistent batch with ``tokens_per_row`` has the same shapes in
-    every step: 8 then has all columns of the table, 12 as many cells as all rows can have.
+    batch; 4 and 8 to 14 are built on first access, or with the batch if the batches before were asked for them, so that
+    all go to the device in one copy, for which nothing waits. A persistent batch with ``tokens_per_row`` has the same
+    shapes in every step: 8 then has all columns of the table, 12 as many cells as all rows can have.
 
     ``places`` is 1, and 4 is 3 as a column, unless the schema can rewind states (``Schema.rewindable``). Then it is
     ``verify_width + 1``. A step reads the state of a row once, from 3, and leaves the states after each of its last
@@ -413,6 +452,8 @@ class Batch:
     that after token ``n - places + j``. Columns from n on are not written. In rows with n <= places the last column is
     the record of 3, so it must be read before it is written.
     """
+
+    _group = None  # its arrays are of no group
 
     def __init__(
         self,
@@ -429,7 +470,7 @@ class Batch:
         ``requests``: those of the rows that are not padded. The caller has made room for the new tokens. ``named``: see
         ``Settler.name_states``.
         """
-        buffers.number += 1
+        buffers.begin()
         self.core, self._schema, self._requests = core, schema, requests
         self._named = named
         self._current = buffers.number, core.capacity.num_moves
@@ -453,6 +494,10 @@ class Batch:
         state_rows = buffers.put("state_rows", states if rows.one_each else states[rows.row_of])
         self.step = Step(slots, positions, ids, state_rows, is_by_id=True)
         self._arrays: dict[str, GroupArrays] = {}
+        if not buffers.arrays.is_host:
+            for array, make in buffers.expected.items():
+                buffers.made[array] = make(self if array[0] is None else self.arrays(array[0]))
+            buffers.send()
         self.noted: Noted | None = None  #: set last, so that a call that raises loses none of it
 
     @property
@@ -486,16 +531,16 @@ class Batch:
         return self.step.positions
 
     @cached_property
+    @_sent_together
     def state_writes(self) -> StepArray:
         """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
-        self.check_current()
         written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
         return self.buffers.put("state_writes", written.reshape(-1)).reshape(written.shape)
 
     @cached_property
+    @_sent_together
     def checkpoints(self) -> StepCheckpoints:
         """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
-        self.check_current()
         put, group = self.buffers.put, self.core.step_states.group
         rows = np.array([row for row, _, _, _ in self._named], np.int64)
         tokens = np.array([depth * self.block_size for _, depth, _, _ in self._named], np.int64) - 1

@@ -9,12 +9,13 @@ import numpy as np
 
 from kvpagoda.batch.batch import Batch
 from kvpagoda.batch.step import StepRows
-from kvpagoda.batch.step_buffers import Array, StepBuffers, cells_between
+from kvpagoda.batch.step_buffers import StepBuffers, cells_between
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import BadInput, StaleHandle, shown
+from kvpagoda.memory.writes import Array
 from kvpagoda.prefix.tokens import MOST_TOKENS, TokenIds, as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.text import in_brackets

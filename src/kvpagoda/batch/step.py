@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from kvpagoda.batch.step_buffers import Array, StepArray
+from kvpagoda.batch.step_buffers import StepArray
+from kvpagoda.memory.writes import Array
 
 
 class StepRows:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvpagoda.memory.no_memory import HostArrays
+from kvpagoda.memory.writes import Array, Writes
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Cells = Any
 if TYPE_CHECKING:
     import torch
@@ -91,15 +92,16 @@ class TableSnapshot:
         if len(hidden):  # a window moved: cells left of it become 0, those inside stay
             grown = np.concatenate((hidden, grown))
             columns, ends = np.concatenate((before.first[hidden], columns)), np.concatenate((first[hidden], ends))
-        if not np.count_nonzero(ends - columns != 1):  # each row grew by one cell
+        begun, counts = columns, ends - columns
+        if not np.count_nonzero(counts != 1):  # each row grew by one cell
             rows = grown
         else:
-            rows, columns = cells_between(columns, ends)
+            rows, columns = cells_between(begun, ends)
             rows = grown[rows]
         values = cells[slots[rows], columns]
         if first is not before.first:
             values *= columns >= first[rows]
-        return TableDelta(renewed, rows, columns, values)
+        return TableDelta(renewed, rows, columns, values, grown, begun, counts)
 
 
 class TableDelta(NamedTuple):
@@ -111,9 +113,17 @@ class TableDelta(NamedTuple):
     columns: Array
     values: Array
     """Cells of the other rows to write: newly shown ones, and 0 for those left of the range that are hidden now."""
+    grown: Array
+    begun: Array
+    counts: Array
+    """The same cells as runs: the row, its first cell to write, and how many, one run after another in ``values``."""
 
 
 _NO_ROWS, _ZERO = np.empty(0, np.int64), np.zeros(1, np.int64)
+_STEPS = 8
+"""In so many batches an array is made after it was read, although nobody reads it again."""
+Key: TypeAlias = tuple[Any, str]
+"""An array that is made when it is read: the group that it is of, or None, and its name."""
 EMPTY = TableSnapshot((np.empty(0, np.int64),) * 4, [b""] * 4)
 
 
@@ -128,15 +138,20 @@ def cells_between(begin: Array, end: Array) -> tuple[Array, Array]:
 class StepBuffers:
     """One array with a fixed address for each name: tensors on the device, or numpy arrays if the cache has no memory.
 
-    An array gets another address only when a step is larger than all before. Values that did not change since they were
-    put here are not copied again. The host side is not page-locked: a copy from pageable memory has read its source
-    when it returns, so the next step may fill the host side while this one still runs. ``number`` counts the batches
-    that used these buffers; only the arrays of the last one are valid.
+    An array gets another address only when a step is larger than all before. ``number`` counts the batches that used
+    these buffers; only the arrays of the last one are valid.
+
+    Where host and kernels use the same memory, arrays are written at once, when they are put here. Else they are put
+    together, and ``send`` writes them on the device in stream order, in one copy and one launch for all. A batch cannot
+    know which arrays will be read, so it makes those that were read in the batches before it (``expected``), and sends
+    them together; one that is read without having been expected is sent by itself. Arrays that are the same objects as
+    in the step before, and the cells of tables that did not change, are not sent again.
     """
 
     def __init__(self, arrays: HostArrays) -> None:
         self.arrays, self.number = arrays, 0
-        self._buffers: dict[str, tuple[Array, StepArray]] = {}  # host side and device side; the same memory on the CPU
+        # host side and device side: the same memory on the CPU, else there is no host side
+        self._buffers: dict[str, tuple[Array | None, StepArray]] = {}
         self._put: dict[
             str, tuple[Array, StepArray]
         ] = {}  # the values put last, and the part of the buffer that holds them
@@ -144,21 +159,53 @@ class StepBuffers:
         self._held: dict[
             str, tuple[TableSnapshot, StepArray]
         ] = {}  # the snapshot that a buffer holds, and the part with it
+        self._writes = Writes()  # what was put here since the last ``send``
+        self.expected: dict[Key, Callable[[Any], Any]] = {}  #: arrays that will probably be read -> what makes them
+        self.made: dict[Key, Any] = {}  #: those of the current batch that were made and not read yet
+        self._unread: dict[Key, int] = {}  # array -> in how many batches it was made and not read
 
-    def put(self, name: str, values: Array, dtype: type = np.int32) -> StepArray:
-        """Copy ``values`` ``[n]`` into the buffer ``name`` and return the part of it that holds them.
+    def begin(self) -> None:
+        """Begin a batch: the arrays of the one before are no longer valid."""
+        self.number += 1
+        if self._writes:  # of a batch that raised before they were sent
+            self.forget()
+        if self.made:
+            self._unread = {array: self._unread.get(array, 0) + 1 for array in self.made}
+            for array in [array for array, batches in self._unread.items() if batches == _STEPS]:
+                del self.expected[array]
+            self.made.clear()
 
-        The caller must not change ``values`` afterwards: they are compared with what is put next.
+    def send(self) -> None:
+        """Write on the device what was put here: kernels that are launched from now on, on the current stream, find it."""
+        if self._writes:
+            self.arrays.send(self._writes)
+            self._writes.clear()
+
+    def forget(self) -> None:
+        """Let all that is put here next be written, as something raised and it is unknown what the device has."""
+        self._put.clear()
+        self._held.clear()
+        self._writes.clear()
+
+    def put(self, name: str, values: Array, dtype: type = np.int32, times: int = 1) -> StepArray:
+        """Copy ``times`` the ``values`` ``[n]`` into the buffer ``name`` and return the part of it that holds them.
+
+        The caller must not change ``values`` afterwards: the same object is not copied again.
         """
         n, known = len(values), self._put.get(name)
-        if known is not None and (known[0] is values or (not self.arrays.is_host and np.array_equal(known[0], values))):
+        if known is not None and known[0] is values:
             return known[1]
         host, target = self._buffer(name, (n,), dtype)
         self._put.pop(name, None)
-        host[:n] = values
         part = known[1] if known is not None and len(known[0]) == n else target[:n]
-        if not self.arrays.is_host:
-            self.arrays.upload(part, host[:n])
+        products = values if times == 1 else values * times
+        if host is not None:
+            host[:n] = products
+        elif n:
+            if name in self._writes:
+                self.send()  # a word must not be written twice
+            words = products if dtype is np.int32 else np.ascontiguousarray(products, dtype).view(np.int32)
+            self._writes.put(name, target, words)
         self._put[name] = values, part
         return part
 
@@ -189,18 +236,29 @@ class StepBuffers:
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
             return part
-        delta = shown.since(held, cells)
+        delta, width = shown.since(held, cells), int(target.shape[1])
         self._held.pop(name, None)  # until the buffer is complete
+        renewed = []
         for row in delta.renewed.tolist():
             slot, first, end = int(shown.slots[row]), int(shown.first[row]), int(shown.end[row])
-            host[row, :first] = 0
-            host[row, first:end] = cells[slot, first:end]
-            if not self.arrays.is_host:
-                self.arrays.upload(target, host[row], row)
-        host[delta.rows, delta.columns] = delta.values
-        if not self.arrays.is_host and len(delta.rows):
-            self.arrays.upload(target, delta.values, (delta.rows, delta.columns))
-        shape = len(shown), host.shape[1] if is_fixed else int(shown.end.max())
+            if host is not None:
+                host[row, :first] = 0
+                host[row, first:end] = cells[slot, first:end]
+            elif first:
+                renewed.append(np.concatenate((np.zeros(first, np.int32), cells[slot, first:end])))
+            else:
+                renewed.append(cells[slot, first:end])
+        if host is not None:
+            host[delta.rows, delta.columns] = delta.values
+        elif len(delta.counts) or renewed:
+            if name in self._writes:
+                self.send()
+            starts, counts = delta.grown * width + delta.begun, delta.counts
+            if renewed:
+                starts = np.concatenate((delta.renewed * width, starts))
+                counts = np.concatenate((shown.end[delta.renewed], counts))
+            self._writes.put_runs(name, target, starts, counts, [*renewed, delta.values])
+        shape = len(shown), width if is_fixed else int(shown.end.max())
         if part is None or part.shape != shape:
             part = target[: shape[0], : shape[1]]
         if len(held) > len(shown):  # the buffer still holds the rows after these
@@ -234,17 +292,19 @@ class StepBuffers:
         if on_device is not None:
             self.arrays.flatten(*on_device, part)
         else:
+            assert host is not None
             runs = zip(shown.slots.tolist(), shown.first.tolist(), shown.end.tolist())
             np.concatenate([cells[slot, left:right] for slot, left, right in runs], out=host[:total])
         self._held[name] = shown, part
         return part
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array, StepArray]:
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array | None, StepArray]:
         """Return the host and device side of the buffer ``name``, replaced by larger ones if it has too few rows."""
         found = self._buffers.get(name)
-        if found is None or found[0].shape[0] < shape[0]:
-            host: Array = np.zeros((1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]), dtype)
-            found = host, self.arrays.twin(host)
+        if found is None or found[1].shape[0] < shape[0]:
+            size = 1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]
+            host: Array | None = np.zeros(size, dtype) if self.arrays.is_host else None
+            found = host, self.arrays.zeros(size, dtype) if host is None else self.arrays.twin(host)
             self._put.pop(name, None)
             self._held.pop(name, None)
             self._buffers[name] = found

@@ -35,6 +35,7 @@ class NoStates:
     checkpoints are in another encoding than the states of requests."""
     places = 1
     """The number of places of a request."""
+    _zeros: Ids = np.empty(0, np.int32)
 
     def reset(self, own: Many[Ids]) -> None:
         """Make the states in ``own``, free blocks by group, those of empty texts: for each text the blocks of its places,
@@ -77,8 +78,10 @@ class NoStates:
 
     def rows(self, slots: Ids, lengths: Ids) -> Ids:
         """Return the block with the state of each of ``slots`` after ``lengths`` tokens, int32 ``[len(slots)]``. 0, the
-        padding block, for slot -1 and for models without states."""
-        return np.zeros(len(slots), np.int32)
+        padding block, for slot -1 and for models without states: then the same array while there are as many slots."""
+        if len(self._zeros) != len(slots):
+            self._zeros = np.zeros(len(slots), np.int32)
+        return self._zeros
 
     def written(self, slots: Ids, before: Ids, after: Ids) -> Ids:
         """Return the blocks for the states after the last new tokens of each of ``slots``, int32 ``[len(slots), places]``,

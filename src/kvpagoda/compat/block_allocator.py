@@ -6,6 +6,7 @@ import torch
 
 from kvpagoda.blocks.free_list import FreeList
 from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
+from kvpagoda.memory.staging import Staging
 from kvpagoda.units import whole_number
 
 
@@ -27,6 +28,7 @@ class BlockAllocator:
 
     def __init__(self, num_total_blocks: int, device: Device = None) -> None:
         self.device = default_device(device)
+        self._staging = Staging(self.device)
         self._blocks = FreeList(num_total_blocks, what="blocks")
         self.num_total_blocks = self._blocks.num_ids
 
@@ -43,7 +45,7 @@ class BlockAllocator:
         taking no block, and BadInput for an ``n`` that is not a whole number of at least 0.
         """
         count = whole_number(n, "the number of blocks to take")
-        ids = ids_to(self._blocks.require(count), self.device)
+        ids = ids_to(self._blocks.require(count), self._staging)
         self._blocks.acquire(count)
         return ids
 

@@ -31,6 +31,7 @@ from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.memory.arena import Device, default_device
 from kvpagoda.memory.device_memory import DeviceArrays
+from kvpagoda.memory.writes import Writes
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div, whole_number
@@ -41,8 +42,7 @@ Tensor = torch.Tensor
 class LayerBlocks:
     """The blocks of one layer: ``group``, which knows their owners, and ``table``, the block table for kernels.
 
-    ``table``: int32 on the device; on the CPU the memory of the group's own table. The host side is not page-locked: a
-    copy from pageable memory has read its source when it returns, so the host may write it again at once.
+    ``table``: int32 on the device; on the CPU the memory of the group's own table.
     """
 
     def __init__(self, group: BlockGroup, device: torch.device) -> None:
@@ -52,7 +52,9 @@ class LayerBlocks:
     def upload(self, slot: int) -> None:
         """Copy the row of ``slot`` to the device; does nothing on the CPU."""
         if not self._arrays.is_host:
-            self._arrays.upload(self.table, self.group.table.cells[slot], slot)
+            writes = Writes()
+            writes.put("row", self.table[slot], self.group.table.cells[slot])
+            self._arrays.send(writes)
 
 
 class KVCacheManager:

@@ -12,6 +12,7 @@ from kvpagoda.blocks.free_list import FreeList
 from kvpagoda.blocks.ids import Ids, IdSet
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
+from kvpagoda.memory.staging import Staging
 from kvpagoda.units import ceil_div, whole_number
 
 _NONE: Ids = np.empty(0, np.int32)
@@ -45,6 +46,7 @@ class TokenToKVPoolAllocator:
         if self.size >= 2**31:
             raise BadInput(f"KV indices are int32: size must be below 2^31, got {size}")
         self.device, self.need_sort = default_device(device), need_sort
+        self._staging = Staging(self.device)
         self.num_pages = self.size // self.page_size
         self._pages = FreeList(self.num_pages, first=1, what="KV indices" if self.page_size == 1 else "pages")
         # Indices not freed since their page was handed out. Pages of one index do not need this.
@@ -73,7 +75,7 @@ class TokenToKVPoolAllocator:
         if self.page_size > 1:
             offsets = np.arange(1 - self.page_size, 1, dtype=np.int32)
             indices = (indices[:, None] * np.int32(self.page_size) + offsets).reshape(-1)
-        out = ids_to(indices, self.device)
+        out = ids_to(indices, self._staging)
         self._pages.acquire(num_pages)
         if self.page_size > 1:
             self._unfreed.flags[indices] = True

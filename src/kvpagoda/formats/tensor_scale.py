@@ -41,6 +41,6 @@ def from_codes(encoding: Encoding, codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _on(scale: float, device: torch.device) -> Tensor:
-    """Return ``scale`` as a tensor: torch divides by a plain number on a GPU as it multiplies by its reciprocal. Shared:
-    do not write to it."""
-    return torch.tensor(scale, dtype=torch.float32, device=device)
+    """Return ``scale`` as a tensor, which the device fills: nothing waits for a copy. torch divides by a plain number on a
+    GPU as it multiplies by its reciprocal. Shared: do not write to it."""
+    return torch.full((), scale, dtype=torch.float32, device=device)

@@ -21,6 +21,7 @@ from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.memory.pages import pages
+from kvpagoda.memory.staging import Staging
 from kvpagoda.schema import Page, Place, RowLayout
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import ALIGN
@@ -77,6 +78,8 @@ class Arena:
     ) -> None:
         self.layout, self.num_rows = layout, num_rows
         self.device = default_device(device) if within is None else within[0].device
+        self.staging = Staging(self.device)
+        """The way of ids to the device. Arenas of one cache share one."""
         self.order = order or "block"
         if self.order not in ("block", "layer") or num_rows < 0:
             raise BadInput(f"order is 'block' or 'layer' and num_rows >= 0, got {order!r} and {num_rows}")
@@ -199,14 +202,19 @@ class Arena:
         for place in self.layout.places:
             one._views[place.layer][place.field.name].fill_(place.field.fill)
         parts = [one.buffer[span] for span, _ in self.regions()]
-        return [int(part[0]) if (part == part[0]).all() else part.to(self.device) for part in parts]
+        return [
+            int(part[0]) if (part == part[0]).all() else self.staging.to_device(part.numpy()) for part in parts
+        ]  # fmt: skip
 
     def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
         """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit.
 
         Of each field, all sources are read before a target is written. The caller has validated the ids.
         """
-        source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
+        if isinstance(sources, np.ndarray) and isinstance(targets, np.ndarray):
+            source, target = self.staging.to_device(np.stack((sources, targets)), np.int64)
+        else:
+            source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
         is_long = self.device.type == "cpu" and self.layout.nbytes >= LONG_ROW
         are_apart = is_long and not torch.isin(source, target).any()
         for _, rows in self.regions():
@@ -217,7 +225,7 @@ class Arena:
 
     def poison(self, ids: npt.NDArray[np.int32]) -> None:
         """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in integers."""
-        index = torch.from_numpy(ids).to(self.device, torch.int64)
+        index = self.staging.to_device(ids, np.int64)
         for _, rows in self.regions():
             fill_rows(rows, index, 0xFF)
 
@@ -234,7 +242,7 @@ class Arena:
             raise BadInput(f"row ids must be a vector, got shape {list(index.shape)}")
         if len(index) and not is_proven and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
             raise NotOwned(f"row ids {int(index.min())}..{int(index.max())} are not all in 0..{self.num_rows - 1}")
-        return index.to(self.device)
+        return self.staging.to_device(index.numpy()) if index.device.type == "cpu" else index.to(self.device)
 
     def page_index(self, index: Tensor) -> Tensor:
         """Convert rows, int64 ``[n]``, to their kernel pages, int64 ``[n * kernel_pages]``."""

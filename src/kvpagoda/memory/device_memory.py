@@ -8,7 +8,6 @@ from typing import Any
 from weakref import finalize
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvpagoda.blocks.ids import Ids
@@ -18,9 +17,11 @@ from kvpagoda.kernels.flatten_table import flatten_table
 from kvpagoda.memory.arena import Arena, Device, Tensor, default_device
 from kvpagoda.memory.backing import Backing, backing_of, checked
 from kvpagoda.memory.host_copy import LayerwiseCopy, copy_from_host, copy_to_host, side_stream
-from kvpagoda.memory.no_memory import Array, HostArrays, NoMemory, Part
+from kvpagoda.memory.no_memory import HostArrays, NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool
+from kvpagoda.memory.staging import Staging
+from kvpagoda.memory.writes import Array, Writes
 from kvpagoda.schema import Layer, Plan
 from kvpagoda.schema.at_rest import layer_at_rest
 from kvpagoda.units import format_bytes
@@ -36,20 +37,18 @@ class DeviceArrays(HostArrays):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_host = device, device.type == "cpu"
+        self.staging = Staging(device)
 
     def twin(self, host: Array) -> Any:
         """Return a tensor with the contents of ``host``."""
         tensor = torch.from_numpy(host)
         return tensor if self.is_host else tensor.to(self.device, copy=True)
 
-    def upload(self, target: Any, source: npt.NDArray[Any], index: Any = ...) -> None:
-        """Copy ``source`` to ``target[index]``. When this returns, ``source`` has been read and may change."""
-        values = torch.from_numpy(np.ascontiguousarray(source))
-        if isinstance(index, tuple):
-            places = tuple(torch.from_numpy(np.ascontiguousarray(axis)).to(self.device) for axis in index)
-            target[places] = values.to(self.device, target.dtype)
-        else:
-            target[index].copy_(values)
+    def zeros(self, shape: tuple[int, ...], dtype: type) -> Any:
+        return torch.zeros(shape, dtype=getattr(torch, np.dtype(dtype).name), device=self.device)
+
+    def send(self, writes: Writes) -> None:
+        self.staging.send(writes)
 
     def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
         flatten_table(table, starts, indptr, out, block_size)
@@ -75,7 +74,7 @@ class DeviceMemory(NoMemory):
         backing: Backing | None = None,
     ) -> None:
         self.device = default_device(device, ("none",))
-        self.arrays = DeviceArrays(self.device)
+        self.arrays: DeviceArrays = DeviceArrays(self.device)
         self._backing = backing_of(backing, self.device)
         shared = self._allocate(plan.num_sectors * plan.sector_nbytes) if plan.num_sectors else None
         self.arenas = [
@@ -85,6 +84,8 @@ class DeviceMemory(NoMemory):
             )
             for group in plan.groups
         ]  # fmt: skip
+        for arena in self.arenas:
+            arena.staging = self.arrays.staging
         self._buffers = [arena.buffer for arena in self.arenas] if shared is None else [shared]
         self._plan = plan
         self._of_states: list[dict[int, Pool]] | None = None
@@ -143,14 +144,14 @@ class DeviceMemory(NoMemory):
         if group == other:
             self.copy(group, sources, targets)
             return
-        found, written = (torch.from_numpy(np.asarray(ids)).to(self.device, torch.int64) for ids in (sources, targets))
+        found, written = self.arrays.staging.to_device(np.stack((sources, targets)), np.int64)
         for pools in self._state_pools():
             source, target = pools[group], pools[other]
             for name in source.rows:
                 target.write(name, (written,), source.read(name, (found,)))
 
     def round(self, group: int, ids: Ids, other: int) -> None:
-        index = torch.from_numpy(np.asarray(ids)).to(self.device, torch.int64)
+        index = self.arrays.staging.to_device(ids, np.int64)
         for pools in self._state_pools():
             for name in pools[group].rows:
                 values = pools[group].read(name, (index,))
@@ -182,7 +183,7 @@ class DeviceMemory(NoMemory):
         """Fill ``sectors`` with zeros, or with NaN if ``poison``: data of another group could read as NaN."""
         if len(sectors):
             table = self._buffers[0].view(-1, self._sector_nbytes)
-            index = torch.from_numpy(sectors).to(self.device, torch.int64)
+            index = self.arrays.staging.to_device(sectors, np.int64)
             fill_rows(table, index, POISON if self.is_poisoning else 0)
 
     def freed(self, group: int, ids: Ids) -> None:

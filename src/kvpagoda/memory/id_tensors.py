@@ -10,6 +10,7 @@ import torch
 
 from kvpagoda.blocks.ids import AnyIds
 from kvpagoda.errors import BadInput, shown
+from kvpagoda.memory.staging import Staging
 
 IdsLike = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 Device = torch.device | str | None
@@ -57,6 +58,7 @@ def ids_from(ids: IdsLike) -> AnyIds:
     return array.reshape(-1)
 
 
-def ids_to(ids: AnyIds, device: torch.device) -> torch.Tensor:
-    """Return ``ids`` as a tensor of the same dtype on ``device``; on the CPU it shares the memory of the array."""
-    return torch.from_numpy(ids).to(device)
+def ids_to(ids: AnyIds, staging: Staging) -> torch.Tensor:
+    """Return ``ids`` as a tensor of the same dtype on the device of ``staging``, without waiting for it; on the CPU it shares
+    the memory of the array."""
+    return staging.to_device(ids)

@@ -10,13 +10,11 @@ from collections.abc import Sequence as Many
 from math import ceil, gcd
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.memory.copies import Noted
 from kvpagoda.memory.pages import Bytes, pages
+from kvpagoda.memory.writes import Array, Writes
 from kvpagoda.schema import Layer
 from kvpagoda.units import format_bytes
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from kvpagoda.memory.pool import Pool
 
 _RECORD_NBYTES = 64  # at most, of the smallest block
-Array = np.ndarray[Any, np.dtype[Any]]
 Part = tuple[Ids, Bytes, Many[int]]
 """Block ids, a table of host memory, and the rows of the table that hold the bytes of these blocks."""
 
@@ -44,8 +41,11 @@ class HostArrays:
         """Return the array that kernels read for ``host``: here ``host`` itself."""
         return host
 
-    def upload(self, target: Any, source: npt.NDArray[Any], index: Any = ...) -> None:
-        """Copy ``source`` to ``target[index]``, where ``target`` is part of a twin. Not called if ``is_host``."""
+    def zeros(self, shape: tuple[int, ...], dtype: type) -> Any:
+        """Return a new array of zeros that kernels read. Not called if ``is_host``."""
+
+    def send(self, writes: Writes) -> None:
+        """Do ``writes``, before what is launched afterwards. Not called if ``is_host``."""
 
     def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
         """Write the used cells of ``table``, row after row, to ``out``; see ``kernels.flatten_table``.
