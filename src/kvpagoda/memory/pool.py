@@ -100,7 +100,7 @@ class Pool:
             append_scaled(values.reshape(slots.numel(), *rows.shape), slots.flatten(), field, rows.encoding)
             return
         parts = self.encoded(name)
-        slots = self._slots(index, parts.grid.page)
+        slots = self._slots(index, parts.form.grid.page)
         slots = slots.expand(values.shape[: values.ndim - len(rows.shape)])
         flat = values.reshape(slots.numel(), math.prod(rows.shape))
         append_parts(flat.to(torch.bfloat16) if rows.encoding.is_packed else flat, slots.flatten(), parts)
@@ -119,7 +119,7 @@ class Pool:
             gather_scaled(field, slots.flatten(), out, rows.encoding)
             return out.view(*slots.shape, *rows.shape)
         parts = self.encoded(name)
-        slots = self._slots(index, parts.grid.page)
+        slots = self._slots(index, parts.form.grid.page)
         exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
         gather_parts(out, slots.flatten(), parts)
