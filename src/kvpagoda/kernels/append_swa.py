@@ -93,6 +93,20 @@ def append_swa(
     )
 
 
+def warm_up_swa(
+    fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int, head: Tensor | None = None
+) -> None:
+    """Compile what ``append_swa`` launches for these pools, for rows in order and in any, few and many: padded rows, which
+    go to the ``dummy`` row."""
+    if backend(fp8.device.type) == "triton":
+        coded = fp8.shape[2]
+        slots = torch.full((1,), -1, dtype=torch.int32, device=fp8.device)
+        kv = torch.zeros(1, coded + rope.shape[2], dtype=torch.bfloat16, device=fp8.device)
+        for is_ordered in (False, True):
+            for is_large in (False, True):
+                _triton(kv, slots, slots, fp8, rope, inv_scale, pos, dummy, head, is_ordered, is_large)
+
+
 def _check(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor,
     head: Tensor | None,
@@ -159,11 +173,12 @@ def _reference(
 
 def _triton(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int,
-    head: Tensor | None, is_ordered: bool,
+    head: Tensor | None, is_ordered: bool, is_large: bool | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel."""
+    """Launch the kernel. ``is_large``: how many rows a program takes; None: what suits the rows."""
     n, coded, heads = len(kv), fp8.shape[2], pos if head is None else head
-    constants = ring_constants(coded, rope.shape[2], casts(kv.device), n * block(coded) >= LARGE)
+    large = n * block(coded) >= LARGE if is_large is None else is_large
+    constants = ring_constants(coded, rope.shape[2], casts(kv.device), large)
     with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
         append_swa_kernel[(-(-n // constants.TILE),)](
             kv, slots, positions, fp8, rope, inv_scale, pos, heads,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+
+import torch
 
 ELEMENTS = {(8, False): 1024, (8, True): 4096, (4, False): 1024, (4, True): 2048}
 """(bits of a code, is a launch large) -> elements of a program: few, so that the rows of one step keep many multiprocessors
@@ -29,3 +32,12 @@ def block(size: int) -> int:
 def tile(elements: int, code_bits: int, is_large: bool) -> int:
     """Return how many vectors of ``elements``, a power of two, a program takes: a power of two."""
     return max(1, ELEMENTS[code_bits, is_large] // elements)
+
+
+def warm_ups(nowhere: int, device: torch.device) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield (slots, is the launch large) of all launches of a kernel of rows that differ in what is compiled. The slots,
+    ``[1]``, are ``nowhere``, which is out of range."""
+    for dtype in (torch.int32, torch.int64) if nowhere < 2**31 else (torch.int64,):
+        slots = torch.full((1,), nowhere, dtype=dtype, device=device)
+        for is_large in (False, True):
+            yield slots, is_large

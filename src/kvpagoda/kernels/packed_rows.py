@@ -24,7 +24,7 @@ from kvpagoda.formats.encoding import Encoding, packed_row
 from kvpagoda.kernels.casts_gpu import casts
 from kvpagoda.kernels.copy_rows import flat_view
 from kvpagoda.kernels.dispatch import backend
-from kvpagoda.kernels.launch import LARGE, OPTIONS, Constants, block, tile
+from kvpagoda.kernels.launch import LARGE, OPTIONS, Constants, block, tile, warm_ups
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.packed import decode_rows, encode_rows, views
 
@@ -351,14 +351,14 @@ def launch(
         )
 
 
-def warm_up(parts: Parts, how: str) -> None:
-    """Compile the kernels of ``how`` for ``parts``, and int64 slots: of few rows, and of many. Writes nothing."""
-    device, width = parts.views["codes"].device, parts.form.vectors * parts.form.rules.packing.vector
-    if backend(device.type) == "triton":
-        rows = torch.zeros(1, width, dtype=torch.float32 if how == "gather" else torch.bfloat16, device=device)
-        slots = torch.full((1,), -1, device=device)
-        for is_large in (False, True):
-            launch(how, rows, slots, parts.views["codes"], parts.num_slots, parts.form, is_large)
+def warm_up_parts(parts: Parts, how: str) -> None:
+    """Compile the kernels of ``how`` that rows of any number need, with either dtype of slots. Writes nothing."""
+    codes, form = parts.views["codes"], parts.form
+    if backend(codes.device.type) == "triton":
+        dtype = torch.float32 if how == "gather" else torch.bfloat16
+        rows = torch.zeros(1, form.vectors * form.rules.packing.vector, dtype=dtype, device=codes.device)
+        for slots, is_large in warm_ups(-1, codes.device):
+            launch(how, rows, slots, codes, parts.num_slots, form, is_large)
 
 
 def _misaligned(width: int) -> BadInput:

@@ -19,7 +19,7 @@ from kvpagoda.formats.encoding import TENSOR, Encoding
 from kvpagoda.formats.tensor_scale import from_codes, to_codes
 from kvpagoda.kernels.casts_gpu import casts
 from kvpagoda.kernels.dispatch import backend
-from kvpagoda.kernels.launch import LARGE, OPTIONS, Constants, block, tile
+from kvpagoda.kernels.launch import LARGE, OPTIONS, Constants, block, tile, warm_ups
 from kvpagoda.kernels.scaled_rows_gpu import append_scaled_kernel, gather_scaled_kernel
 
 Tensor = torch.Tensor
@@ -117,13 +117,12 @@ def launch(
         )
 
 
-def warm_up(field: Tensor, encoding: Encoding, how: str) -> None:
-    """Compile the kernels of ``how`` for ``field``, and int64 slots: of few rows, and of many. Writes nothing."""
+def warm_up_scaled(field: Tensor, encoding: Encoding, how: str) -> None:
+    """Compile the kernels of ``how`` that rows of any number need, with either dtype of slots. Writes nothing."""
     dtype = torch.float32 if how == "gather" else torch.bfloat16
     rows = torch.zeros(1, *field.shape[2:], dtype=dtype, device=field.device)
     if _launches(rows, field):
-        slots = torch.full((1,), len(field) * field.shape[1], device=field.device)
-        for is_large in (False, True):
+        for slots, is_large in warm_ups(len(field) * field.shape[1], field.device):
             launch(how, rows, slots, field, encoding, is_large)
 
 

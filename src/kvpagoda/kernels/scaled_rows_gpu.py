@@ -43,7 +43,8 @@ def append_scaled_kernel(rows, slots, field, n, num_slots, rows_stride, scale, C
     bits = loaded.to(tl.int16, bitcast=True).to(tl.int32) << 16
     x = bits.to(tl.float32, bitcast=True)
     y = x * scale if C.IS_FACTOR else tl.div_rn(x, tl.full(x.shape, scale, tl.float32))
-    code = tl.where(x != x, ((bits >> 24) & 0x80) | 0x7F, float8_codes(y, C.CODES, C.CASTS))
+    CODES: tl.constexpr = C.CODES
+    code = tl.where(x != x, ((bits >> 24) & 0x80) | 0x7F, float8_codes(y, CODES, C.CASTS))
     tl.store(field + place[:, None] + element, code.to(tl.uint8), mask=_inside(live, C))
 
 
@@ -53,7 +54,8 @@ def gather_scaled_kernel(out, slots, field, n, num_slots, out_stride, scale, C: 
     i, head, exists, live, place = _places(slots, n, num_slots, C)
     element = tl.arange(0, C.WIDTH_BLOCK)[None, :]
     byte = tl.load(field + place[:, None] + element, mask=_inside(live, C), other=0)
-    value = float8_values(byte, C.CODES, C.CASTS) * scale
+    CODES: tl.constexpr = C.CODES
+    value = float8_values(byte, CODES, C.CASTS) * scale
     if C.HALF:
         out = out.to(tl.pointer_type(tl.int16))
         value = bfloat16_bits(value, C.CASTS)
