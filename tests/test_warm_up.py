@@ -14,11 +14,14 @@ from kvpagoda.compat import LayerCacheHandle
 from kvpagoda.errors import Asleep
 from kvpagoda.kernels import packed_rows, scaled_rows
 from kvpagoda.kernels.dispatch import VARIABLE
+from kvpagoda.memory.device_memory import DeviceArrays
 from schema.test_layout_choice import LLAMA, V32
 
 append_swa = importlib.import_module("kvpagoda.kernels.append_swa")
+flatten_table = importlib.import_module("kvpagoda.kernels.flatten_table")
 KERNELS = [
-    (packed_rows, "append_rows_kernel"), (packed_rows, "gather_rows_kernel"), (append_swa, "append_swa_kernel"),
+    (flatten_table, "flatten_table_kernel"), (append_swa, "append_swa_kernel"),
+    (packed_rows, "append_rows_kernel"), (packed_rows, "gather_rows_kernel"),
     (scaled_rows, "append_scaled_kernel"), (scaled_rows, "gather_scaled_kernel"),
 ]  # fmt: skip
 SCHEMAS: dict[str, Callable[[], Schema]] = {
@@ -107,6 +110,19 @@ def test_no_step_of_compressed_attention_compiles(launched: list[object]) -> Non
     assert {one[0] for one in launched} == {"gather_rows_kernel", "append_swa_kernel"}  # type: ignore[index]
     assert all(one in warm for one in launched)
     cache.close()
+
+
+@pytest.mark.parametrize("columns", [48, 50])
+def test_no_index_array_is_made_by_what_is_compiled_then(columns: int, launched: list[object]) -> None:
+    arrays = DeviceArrays(torch.device("cpu"))
+    arrays.warm_up(16)
+    assert not launched, "host and kernels use the same arrays"
+    arrays.is_host = False
+    arrays.warm_up(16)
+    warm = list(launched)
+    table, row = torch.zeros(3, columns, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    arrays.flatten(table, row[:3], row[:4], 16, row)
+    assert len(warm) == 2 and launched[-1] in warm
 
 
 def test_on_a_cpu_it_does_nothing_and_a_sleeping_cache_refuses() -> None:
