@@ -449,6 +449,15 @@ class KVCache:
         warm up CUDA graphs. The memory does not move as long as the cache lives. Raises BadInput."""
         return LayerView(self._core, self.schema.owner_of(index))
 
+    @exclusive
+    def warm_up(self) -> None:
+        """Compile the Triton kernels that steps of this cache launch, so that none is compiled while requests wait.
+
+        They are those that write and read its rows, for few rows and for many, and those of index arrays; nothing is
+        written. Triton keeps them on disk: it takes seconds where it never ran before. Without a GPU, nothing is done. To be
+        called once, before the first step and before CUDA graphs are captured. Raises Asleep."""
+        self._core.memory.warm_up()
+
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     @exclusive

@@ -1,42 +1,22 @@
 """Run with TRITON_INTERPRET=1 in a process of its own (``test_triton.py`` does): the kernel on CPU tensors."""
 
-import numpy as np
+import importlib
+
 import pytest
 import torch
+from programs import interpret, quiet
 from ring_cases import CASES, check_ordered, compare, expected, expected_heads
-from triton.runtime import interpreter
 
 from kvpagoda.kernels import append_swa
-from kvpagoda.kernels.append_swa import append_swa_kernel
 from kvpagoda.kernels.dispatch import VARIABLE
+
+module = importlib.import_module("kvpagoda.kernels.append_swa")
 
 
 @pytest.fixture(autouse=True)
-def triton_on_the_cpu(monkeypatch):
-    assert isinstance(append_swa_kernel, interpreter.InterpretedFunction)
-    monkeypatch.setenv(VARIABLE, "triton")
-    with np.errstate(all="ignore"):  # NaN and inf are among the rows
-        yield
-
-
-@pytest.fixture
-def shuffle(monkeypatch):
-    """Make programs run in a random order: the interpreter runs them ascending, so give each another one's id."""
-    builder = interpreter.interpreter_builder
-    set_grid_idx = builder.set_grid_idx
-    seen = []
-
-    def start(n, seed):
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
-
-        def permuted(x, y, z):
-            seen.append(order[x])
-            set_grid_idx(order[x], y, z)
-
-        monkeypatch.setattr(builder, "set_grid_idx", permuted)
-        return seen
-
-    return start
+def ran(monkeypatch):
+    with quiet():
+        yield interpret(monkeypatch, module.append_swa_kernel)
 
 
 @pytest.mark.parametrize("order", ["layer", "block"])
@@ -58,14 +38,14 @@ def test_ordered_rows_need_no_search(name):
 
 
 @pytest.mark.parametrize("name", ["wrap", "longer_than_the_ring", "interleaved", "shuffled", "padded", "odd_rows"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_order_of_programs_does_not_matter(name, seed, shuffle):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_rows_of_one_ring_in_one_program_and_in_several(name, is_large, ran, monkeypatch):
+    monkeypatch.setattr(module, "LARGE", 0 if is_large else 1 << 60)
     case = CASES[name]
     pools = case.pools("block")
-    seen = shuffle(len(case.kv), seed)
     append_swa(case.kv, case.slots, case.positions, *pools.views)
-    assert sorted(seen) == list(range(len(case.kv))) != seen
     compare(pools, expected(case, case.pools("block")))
+    assert len(ran) <= 2 if is_large else sorted(ran) == list(range(len(ran))) != ran
 
 
 def test_replay_writes_the_same_bytes():

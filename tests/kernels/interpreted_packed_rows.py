@@ -1,11 +1,10 @@
 """Run with TRITON_INTERPRET=1 in a process of its own (``test_triton.py`` does): the kernels on CPU tensors."""
 
-import numpy as np
 import parts_cases
 import pytest
 import torch
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for, rows_with_odd_ones
-from triton.runtime import interpreter
+from programs import SIZES, interpret, quiet, sized
 
 from kvpagoda.formats.dialects import dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
@@ -16,27 +15,15 @@ every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
 
 
 @pytest.fixture(autouse=True)
-def shuffled_programs(monkeypatch):
-    """Triton on the CPU, its programs in a random order: the interpreter runs them ascending, so give each another's id."""
-    assert isinstance(append_rows_kernel, interpreter.InterpretedFunction)
-    monkeypatch.setenv(VARIABLE, "triton")
-    builder = interpreter.interpreter_builder
-    set_grid_idx, set_grid_dim = builder.set_grid_idx, builder.set_grid_dim
-    order: list[int] = []
-
-    def sized(x, y, z):
-        order[:] = torch.randperm(x, generator=torch.Generator().manual_seed(x)).tolist()
-        set_grid_dim(x, y, z)
-
-    monkeypatch.setattr(builder, "set_grid_dim", sized)
-    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_grid_idx(order[x], y, z))
-    with np.errstate(all="ignore"):  # NaN and inf are among the rows
-        yield
-    assert len(order) > 1 and order != sorted(order), "programs ran in another order"
+def ran(monkeypatch):
+    with quiet():
+        yield interpret(monkeypatch, append_rows_kernel)
 
 
 @every
-def test_append_writes_the_bytes_of_the_reference(format, dialect, monkeypatch):
+@SIZES
+def test_append_writes_the_bytes_of_the_reference(format, dialect, is_large, ran, monkeypatch):
+    sized(monkeypatch, is_large)
     rows = rows_with_odd_ones(format)
     slots = torch.tensor(SLOTS, dtype=torch.int32)
     for chunk in (rows[:10], rows[10:]):
@@ -46,11 +33,14 @@ def test_append_writes_the_bytes_of_the_reference(format, dialect, monkeypatch):
             other.setenv(VARIABLE, "reference")
             append_rows(chunk, slots, wanted, format, page_size=PAGE, dialect=dialect)
         assert torch.equal(given, wanted), (given != wanted).nonzero()[:8]
+    assert is_large or ran != sorted(ran), "programs ran in another order"
 
 
 @every
+@SIZES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gather_gives_the_numbers_of_the_reference(format, dialect, dtype, monkeypatch):
+def test_gather_gives_the_numbers_of_the_reference(format, dialect, dtype, is_large, monkeypatch):
+    sized(monkeypatch, is_large)
     packing = dialect_of(format, dialect).packing
     pages = pool(format, dialect)
     generator = torch.Generator().manual_seed(3)

@@ -44,11 +44,11 @@ def rows_with_odd_ones(format):
     return rows
 
 
-def pool(format, dialect):
+def pool(format, dialect, pages=PAGES):
     """Pages full of canaries, each followed by a few more: uint8 ``[pages, stride]``."""
     packing = dialect_of(format, dialect).packing
     stride = packing.page_stride(PAGE, heads_of(format)) + 32
-    return torch.full((PAGES, stride), CANARY, dtype=torch.uint8)
+    return torch.full((pages, stride), CANARY, dtype=torch.uint8)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packed_cases import EVERY, IDS, PAGE, SLOTS, expected, heads_of, pool, rows_for
+from packed_cases import EVERY, IDS, PAGE, SLOTS, expected, heads_of, pool, rows_for, rows_with_odd_ones
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpagoda.errors import BadInput
@@ -134,3 +134,42 @@ def test_gather_refuses_other_dtypes_and_nothing_is_nothing():
     append_rows(torch.zeros(0, 512, dtype=torch.bfloat16), none, pages, "dsv4_584", page_size=PAGE)
     gather_rows(pages, none, torch.zeros(0, 512), "dsv4_584", page_size=PAGE)
     assert (pages == 0xA5).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestDevice:
+    """The bytes on a GPU, whose casts the kernels use, are those of the CPU: of few rows and of many."""
+
+    @every
+    @pytest.mark.parametrize("is_large", [False, True])
+    def test_every_bfloat16_and_odd_rows_are_written_as_on_the_cpu(self, format, dialect, is_large, monkeypatch):
+        pytest.importorskip("triton")
+        monkeypatch.setattr(packed_rows, "LARGE", 0 if is_large else 1 << 60)
+        odd = rows_with_odd_ones(format)
+        numbers = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+        numbers = torch.cat([numbers, numbers[: -len(numbers) % odd.shape[1]]]).view(-1, odd.shape[1])
+        rows = torch.cat([odd, numbers])
+        slots = torch.randperm(len(rows) + 5, generator=torch.Generator().manual_seed(0))[: len(rows)]
+        slots[::7] = -1
+        wanted = pool(format, dialect, pages=-(-(len(rows) + 5) // PAGE))
+        given = wanted.cuda()
+        append_rows(rows, slots, wanted, format, page_size=PAGE, dialect=dialect)
+        append_rows(rows.cuda(), slots.cuda(), given, format, page_size=PAGE, dialect=dialect)
+        assert torch.equal(given.cpu(), wanted)
+
+    @every
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("is_large", [False, True])
+    def test_every_code_is_read_as_on_the_cpu(self, format, dialect, dtype, is_large, monkeypatch):
+        pytest.importorskip("triton")
+        monkeypatch.setattr(packed_rows, "LARGE", 0 if is_large else 1 << 60)
+        generator, pages = torch.Generator().manual_seed(3), pool(format, dialect, pages=40)
+        pages[:] = torch.randint(0, 256, pages.shape, dtype=torch.uint8, generator=generator)
+        slots = torch.randint(-3, 40 * PAGE + 3, (300,), generator=generator)
+        wanted = torch.zeros(300, dialect_of(format, dialect).packing.width * heads_of(format), dtype=dtype)
+        given = wanted.cuda()
+        gather_rows(pages, slots, wanted, format, page_size=PAGE, dialect=dialect)
+        gather_rows(pages.cuda(), slots.cuda(), given, format, page_size=PAGE, dialect=dialect)
+        assert torch.equal(given.cpu().isnan(), wanted.isnan())
+        assert torch.equal(given.cpu().nan_to_num(3.0), wanted.nan_to_num(3.0))

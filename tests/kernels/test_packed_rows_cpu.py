@@ -18,11 +18,15 @@ from kvpagoda.formats import decode, encode
 from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import Grid, append_constants, append_parts, append_rows, gather_parts, gather_rows
+from kvpagoda.kernels.packed_rows import Form, Grid, append_parts, append_rows, constants_of, gather_parts, gather_rows
 
 pytest.importorskip("numba", reason="numba is not installed")
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
-NOWHERE = Grid(1, 1, 1, (0, 0, 0), (0, 0, 0), (0, 0, 0))
+NOWHERE = Grid(1, 1, 1, *[(0, 0, 0, 0)] * 3)
+
+
+def append_constants(rules):
+    return vars(constants_of(Form(Encoding(), rules, NOWHERE, 0, 0), "append"))
 
 
 def both(monkeypatch, run):
@@ -206,7 +210,7 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
     from kvpagoda.lanes import rows as lanes
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    constants = json.dumps(vars(append_constants(dialect_for_heads("gqa_int8_head", None, 2), NOWHERE)))
+    constants = json.dumps(append_constants(dialect_for_heads("gqa_int8_head", None, 2)))
 
     def found():
         loop = lanes.vector_loop.__wrapped__(constants)
@@ -238,7 +242,7 @@ def test_loops_have_names_of_their_own():
     compiled in two processes once had one name in a third, which could not use the second."""
     from kvpagoda.lanes import rows as lanes
 
-    constants = [vars(append_constants(dialect_of("v32_656", dialect), NOWHERE)) for dialect in TWO]
+    constants = [append_constants(dialect_of("v32_656", dialect)) for dialect in TWO]
     loops = [lanes.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
     assert loops[0].__qualname__ != loops[1].__qualname__
     assert loops[0].__name__ != loops[1].__name__

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvpagoda.formats.encoding import TENSOR, Encoding
+from kvpagoda.kernels import scaled_rows
 from kvpagoda.kernels.dispatch import HAS_NUMBA, VARIABLE
 from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 
@@ -109,3 +110,30 @@ def test_large_rows_that_bypass_the_caches_have_the_same_bytes(name: str, monkey
         gather_scaled(field, slots[:4500], out, encoding)
         made.append((bits(field), bits(out)))
     assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestDevice:
+    """The bytes and numbers on a GPU, whose casts the kernels use, are those of the CPU: of few rows and of many."""
+
+    @each
+    @pytest.mark.parametrize("scale", [*SCALES, 2.0**-140])
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("is_large", [False, True])
+    def test_every_bfloat16_is_written_and_every_code_read_as_on_the_cpu(
+        self, name: str, scale: float, form: str, is_large: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(scaled_rows, "LARGE", 0 if is_large else 1 << 60)
+        pages, encoding, made = 52, Encoding(name, scale=scale), []
+        rows, slots = every_bf16(pages), torch.randperm(pages * PAGE, generator=torch.Generator().manual_seed(0))
+        for device in ("cpu", "cuda"):
+            with torch.device(device):
+                field = FORMS[form](getattr(torch, TENSOR[name][0]), pages)
+            append_scaled(rows.to(device), slots.to(device), field, encoding)
+            outs = [torch.zeros(rows.shape, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32)]
+            for out in outs:
+                gather_scaled(field, slots.to(device), out, encoding)
+            made.append((bits(field).cpu(), *(bits(out.nan_to_num(3.0)).cpu() for out in outs)))
+        assert all(map(torch.equal, *made))

@@ -279,7 +279,7 @@ class LayerView:
         Raises BadInput (no such rows, another shape, rows that hold several tokens, K without V or a latent without its
         RoPE key if the layer keeps both) and StaleHandle; then nothing is written.
         """
-        slots, pool, size = self.slot_mapping, self.blocks, self.block_size
+        slots, pool = self.slot_mapping, self.blocks
         assert self._batch is not None
         self._batch.check_current()
         self._check_memory("rows to write")
@@ -302,7 +302,7 @@ class LayerView:
                     f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*rows]}"
                 )
         for name, values in joined.items():
-            pool.write(name, (slots // size, slots % size), values.reshape(len(slots), *kept[name].shape))
+            pool.write_slots(name, slots, values.reshape(len(slots), *kept[name].shape))
 
     def tensor(self, rows: str) -> Tensor:
         """Return the one tensor in which kernels take ``rows`` and their neighbours: see ``Pool.tensor``.

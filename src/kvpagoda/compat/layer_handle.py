@@ -15,7 +15,7 @@ from kvpagoda.batch.step import Step
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.codec import decode
 from kvpagoda.formats.encoding import Encoding
-from kvpagoda.kernels.append_swa import append_swa
+from kvpagoda.kernels.append_swa import append_swa, warm_up_swa
 from kvpagoda.memory.id_tensors import IdsLike, integers
 from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Compressed
@@ -167,15 +167,29 @@ class LayerCacheHandle:
         first, because this overwrites older rows.
         """
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
-        if self.kind.encoding == Encoding("fp8", kept=self.kind.encoding.kept):
-            codes, rope, scale = self.state.parts("swa")
-            rows, dummy, head = self.step.state_rows, self.step.dummy % len(codes), self.state["swa_head"][:, 0]
-            pos, is_ordered = self.state["swa_pos"], self.step.is_by_id
+        if self._has_kernel:
+            rows, is_ordered = self.step.state_rows, self.step.is_by_id
+            codes, rope, scale, pos, dummy, head = self._rings
             append_swa(kv, rows, self.positions, codes, rope, scale, pos, dummy, head, is_ordered)
             return
         self._write_ring("swa", kv)
         self._write_ring("swa_pos", self.positions)
         self._write_ring("swa_head", self.positions + 1)
+
+    def warm_up(self) -> None:
+        """Compile what ``write_swa`` launches on a GPU; ``KVCache.warm_up`` compiles the rest. Writes the dummy row."""
+        if self._has_kernel:
+            warm_up_swa(*self._rings)
+
+    @property
+    def _has_kernel(self) -> bool:
+        return self.kind.encoding == Encoding("fp8", kept=self.kind.encoding.kept)
+
+    @property
+    def _rings(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor]:
+        """The pools of the rings, their dummy row and their heads, as ``append_swa`` takes them."""
+        codes, rope, scale = self.state.parts("swa")
+        return codes, rope, scale, self.state["swa_pos"], self.step.dummy % len(codes), self.state["swa_head"][:, 0]
 
     def read_window(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the uncompressed rows that each token attends to: its window, itself included.

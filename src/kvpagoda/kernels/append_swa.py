@@ -2,7 +2,7 @@
 
 It is the append of ``packed_rows`` with other addresses: ring slots, in pools of their own for each part.
 
-One program handles one row of ``kv``. Each row has one destination, and each destination has one writer, in whatever
+One program handles a tile of rows of ``kv``. Each row has one destination, and each destination has one writer, in whatever
 order the rows come:
 
     kv[i] = | coded (FP8) | rope (bfloat16) |  ->  pools[slots[i], positions[i] mod W]
@@ -21,9 +21,11 @@ from kvpagoda.errors import BadInput
 from kvpagoda.formats import encode
 from kvpagoda.formats.dialects import Dialect
 from kvpagoda.formats.encoding import Encoding
+from kvpagoda.kernels.casts_gpu import casts
 from kvpagoda.kernels.copy_rows import as_ints
 from kvpagoda.kernels.dispatch import backend
-from kvpagoda.kernels.packed_rows import Constants, Grid, append_constants
+from kvpagoda.kernels.launch import LARGE, OPTIONS, Constants, block
+from kvpagoda.kernels.packed_rows import Form, Grid, constants_of
 from kvpagoda.kernels.packed_rows_gpu import append_swa_kernel
 
 Tensor = torch.Tensor
@@ -89,6 +91,20 @@ def append_swa(
         swa_head,
         is_ordered,
     )
+
+
+def warm_up_swa(
+    fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int, head: Tensor | None = None
+) -> None:
+    """Compile what ``append_swa`` launches for these pools, for rows in order and in any, few and many: padded rows, which
+    go to the ``dummy`` row."""
+    if backend(fp8.device.type) == "triton":
+        coded = fp8.shape[2]
+        slots = torch.full((1,), -1, dtype=torch.int32, device=fp8.device)
+        kv = torch.zeros(1, coded + rope.shape[2], dtype=torch.bfloat16, device=fp8.device)
+        for is_ordered in (False, True):
+            for is_large in (False, True):
+                _triton(kv, slots, slots, fp8, rope, inv_scale, pos, dummy, head, is_ordered, is_large)
 
 
 def _check(
@@ -157,23 +173,26 @@ def _reference(
 
 def _triton(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int,
-    head: Tensor | None, is_ordered: bool,
+    head: Tensor | None, is_ordered: bool, is_large: bool | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel, one program for each row."""
-    heads = pos if head is None else head
+    """Launch the kernel. ``is_large``: how many rows a program takes; None: what suits the rows."""
+    n, coded, heads = len(kv), fp8.shape[2], pos if head is None else head
+    large = n * block(coded) >= LARGE if is_large is None else is_large
+    constants = ring_constants(coded, rope.shape[2], casts(kv.device), large)
     with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
-        append_swa_kernel[(len(kv),)](
+        append_swa_kernel[(-(-n // constants.TILE),)](
             kv, slots, positions, fp8, rope, inv_scale, pos, heads,
-            len(kv), len(fp8), dummy, fp8.shape[1],
+            n, len(fp8), dummy, fp8.shape[1],
             kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(), heads.stride(0),
-            HAS_HEAD=head is not None, SCAN=0 if is_ordered else 512, C=ring_constants(fp8.shape[2], rope.shape[2]),
-            num_warps=1, enable_fp_fusion=False,
+            HAS_HEAD=head is not None, SCAN=0 if is_ordered else 512, C=constants, **OPTIONS,
         )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def ring_constants(coded: int, rope: int) -> Constants:
+def ring_constants(coded: int, rope: int, casts: int = 0, is_large: bool = False) -> Constants:
     """Return the constants with which ``append_swa_kernel`` is compiled, for rows of ``coded`` and ``rope`` elements."""
-    encoding = Encoding("fp8", kept=rope)
-    rules, nowhere = Dialect(encoding.packing(coded + rope), encoding.rule, "kvpagoda"), (0, 0, 0)
-    return append_constants(rules, Grid(1, 1, 1, nowhere, nowhere, nowhere))
+    encoding, nowhere = Encoding("fp8", kept=rope), (0, 0, 0, 0)
+    rules = Dialect(encoding.packing(coded + rope), encoding.rule, "kvpagoda")
+    return constants_of(
+        Form(encoding, rules, Grid(1, 1, 1, nowhere, nowhere, nowhere), 0, 0), "append", casts, is_large
+    )

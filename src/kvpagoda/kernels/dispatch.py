@@ -20,7 +20,7 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["HAS_NUMBA", "VARIABLE", "backend", "jit", "tl", "triton"]
+__all__ = ["HAS_NUMBA", "VARIABLE", "backend", "is_interpreting", "jit", "tl", "triton"]
 
 VARIABLE = "KVPAGODA_KERNELS"
 HAS_NUMBA = find_spec("numba") is not None
@@ -52,3 +52,8 @@ def backend(device_type: str, has_numba: bool = False) -> str:
     if chosen == "numba" and not HAS_NUMBA:
         raise BadInput(f"{VARIABLE}=numba, but numba is not installed; pip install 'kvpagoda[cpu]'")
     return "reference" if chosen == "numba" and (device_type != "cpu" or not has_numba) else chosen
+
+
+def is_interpreting() -> bool:
+    """Return whether Triton's kernels run in its interpreter (``TRITON_INTERPRET=1``), whose casts are its own."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

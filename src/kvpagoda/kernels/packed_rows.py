@@ -1,7 +1,7 @@
 """Append rows to packed pages and gather rows from them, for every packed format, in one launch each.
 
-One program handles one vector: the row of one token, head and cell (K or V; formats of MLA and indexers have one cell).
-The kernel is compiled for the places of the parts of a row in the page (``formats.dialects``):
+A vector is the row of one token, head and cell (K or V; formats of MLA and indexers have one cell); a program of the Triton
+kernels takes a tile of them. These are compiled for the places of the parts of a row in the page (``formats.dialects``):
 
     rows[i] -> codes, scales, kept  ->  pages[slots[i] // N]: row slots[i] mod N        a slot out of range: no row
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +21,10 @@ from numpy.typing import NDArray
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.dialects import Dialect, Rule
 from kvpagoda.formats.encoding import Encoding, packed_row
+from kvpagoda.kernels.casts_gpu import casts
 from kvpagoda.kernels.copy_rows import flat_view
 from kvpagoda.kernels.dispatch import backend
+from kvpagoda.kernels.launch import LARGE, OPTIONS, Constants, block, tile, warm_ups
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.packed import decode_rows, encode_rows, views
 
@@ -62,11 +63,13 @@ def append_rows(
     >>> out.sum(1).tolist()
     [512.0, 0.0]
     """
-    encoding = packed_row(format, dialect, head_dim)
-    heads = _check("append_rows", rows, slots, pages, encoding.rules, page_size)
+    form = _checked("append_rows", rows, slots, pages, format, page_size, dialect, head_dim)
     if rows.dtype != torch.bfloat16:
         raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}")
-    append_parts(rows, slots, Parts.of(views(pages, encoding.rules.packing, page_size, heads), encoding))
+    if len(rows) and backend(rows.device.type) == "triton":
+        launch("append", rows, slots, pages, len(pages) * page_size, form)
+    else:
+        append_parts(rows, slots, _parts(pages, page_size, form))
 
 
 def gather_rows(
@@ -85,15 +88,18 @@ def gather_rows(
     ``append_rows``, but a slot may occur several times. Each number is code times scale in float32, rounded once to
     ``out``'s dtype. O(n * D).
     """
-    encoding = packed_row(format, dialect, head_dim)
-    heads = _check("gather_rows", out, slots, pages, encoding.rules, page_size)
+    form = _checked("gather_rows", out, slots, pages, format, page_size, dialect, head_dim)
     if out.dtype not in (torch.bfloat16, torch.float32):
         raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}")
-    gather_parts(out, slots, Parts.of(views(pages, encoding.rules.packing, page_size, heads), encoding))
+    if len(out) and backend(out.device.type) == "triton":
+        how = "gather half" if out.dtype == torch.bfloat16 else "gather"
+        launch(how, out, slots, pages, len(pages) * page_size, form)
+    else:
+        gather_parts(out, slots, _parts(pages, page_size, form))
 
 
 class Grid(NamedTuple):
-    """Where the vectors of a page are, in bytes: for each part the steps from row to row, head to head, cell to cell.
+    """Where vectors are: for each part the bytes from page to page, row to row, head to head, and cell to cell.
 
     ``page``: rows of a page.
     """
@@ -106,46 +112,72 @@ class Grid(NamedTuple):
     kept: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Form:
+    """How rows are encoded and where their vectors are. A form keeps the constants of the kernels that were launched for it.
+
+    ``rules``: the geometry and the rule of one vector. ``scales_at``, ``kept_at``: bytes from the first code to the first
+    scale and to the first kept element.
+    """
+
+    encoding: Encoding
+    rules: Dialect
+    grid: Grid
+    scales_at: int
+    kept_at: int
+    constants: dict[tuple[str, int, bool], Constants] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, views: Mapping[str, Tensor], encoding: Encoding) -> Form:
+        """Return the form of rows whose parts are ``views``; see ``Parts``."""
+        codes, scales, kept = (views.get(part, views["codes"]) for part in ("codes", "scales", "kept"))
+        _, page, heads, cells, nbytes = codes.shape
+        grid = Grid(page, heads, cells, *(part.stride()[:4] for part in (codes, scales, kept)))
+        rules = _rules(encoding, nbytes * encoding.rule.codes_per_byte + encoding.kept)
+        scales_at, kept_at = (int(part.storage_offset()) - int(codes.storage_offset()) for part in (scales, kept))
+        return cls(encoding, rules, grid, scales_at, kept_at)
+
+    @cached_property
+    def vectors(self) -> int:
+        """Vectors of a row."""
+        return self.grid.heads * self.grid.cells
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of the lines of a row; see ``packed_rows_gpu``."""
+        packing = self.rules.packing
+        return self.vectors * block(packing.groups + packing.scale_pad) * block(packing.group)
+
+
 @dataclass(frozen=True)
 class Parts:
     """Encoded rows in memory: the parts of the row in slot s are in page s // N of each view, in its row s mod N.
 
     ``views``: part ("codes", "scales", and "kept" if there is one) -> uint8 ``[pages, N, heads, cells, nbytes]``,
     strided in any way; all are views of one allocation. They may be the parts of packed pages, or arrays of their own.
-    ``rules``: the geometry and the rule of one vector.
     """
 
     views: Mapping[str, Tensor]
-    encoding: Encoding
-    rules: Dialect
-    grid: Grid
+    form: Form
     memory: Tensor
 
     @classmethod
     def of(cls, views: Mapping[str, Tensor], encoding: Encoding) -> Parts:
         """Return the rows of ``encoding``, not "raw", whose parts are ``views``."""
-        codes, scales, kept = (views.get(part, views["codes"]) for part in ("codes", "scales", "kept"))
-        _, page, heads, cells, nbytes = codes.shape
-        grid = Grid(page, heads, cells, *(part.stride()[1:4] for part in (codes, scales, kept)))
-        rule = encoding.rule
-        coded = nbytes * rule.codes_per_byte
+        codes = views["codes"]
         memory = codes.as_strided((codes.untyped_storage().nbytes(),), (1,), 0)
-        return cls(views, encoding, _rules(encoding, coded + encoding.kept), grid, memory)
+        return cls(views, Form.of(views, encoding), memory)
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Rows of all pages."""
-        return len(self.views["codes"]) * self.grid.page
+        return len(self.views["codes"]) * self.form.grid.page
 
     @cached_property
     def places(self) -> list[Any]:
         """Of codes, scales and kept elements, in bytes of ``memory``: the first, from page to page, from row to row."""
-        return [*zip(*((part.storage_offset(), *part.stride()[:2]) for part in self.starts))]
-
-    @cached_property
-    def starts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The views of codes, scales and kept elements; the codes again if no elements are kept."""
-        return self.views["codes"], self.views["scales"], self.views.get("kept", self.views["codes"])
+        starts = (self.views.get(part, self.views["codes"]) for part in ("codes", "scales", "kept"))
+        return [*zip(*((part.storage_offset(), *part.stride()[:2]) for part in starts))]
 
 
 @lru_cache(maxsize=256)
@@ -163,19 +195,20 @@ def append_parts(rows: Tensor, slots: Tensor, parts: Parts) -> None:
     if len(rows) == 0:
         return
     run = _backend(rows, parts) if rows.dtype == torch.bfloat16 else "reference"
+    form = parts.form
     if run == "triton":
-        return _launch(append_rows_kernel, rows, slots, parts, append_constants(parts.rules, parts.grid))
+        return launch("append", rows, slots, parts.views["codes"], parts.num_slots, form)
     if run == "numba":
-        left = _loop(rows.view(torch.int16), slots, parts, _compiled(parts.rules))
+        left = _loop(rows.view(torch.int16), slots, parts, _compiled(form.rules))
         if not len(left):
             return
         rows, slots = rows[left], slots[left]
     live = ((slots >= 0) & (slots < parts.num_slots)).nonzero().squeeze(1)
     if not len(live):
         return
-    slot, page = slots.index_select(0, live).long(), parts.grid.page
-    vectors = rows.index_select(0, live).view(len(live), parts.grid.cells, parts.grid.heads, -1)
-    for part, values in encode_rows(vectors, parts.encoding).items():
+    slot, page = slots.index_select(0, live).long(), form.grid.page
+    vectors = rows.index_select(0, live).view(len(live), form.grid.cells, form.grid.heads, -1)
+    for part, values in encode_rows(vectors, form.encoding).items():
         parts.views[part][slot // page, slot % page] = values
 
 
@@ -184,11 +217,11 @@ def gather_parts(out: Tensor, slots: Tensor, parts: Parts) -> None:
     if len(out) == 0:
         return
     run, half = _backend(out, parts), out.dtype == torch.bfloat16
-    bits = out.view(torch.int16) if half else out
     if run == "triton":
-        return _launch(gather_rows_kernel, bits, slots, parts, gather_constants(parts.rules, parts.grid, half))
+        how = "gather half" if half else "gather"
+        return launch(how, out, slots, parts.views["codes"], parts.num_slots, parts.form)
     if run == "numba":
-        left = _loop(bits, slots, parts, _compiled(parts.rules, half))
+        left = _loop(out.view(torch.int16) if half else out, slots, parts, _compiled(parts.form.rules, half))
         if len(left):
             out[left] = _gathered(slots[left], parts, out.dtype)
         return
@@ -198,39 +231,71 @@ def gather_parts(out: Tensor, slots: Tensor, parts: Parts) -> None:
 def _gathered(slots: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
     """Return the rows in ``slots`` as a new tensor: the reference of ``gather_parts``."""
     live = (slots >= 0) & (slots < parts.num_slots)
-    slot, page = torch.where(live, slots, 0).long(), parts.grid.page
+    slot, page = torch.where(live, slots, 0).long(), parts.form.grid.page
     found = {part: view[slot // page, slot % page] for part, view in parts.views.items()}
-    return decode_rows(found, parts.encoding, parts.rules.packing.vector, dtype).masked_fill_(~live[:, None], 0)
+    return decode_rows(found, parts.form.encoding, parts.form.rules.packing.vector, dtype).masked_fill_(
+        ~live[:, None], 0
+    )
 
 
 def _backend(rows: Tensor, parts: Parts) -> str:
     """Return the implementation for ``rows``. The loops of numba handle pairs of elements."""
-    packing = parts.rules.packing
+    packing = parts.form.rules.packing
     return backend(rows.device.type, has_numba=packing.group % 2 == 0 and packing.kept % 2 == 0)
 
 
-def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Dialect, page_size: int) -> int:
-    """Return the number of heads. Raises BadInput unless operation ``name`` takes the arguments."""
-    width = dialect.packing.width
-    if page_size < 1 or rows.ndim != 2 or rows.shape[1] < width or rows.shape[1] % width:
-        raise BadInput(f"{name}: rows are [n, {width}], page_size at least 1; got {list(rows.shape)}, {page_size}")
-    heads = rows.shape[1] // width
-    if heads > 1 and not dialect.packing.has_heads:
-        raise BadInput(f"{name}: rows of this format are [n, {width}], got {list(rows.shape)}")
+def _checked(
+    name: str, rows: Tensor, slots: Tensor, pages: Tensor, format: str, page_size: int, dialect: str | None,
+    head_dim: int | None,
+) -> Form:  # fmt: skip
+    """Return the form of packed ``pages``. Raises BadInput unless operation ``name`` takes the arguments.
+
+    What depends on shapes and strides alone is checked once for the same ones.
+    """
+    how = (name, rows.shape[1:], rows.stride(), pages.shape[1:], pages.stride(), pages.dtype)
+    form = _page_form(*how, format, page_size, dialect, head_dim)
     if slots.dtype not in (torch.int32, torch.int64) or slots.shape != rows.shape[:1]:
         raise BadInput(f"{name}: slots must be int32 or int64 [{len(rows)}], got {slots.dtype} {list(slots.shape)}")
-    payload = dialect.packing.payload_nbytes(page_size, heads)
-    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] < payload:
-        raise BadInput(
-            f"{name}: pages must be uint8 [pages, at least {payload}] for {page_size} rows, "
-            f"got {pages.dtype} {list(pages.shape)}"
-        )
     if not rows.device == slots.device == pages.device:
         raise BadInput(f"{name}: tensors must be on one device, got {rows.device}, {slots.device}, {pages.device}")
-    steps = (pages.stride(0), pages.storage_offset())
-    if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (rows, slots, pages)) or any(step % 4 for step in steps):
-        raise BadInput(f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {steps}")
-    return heads
+    if (len(slots) > 1 and slots.stride(0) != 1) or pages.storage_offset() % 4:
+        raise BadInput(
+            f"{name}: slots must be contiguous, and pages begin at multiples of 4 bytes, got a stride of "
+            f"{slots.stride(0)} and {pages.storage_offset()}"
+        )
+    return form
+
+
+@lru_cache(maxsize=1024)
+def _page_form(
+    name: str, row: tuple[int, ...], row_strides: tuple[int, ...], page: tuple[int, ...], strides: tuple[int, ...],
+    dtype: torch.dtype, format: str, page_size: int, dialect: str | None, head_dim: int | None,
+) -> Form:  # fmt: skip
+    """Return the form of pages of shape ``[any, *page]``. Raises BadInput unless rows ``[n, *row]`` fit them."""
+    encoding = packed_row(format, dialect, head_dim)
+    packing = encoding.rules.packing
+    width = packing.width
+    if page_size < 1 or len(row) != 1 or row[0] < width or row[0] % width:
+        raise BadInput(f"{name}: rows are [n, {width}], page_size at least 1; got {['n', *row]}, {page_size}")
+    heads = row[0] // width
+    if heads > 1 and not packing.has_heads:
+        raise BadInput(f"{name}: rows of this format are [n, {width}], got {['n', *row]}")
+    payload = packing.payload_nbytes(page_size, heads)
+    if dtype != torch.uint8 or len(page) != 1 or page[0] < payload:
+        raise BadInput(
+            f"{name}: pages must be uint8 [pages, at least {payload}] for {page_size} rows, got {dtype} {['n', *page]}"
+        )
+    if row_strides[1] != 1 or strides[1] != 1 or strides[0] % 4:
+        raise BadInput(
+            f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {row_strides}, {strides}"
+        )
+    one = torch.empty_strided((1, page[0]), strides, dtype=torch.uint8, device="meta")
+    return Form.of(views(one, packing, page_size, heads), encoding)
+
+
+def _parts(pages: Tensor, page_size: int, form: Form) -> Parts:
+    """Return the rows of ``form`` in packed ``pages``."""
+    return Parts.of(views(pages, form.rules.packing, page_size, form.grid.heads), form.encoding)
 
 
 @lru_cache(maxsize=256)
@@ -251,77 +316,98 @@ def _loop(rows: Tensor, slots: Tensor, parts: Parts, loop: Any) -> Tensor:
 
     numbers = flat_view(rows).numpy()
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
-    places = Strides(parts.grid.page, parts.num_slots, rows.stride(0), *parts.places)
-    return torch.from_numpy(loop(numbers, parts.memory.numpy(), slots.numpy(), places, _offsets(parts.grid)))
+    grid = parts.form.grid
+    places = Strides(grid.page, parts.num_slots, rows.stride(0), *parts.places)
+    return torch.from_numpy(loop(numbers, parts.memory.numpy(), slots.numpy(), places, _offsets(grid)))
 
 
 @lru_cache(maxsize=256)
 def _offsets(grid: Grid) -> NDArray[np.int64]:
     """Return int64 ``[vectors, 3]``: bytes from the row of a page to the codes, scales and kept part of each vector."""
     cell, head = np.divmod(np.arange(grid.cells * grid.heads), grid.heads)
-    steps = np.array([part[1:] for part in (grid.codes, grid.scales, grid.kept)])
+    steps = np.array([part[2:] for part in (grid.codes, grid.scales, grid.kept)])
     offsets: NDArray[np.int64] = head[:, None] * steps[:, 0] + cell[:, None] * steps[:, 1]
     return offsets
 
 
-def _launch(kernel: Any, rows: Tensor, slots: Tensor, parts: Parts, constants: Constants) -> None:
-    """Launch ``kernel``, one program per row, head and cell. Raises BadInput if a float32 scale would be misaligned."""
-    scales = parts.views["scales"]
-    if constants.SCALE == "float32" and any(step % 4 for step in (scales.storage_offset(), *scales.stride()[:4])):
-        raise BadInput(
-            f"heads of {constants.WIDTH} elements: their scales do not begin at multiples of 4 bytes; set "
-            f"KVPAGODA_KERNELS=reference for them"
-        )
-    vectors, starts = constants.HEADS * constants.CELLS, parts.starts
+def launch(
+    how: str, rows: Tensor, slots: Tensor, codes: Tensor, num_slots: int, form: Form, is_large: bool | None = None
+) -> None:
+    """Launch the kernel of ``how``, "append", "gather" or "gather half" (to bfloat16). ``codes`` begins at the first code.
+
+    ``is_large``: how many vectors a program takes; None: what suits the rows. Raises BadInput if a float32 scale would be
+    misaligned.
+    """
+    n = len(rows)
+    large = n * form.elements >= LARGE if is_large is None else is_large
+    key = how, casts(rows.device), large
+    constants = form.constants.get(key) or form.constants.setdefault(key, constants_of(form, *key))
+    if constants.SCALE == "float32" and (codes.storage_offset() + form.scales_at) % 4:
+        raise _misaligned(constants.WIDTH)
+    kernel = append_rows_kernel if how == "append" else gather_rows_kernel
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-        kernel[(len(rows) * vectors,)](
-            rows, slots, *starts, parts.num_slots, rows.stride(0), *(part.stride(0) for part in starts), constants,
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        kernel[(-(-n * form.vectors // constants.TILE),)](
+            rows, slots, codes, n, num_slots, rows.stride(0), form.scales_at, form.kept_at, constants, **OPTIONS
+        )
 
 
-class Constants(SimpleNamespace):
-    """The compile-time constants of a kernel. Hashable, so they must not change."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash((*vars(self).values(),))
-
-
-@lru_cache(maxsize=256)
-def append_constants(rules: Dialect, grid: Grid) -> Constants:
-    """Return the constants of ``append_rows_kernel``: the same object for the same arguments."""
-    return Constants(**_vector_constants(rules), **_grid_constants(grid), **_rule_constants(rules.rule))
+def warm_up_parts(parts: Parts, how: str) -> None:
+    """Compile the kernels of ``how`` that rows of any number need, with either dtype of slots. Writes nothing."""
+    codes, form = parts.views["codes"], parts.form
+    if backend(codes.device.type) == "triton":
+        dtype = torch.float32 if how == "gather" else torch.bfloat16
+        rows = torch.zeros(1, form.vectors * form.rules.packing.vector, dtype=dtype, device=codes.device)
+        for slots, is_large in warm_ups(-1, codes.device):
+            launch(how, rows, slots, codes, parts.num_slots, form, is_large)
 
 
-@lru_cache(maxsize=256)
-def gather_constants(rules: Dialect, grid: Grid, half: bool) -> Constants:
-    """Return the constants of ``gather_rows_kernel``. ``half``: whether the output is bfloat16, else float32."""
-    return Constants(**_vector_constants(rules), **_grid_constants(grid), HALF=half)
+def _misaligned(width: int) -> BadInput:
+    return BadInput(
+        f"heads of {width} elements: their scales do not begin at multiples of 4 bytes; set KVPAGODA_KERNELS=reference for "
+        f"them"
+    )
+
+
+def constants_of(form: Form, how: str, casts: int = 0, is_large: bool = False) -> Constants:
+    """Return the constants of the kernel of ``how``. Raises BadInput if a float32 scale would be misaligned.
+
+    ``casts``: as in ``casts_gpu``. They may equal those of other forms: then one compiled kernel serves both.
+    """
+    rules, rule = form.rules, form.rules.rule
+    own = _rule_constants(rule) if how == "append" else {"HALF": how == "gather half"}
+    numbers = _vector_constants(rules)
+    scale, kept = 4 if rule.scale == "float32" else 1, rules.packing.kept_nbytes
+    if any(step % scale for step in form.grid.scales) or (
+        rules.packing.kept and any(step % kept for step in form.grid.kept)
+    ):
+        raise _misaligned(rules.packing.vector)
+    return Constants(
+        **numbers, **own, **_grid_constants(form.grid, scale, kept), CASTS=casts,
+        TILE=tile(numbers["GROUPS_BLOCK"] * numbers["GROUP_BLOCK"], rules.packing.code_bits, is_large),
+    )  # fmt: skip
 
 
 def _vector_constants(rules: Dialect) -> dict[str, Any]:
     """Return the constants for the sizes of a vector and of its parts."""
     packing = rules.packing
     return {
-        "WIDTH": packing.vector, "GROUP": packing.group, "GROUP_BLOCK": _block(packing.group),
-        "GROUPS": packing.groups, "GROUPS_BLOCK": _block(packing.groups + packing.scale_pad),
+        "WIDTH": packing.vector, "GROUP": packing.group, "GROUP_BLOCK": block(packing.group),
+        "GROUP_NBYTES": packing.group * packing.code_bits // 8,
+        "GROUPS": packing.groups, "GROUPS_BLOCK": block(packing.groups + packing.scale_pad),
         "LANES": packing.scale_lanes, "SCALE_PAD": packing.scale_pad,
-        "KEPT": packing.kept, "KEPT_BLOCK": _block(packing.kept), "KEPT_NBYTES": packing.kept_nbytes,
+        "KEPT": packing.kept, "KEPT_BLOCK": block(packing.kept), "KEPT_NBYTES": packing.kept_nbytes,
         "CODES": rules.rule.codes, "SCALE": rules.rule.scale,
     }  # fmt: skip
 
 
-def _grid_constants(grid: Grid) -> dict[str, Any]:
-    """Return the constants for the places of the parts of a vector."""
+def _grid_constants(grid: Grid, scale: int, kept: int) -> dict[str, Any]:
+    """Return the constants for the places of the parts of a vector: steps in elements, ``scale`` and ``kept`` bytes each."""
     steps = {"CODES": grid.codes, "SCALES": grid.scales, "KEPT": grid.kept}
-    names = ("ROW", "HEAD", "CELL")
-    placed = {f"{part}_{name}": step for part, found in steps.items() for name, step in zip(names, found)}
+    names, nbytes = ("PAGE", "ROW", "HEAD", "CELL"), {"CODES": 1, "SCALES": scale, "KEPT": kept}
+    placed = {
+        f"{part}_{name}": step // nbytes[part] for part, found in steps.items() for name, step in zip(names, found)
+    }
     return {"PAGE": grid.page, "HEADS": grid.heads, "CELLS": grid.cells, **placed}
-
-
-def _block(size: int) -> int:
-    """Return the least power of two that is not below ``size``: Triton has no other sizes."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _rule_constants(rule: Rule) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
     rows[i] / scale  ->  field[slots[i] // N, slots[i] mod N]  ->  codes * scale          N rows of a page
 
-On a CPU one loop casts and copies (``lanes.scaled``). On a GPU these are torch operations: an engine's own kernel writes
-such rows into the tensors of ``kernel_tensors`` itself, so this path serves views and tests, and needs no kernel of ours.
+On a CPU one loop casts and copies (``lanes.scaled``), on a GPU one kernel (``scaled_rows_gpu``), of which a program takes a
+tile of rows or heads. Engines' own kernels may write such rows into the tensors of ``kernel_tensors`` as well.
 """
 
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ import torch
 
 from kvpagoda.formats.encoding import TENSOR, Encoding
 from kvpagoda.formats.tensor_scale import from_codes, to_codes
+from kvpagoda.kernels.casts_gpu import casts
 from kvpagoda.kernels.dispatch import backend
+from kvpagoda.kernels.launch import LARGE, OPTIONS, Constants, block, tile, warm_ups
+from kvpagoda.kernels.scaled_rows_gpu import append_scaled_kernel, gather_scaled_kernel
 
 Tensor = torch.Tensor
 
@@ -39,14 +43,17 @@ def append_scaled(rows: Tensor, slots: Tensor, field: Tensor, encoding: Encoding
     ``slots``  int32 or int64 ``[n]``: page * N + row; no slot twice; negative ones count from the end
     ``field``  ``[pages, N, heads, dim]`` of the float8 dtype of ``encoding``; may be strided, as any page layout has it
 
-    The bytes do not depend on the device or the loop. Raises IndexError for a slot out of range on a
-    CPU. O(elements).
+    The bytes do not depend on the device, the loop or the kernel. With Triton, bfloat16 rows are one launch, which allocates
+    nothing and does not synchronise with the host: a CUDA graph can capture it, and a slot out of range marks a padded row,
+    which is not written and reads as zeros. Elsewhere it raises IndexError. O(elements).
 
     >>> field = torch.zeros(2, 4, 1, 2, dtype=torch.float8_e4m3fn)
     >>> append_scaled(torch.tensor([[[1.0, 900.0]]]), torch.tensor([6]), field, Encoding("fp8_e4m3", scale=2.0))
     >>> field[1, 2].float().tolist()
     [[0.5, 448.0]]
     """
+    if rows.dtype == torch.bfloat16 and _launches(rows, field):
+        return launch("append", rows, slots, field, encoding)
     if rows.dtype == torch.bfloat16 and (places := _places(rows, field, encoding)):
         assert encoding.scale is not None
         top = TENSOR[encoding.name][1]
@@ -64,6 +71,8 @@ def gather_scaled(field: Tensor, slots: Tensor, out: Tensor, encoding: Encoding)
     ``out``'s dtype. O(elements).
     """
     half = out.dtype == torch.bfloat16
+    if (half or out.dtype == torch.float32) and _launches(out, field):
+        return launch("gather half" if half else "gather", out, slots, field, encoding)
     if (half or out.dtype == torch.float32) and (places := _places(out, field, encoding)):
         assert encoding.scale is not None
         factor = encoding.scale * TOO_SMALL[CODES[encoding.name]]
@@ -72,6 +81,81 @@ def gather_scaled(field: Tensor, slots: Tensor, out: Tensor, encoding: Encoding)
             out[odd] = _gathered(field, slots[odd], encoding, out.dtype)
         return
     out.copy_(_gathered(field, slots, encoding, out.dtype))
+
+
+def _launches(numbers: Tensor, field: Tensor) -> bool:
+    """Return whether there are rows for a kernel: it takes heads whose elements are contiguous."""
+    if not len(numbers) or backend(field.device.type) != "triton":
+        return False
+    return numbers.ndim == 3 and numbers.stride(2) == field.stride(3) == 1 and numbers.shape[1:] == field.shape[2:]
+
+
+def launch(
+    how: str, numbers: Tensor, slots: Tensor, field: Tensor, encoding: Encoding, is_large: bool | None = None
+) -> None:
+    """Launch the kernel of ``how``, "append", "gather" or "gather half" (to bfloat16), for at least one row.
+
+    ``is_large``: how many vectors a program takes; None: what suits the rows.
+    """
+    n, (page, heads, width) = len(numbers), field.shape[1:]
+    large = n * heads * width >= LARGE if is_large is None else is_large
+    scale, is_factor = (encoding.scale, False) if how != "append" else _divisor(encoding)
+    strides = field.stride(), numbers.stride(1)
+    constants = constants_of(how, encoding.name, is_factor, (page, heads, width), *strides, casts(field.device), large)
+    kernel = append_scaled_kernel if how == "append" else gather_scaled_kernel
+    with torch.cuda.device_of(field):  # type: ignore[no-untyped-call]
+        kernel[(-(-n * constants.HEADS // constants.TILE),)](
+            numbers,
+            slots,
+            field.view(torch.uint8),
+            n,
+            len(field) * page,
+            numbers.stride(0),
+            scale,
+            constants,
+            **OPTIONS,
+        )
+
+
+def warm_up_scaled(field: Tensor, encoding: Encoding, how: str) -> None:
+    """Compile the kernels of ``how`` that rows of any number need, with either dtype of slots. Writes nothing."""
+    dtype = torch.float32 if how == "gather" else torch.bfloat16
+    rows = torch.zeros(1, *field.shape[2:], dtype=dtype, device=field.device)
+    if _launches(rows, field):
+        for slots, is_large in warm_ups(len(field) * field.shape[1], field.device):
+            launch(how, rows, slots, field, encoding, is_large)
+
+
+@lru_cache(maxsize=1024)
+def constants_of(
+    how: str, name: str, is_factor: bool, shape: tuple[int, ...], strides: tuple[int, ...], heads_apart: int, casts: int,
+    is_large: bool,
+) -> Constants:  # fmt: skip
+    """Return the constants of the kernel of ``how`` for fields ``[pages, *shape]``: the same for the same arguments.
+
+    ``heads_apart``: elements from head to head of the rows. Heads that are adjacent in both are one long head.
+    """
+    page, heads, width = shape
+    if heads_apart == strides[2] == width:
+        heads, width = 1, heads * width
+    return Constants(
+        CODES=CODES[name], IS_FACTOR=is_factor, HALF=how == "gather half", CASTS=casts, TILE=tile(block(width), 8, is_large),
+        PAGE=page, HEADS=heads, WIDTH=width, WIDTH_BLOCK=block(width), ROWS_HEAD=heads_apart,
+        FIELD_PAGE=strides[0], FIELD_ROW=strides[1], FIELD_HEAD=strides[2],
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _divisor(encoding: Encoding) -> tuple[float, bool]:
+    """Return the scale, or its inverse and True if the product with it gives the codes of the division: for every bfloat16,
+    which are so few that all are tried."""
+    scale = np.float32(encoding.scale)
+    with np.errstate(over="ignore"):
+        inverse = float(np.float32(1) / scale)
+    numbers = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
+    product = to_codes(Encoding(encoding.name, scale=1.0), numbers * inverse)
+    is_same = torch.equal(product.view(torch.uint8), to_codes(encoding, numbers).view(torch.uint8))
+    return (inverse, True) if is_same else (float(scale), False)
 
 
 def _gathered(field: Tensor, slots: Tensor, encoding: Encoding, dtype: torch.dtype) -> Tensor:

@@ -53,6 +53,14 @@ class DeviceArrays(HostArrays):
     def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
         flatten_table(table, starts, indptr, out, block_size)
 
+    def warm_up(self, block_size: int) -> None:
+        """Compile the kernels that steps with blocks of ``block_size`` launch, by calls with nothing to do."""
+        if not self.is_host:
+            ends = torch.zeros(2, dtype=torch.int32, device=self.device)
+            for columns in (32, 33):  # Triton tells apart the strides that 16 divides
+                table = torch.zeros(1, columns, dtype=torch.int32, device=self.device)
+                flatten_table(table, ends[:1], ends, ends, block_size)
+
 
 class DeviceMemory(NoMemory):
     """Arenas for the groups of ``plan``, allocated by the constructor.
@@ -63,6 +71,7 @@ class DeviceMemory(NoMemory):
     """
 
     has_memory = True
+    arrays: DeviceArrays
 
     def __init__(
         self,
@@ -130,6 +139,15 @@ class DeviceMemory(NoMemory):
                     blocks = Pool(arena, layer.index, layer.block_rows())
             self._pools[layer.index] = blocks, states
         return self._pools[layer.index]
+
+    def warm_up(self) -> None:
+        """As ``NoMemory`` says: each kernel once for all that Triton tells apart, with nothing to do. On a CPU no kernels."""
+        self.arrays.warm_up(self._plan.kernel_page)
+        pools = [pool for layer in self._plan.layers for pool in self.pools(layer) if pool is not None]
+        if self._plan.checkpoint_format is not None:
+            pools += [pool for of_group in self._state_pools() for pool in of_group.values()]
+        for pool in pools:
+            pool.warm_up()
 
     def copy(self, group: int, sources: Ids, targets: Ids, rows: int | None = None) -> None:
         if self.is_copying:

@@ -118,6 +118,9 @@ class NoMemory:
     def restart(self) -> None:
         """Note that no block is held any more: what was to be done before needs no longer be done."""
 
+    def warm_up(self) -> None:
+        """Compile the kernels that steps launch."""
+
     # -- host memory -------------------------------------------------------------------------------------------------
 
     def record_nbytes(self, group: int) -> int:

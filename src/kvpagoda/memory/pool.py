@@ -12,8 +12,8 @@ import torch
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.encoding import RAW
-from kvpagoda.kernels.packed_rows import Parts, append_parts, gather_parts
-from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
+from kvpagoda.kernels.packed_rows import Parts, append_parts, gather_parts, warm_up_parts
+from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled, warm_up_scaled
 from kvpagoda.layouts.demands import Kernel
 from kvpagoda.layouts.packed import by_part, bytes_of
 from kvpagoda.memory.arena import Arena
@@ -89,21 +89,28 @@ class Pool:
         Each row may be written once in a call: the result of duplicate indices is undefined. The pool keeps no
         gradient graph of ``values``.
         """
+        if self.rows[name].encoding == RAW:
+            field = self.fields[name]
+            field[self._cells(index, field.shape[1])] = values.detach().to(field.dtype)
+        else:
+            slots = self._slots(index, self.parts(name)[0].shape[1])
+            self.write_slots(name, slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)]), values)
+
+    def write_slots(self, name: str, slots: Tensor, values: Tensor) -> None:
+        """``write`` to rows counted through all records, as ``slot_mapping`` has them: int32 or int64, and ``values``
+        ``[*slots.shape, *shape]``. One launch on a GPU, if the rows are encoded."""
         rows, values = self.rows[name], values.detach()
         if rows.encoding == RAW:
             field = self.fields[name]
-            field[self._cells(index, field.shape[1])] = values.to(field.dtype)
-            return
-        if rows.encoding.scale is not None:
+            page = torch.div(slots, field.shape[1], rounding_mode="floor")
+            field[page, slots % field.shape[1]] = values.to(field.dtype)
+        elif rows.encoding.scale is not None:
             (field,) = self.parts(name)
-            slots = self._slots(index, field.shape[1]).expand(values.shape[: values.ndim - len(rows.shape)])
-            append_scaled(values.reshape(slots.numel(), *rows.shape), slots.flatten(), field, rows.encoding)
-            return
-        parts = self.encoded(name)
-        slots = self._slots(index, parts.grid.page)
-        slots = slots.expand(values.shape[: values.ndim - len(rows.shape)])
-        flat = values.reshape(slots.numel(), math.prod(rows.shape))
-        append_parts(flat.to(torch.bfloat16) if rows.encoding.is_packed else flat, slots.flatten(), parts)
+            append_scaled(values.reshape(slots.numel(), *rows.shape), slots.reshape(-1), field, rows.encoding)
+        else:
+            flat = values.reshape(slots.numel(), math.prod(rows.shape))
+            flat = flat.to(torch.bfloat16) if rows.encoding.is_packed else flat
+            append_parts(flat, slots.reshape(-1), self.encoded(name))
 
     def read(self, name: str, index: Index) -> Tensor:
         """Return rows ``index``, decoded to the dtype of the rows: ``[*index, *shape]``, owned by the caller."""
@@ -119,7 +126,7 @@ class Pool:
             gather_scaled(field, slots.flatten(), out, rows.encoding)
             return out.view(*slots.shape, *rows.shape)
         parts = self.encoded(name)
-        slots = self._slots(index, parts.grid.page)
+        slots = self._slots(index, parts.form.grid.page)
         exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
         gather_parts(out, slots.flatten(), parts)
@@ -140,6 +147,18 @@ class Pool:
             views = [one.view(shape).transpose(2, 3) for one, shape in zip(views, shapes)]
             self._encoded[name] = Parts.of(by_part(views), rows.encoding)
         return self._encoded[name]
+
+    def warm_up(self) -> None:
+        """Compile the Triton kernels that write and read the encoded rows; nothing is written. Nothing to do elsewhere."""
+        for name, rows in self.rows.items():
+            exact = rows.dtype == "bfloat16"
+            reads = "gather half" if exact else "gather"
+            writes = ("append",) if exact or rows.encoding.is_packed else ()
+            for how in (*writes, reads) if rows.encoding != RAW else ():
+                if rows.encoding.is_scaled:
+                    warm_up_scaled(self.fields[name], rows.encoding, how)
+                else:
+                    warm_up_parts(self.encoded(name), how)
 
     def tensor(self, name: str) -> Tensor:
         """Return the one tensor in which kernels take rows ``name`` and the rows packed with them.
