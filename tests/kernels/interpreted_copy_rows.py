@@ -42,7 +42,7 @@ def test_many_tables_in_one_launch(programs, monkeypatch):
     pairs = pairs_of("runs", 40)
     made = [(table(40, n, 8, seed=n), table(40, n, 40, seed=n + 1)) for n in (16, 600, 33000)]
     expected = [whole.clone() for _, (_, whole) in made]
-    for ((src, _), (dst, _)), whole in zip(made, expected):
+    for ((src, _), _), whole in zip(made, expected):
         for s, d in pairs.tolist():
             whole[d, : src.shape[1]] = src[s]
     copy_tables([(src, dst) for (src, _), (dst, _) in made], pairs, programs)
@@ -55,7 +55,7 @@ def test_regions_name_lists_of_pairs_and_skip_what_is_minus_one():
     rows[:, 0] += src.data_ptr()
     rows[:, 1] += dst.data_ptr()
     pairs = torch.tensor([[[1, 0], [2, 1]], [[3, 4], [-1, -1]]])
-    copy_regions(Regions.of(rows.numpy(), torch.device("cpu")), pairs)
+    copy_regions(*Regions.of(rows.numpy(), pairs.numpy(), torch.device("cpu")))
     expected = torch.zeros_like(dst)
     expected[0, :32], expected[1, :32], expected[4, :32] = src[1, :32], src[2, :32], src[3, 32:]
     assert torch.equal(dst, expected)

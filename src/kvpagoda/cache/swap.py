@@ -108,8 +108,8 @@ class Swap:
         """Copy what ``slot`` holds of its first ``length`` tokens to free rows. ``put`` then marks these rows as used.
 
         ``capacity``: the tokens that the request has room for, to be recorded. ``whole``: False: copy only blocks that
-        it does not share. Waits until the copy is done. Raises OutOfBlocks, and whatever copying raises; nothing
-        changed then."""
+        it does not share. The blocks may be given away when this returns; on a GPU the copy is then under way. Raises
+        OutOfBlocks, and whatever copying raises; nothing changed then."""
         columns = self._columns(slot, length, whole)
         counts = [table_rows(end - begin, _width(one), self.width) for one, (begin, end) in zip(self._groups, columns)]
         need, free = sum(counts), self._rows.num_free
@@ -196,7 +196,7 @@ class Swap:
                 copy(group.index, block_ids, self.table(), part.rows.tolist())
                 nbytes += len(block_ids) * _width(group)
         if self._memory.has_memory:
-            self.rate.add(perf_counter() - start, nbytes)
+            self._memory.when_copied(lambda: self.rate.add(perf_counter() - start, nbytes))
 
 
 def _width(group: BlockGroup) -> int:

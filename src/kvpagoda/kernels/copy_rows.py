@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvpagoda.errors import BadInput
-from kvpagoda.kernels.dispatch import backend, jit, tl, triton
+from kvpagoda.kernels.dispatch import backend, jit, tl
 
 Tensor = torch.Tensor
 
@@ -76,8 +76,10 @@ def copy_tables(tables: Sequence[tuple[Tensor, Tensor]], pairs: Tensor, programs
         return
     rows = [(*map(Tensor.data_ptr, pair), *(one.stride(0) for one in pair), pair[0].shape[1], 0) for pair in tables]
     device = next((one.device for one in tables[0] if one.device.type != "cpu"), pairs.device)
-    placed = pairs.contiguous() if pairs.device == device else on_device(pairs.numpy(), device)
-    copy_regions(Regions.of(np.array(rows, np.int64), device), placed, programs)
+    there = pairs.device.type != "cpu"
+    given = np.empty((0, 2), np.int64) if there else pairs.numpy()
+    regions, placed = Regions.of(np.array(rows, np.int64), given, device)
+    copy_regions(regions, pairs.contiguous() if there else placed, programs)
 
 
 def _is_for_kernel(tables: Sequence[tuple[Tensor, Tensor]], pairs: Tensor) -> bool:
@@ -113,7 +115,7 @@ def _copy(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
         runs = _runs(pairs)
         if len(pairs) * nbytes >= len(runs) * (CROSSING_NBYTES if crossing else RUN_NBYTES):
             return _copy_slices(src, dst, runs)
-    _copy_indexed(src, dst, pairs)
+    copy_gathered(src, dst, pairs)
 
 
 def _check(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
@@ -153,8 +155,9 @@ def _copy_slices(src: Tensor, dst: Tensor, runs: NDArray[np.int64]) -> None:
         dst[d : d + length].copy_(src[s : s + length], non_blocking=pinned)
 
 
-def _copy_indexed(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
-    """Gather rows of ``src``, at most ``STAGE_NBYTES`` at a time, and scatter them to ``dst``."""
+def copy_gathered(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+    """Gather rows of ``src``, at most ``STAGE_NBYTES`` at a time, and scatter them to ``dst``; as ``copy_rows`` does with
+    short runs."""
     step = max(1, STAGE_NBYTES.get(src.device.type, 64 << 20) // src.shape[1])
     from_ids, to_ids = pairs[:, 0].contiguous().to(src.device), pairs[:, 1].contiguous().to(dst.device)
     source, target = as_ints(src, dst)
@@ -175,8 +178,8 @@ class Regions(NamedTuple):
     chunk: int
 
     @classmethod
-    def of(cls, rows: NDArray[np.int64], device: torch.device) -> Regions:
-        """Return int64 ``rows`` ``[n, 6]``, of any sizes, as regions on ``device``. One upload of a few KiB."""
+    def of(cls, rows: NDArray[np.int64], pairs: NDArray[np.int64], device: torch.device) -> tuple[Regions, Tensor]:
+        """Return int64 ``rows`` ``[n, 6]``, of any sizes, as regions on ``device``, and ``pairs`` there, in one upload."""
         width = int(np.gcd.reduce(np.append(rows[:, :5].ravel(), 16)))
         width = width & -width
         size = min(8, width)
@@ -187,7 +190,8 @@ class Regions(NamedTuple):
         at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk
         pieces[:, :2] += at[:, None]
         pieces[:, 4] = np.minimum(pieces[:, 4] - at, chunk)
-        return cls(on_device(pieces, device), width, chunk)
+        placed = on_device(np.concatenate((pieces.ravel(), pairs.ravel())), device)
+        return cls(placed[: pieces.size].view(-1, 6), width, chunk), placed[pieces.size :].view(pairs.shape)
 
 
 def on_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
