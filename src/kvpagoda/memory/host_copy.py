@@ -272,6 +272,11 @@ class HostCopies:
                 events[layer] = self._last
         return events
 
+    def join(self) -> None:
+        """Let the current stream wait for the copies that were started."""
+        if self._streams is not None:
+            self._follow(self._streams.current())
+
     def after(self, event: Event | None) -> None:
         """Let the current stream wait for ``event``."""
         if self._streams is not None and event is not None:
@@ -338,7 +343,7 @@ class HostCopies:
         self, arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int], *, is_out: bool,
         layer: int | None = None, programs: int = 0,
     ) -> None:  # fmt: skip
-        """Copy rows ``ids`` of ``arena`` to or from ``table``, which the device reaches, in one launch on the current stream."""
+        """Copy rows ``ids`` of ``arena`` to or from ``table``, which the device reaches: one launch on the current stream."""
         width, streams = arena.layout.nbytes, self._streams
         if backend(self._device.type) != "triton" or streams is None:  # a CPU, in tests of the order
             _copy(arena.regions(layer), width, ids, table, rows, is_out=is_out, copy=copy_rows)
@@ -442,7 +447,9 @@ class LayerwiseCopy:
 
     def cancel(self) -> None:
         """End the copy: no further layer is needed. May be repeated."""
-        self._waiting.clear()
+        if self._waiting:
+            self._copies.join()  # its blocks may get another owner
+            self._waiting.clear()
         if self._done is not None:
             done, self._done = self._done, None
             self._copies.then(done)  # ``done`` may give the host memory to another user
