@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ class Suspended(NamedTuple):
 
 
 class Swap:
-    """Host memory for suspended requests, at most ``nbytes``; allocated when it is first needed.
+    """Host memory for suspended requests, at most ``nbytes``; allocated when it is first needed, and on a GPU, where its pages
+    are locked ahead of use, at once.
 
     ``rate``: seconds per byte copied, in either direction; a guess until something was copied, and where nothing is
     stored."""
@@ -83,6 +85,9 @@ class Swap:
         self._rows = FreeStack(nbytes // self.width, what="rows of the swap")
         self._table: Bytes | None = None
         self.rate = Rate(1e-3, 1e6)
+        if memory.locks_pages and self.nbytes:
+            with suppress(OutOfBlocks):  # the first suspension says it
+                self.table()  # addresses alone, of which the first piece is locked before it is used
 
     @property
     def num_rows(self) -> int:

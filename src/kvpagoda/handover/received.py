@@ -95,6 +95,7 @@ class Received(Cached):
         ranks = len(self._ticket.ranks), self._rank[1]
         if is_same(theirs, ours, ranks):
             (table,) = given.records(number, givers, columns.start - first, columns.stop - first).values()
+            memory.page_lock(table)
             memory.from_host(index, places, table, range(len(columns)))
             memory.wait_for_copies()  # the landing memory is read into again
             return

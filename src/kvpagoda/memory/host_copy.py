@@ -411,7 +411,7 @@ def pairs_of(width: int, table_width: int, ids: Ids, rows: Ids, *, is_out: bool)
         padded[: len(ids)] = ids
         blocks = padded.reshape(len(rows), per_row).T
         hosts = np.where(blocks < 0, -1, rows)
-    return np.stack((blocks, hosts) if is_out else (hosts, blocks), axis=-1)
+    return np.ascontiguousarray(np.stack((blocks, hosts) if is_out else (hosts, blocks), axis=-1))
 
 
 class LayerwiseCopy:

@@ -75,6 +75,8 @@ class NoMemory:
     has_memory = False
     is_poisoning = False
     """Whether freed blocks are overwritten."""
+    locks_pages = False
+    """Whether host memory is page-locked ahead of its use."""
     is_copying = False
     """Whether copies of ``from_host_later`` are pending."""
 
@@ -143,7 +145,8 @@ class NoMemory:
         return host_pages(nbytes)
 
     def page_lock(self, memory: Bytes) -> None:
-        """Have ``memory``, contiguous uint8 ``[n]``, page-locked as it is used, where that makes copies faster."""
+        """Have the memory that ``memory``, contiguous uint8, is or is a view of page-locked as it is used, where that makes
+        copies faster."""
 
     @property
     def page_locked_nbytes(self) -> int:

@@ -19,6 +19,8 @@ from threading import RLock
 from typing import Protocol
 from weakref import finalize, ref
 
+import numpy as np
+
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.units import format_bytes
 
@@ -74,7 +76,10 @@ class PageLocks:
 
     def watch(self, memory: Bytes) -> None:
         """Lock ``memory``, contiguous uint8 ``[n]`` on a page, from its start on: the first piece now, further ones as they
-        are used, until it is collected. Watching it again changes nothing; memory that begins within a page stays as it is."""
+        are used, until it is collected. Of a view, the memory that it is a part of. Watching it again changes nothing; memory
+        that begins within a page stays as it is."""
+        while isinstance(memory.base, np.ndarray):
+            memory = memory.base
         address = memory.ctypes.data
         with self._lock:
             known = self._ranges.get(address)

@@ -421,7 +421,11 @@ class WorkerSide:
         is_stored = all([level.settle(deadline) for level in self.levels])  # noqa: C419
         for level in self.levels:
             level.tier.close()
-        return all([level.tier.close(deadline) for level in self.levels]) and is_stored  # noqa: C419
+        is_closed = all([level.tier.close(deadline) for level in self.levels])  # noqa: C419
+        if self._locks is not None:
+            torch.cuda.synchronize(self._device)
+            self._locks.close()
+        return is_closed and is_stored
 
 
 @contextmanager
