@@ -1,13 +1,13 @@
 """Doubles of a device that works later than the host asks it to: streams, events and page-locking, on a CPU.
 
-Copies are made at once, so bytes are right; what the streams were told is in ``log``, and an event is over when the test
-says so."""
+What the streams were told is in ``log``. The current stream copies at once; the side stream drains when the test says so,
+or when another stream waits for it, and then events are over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class FakeStreams:
         self.log: list[tuple[Any, ...]] = []
         self.events: list[FakeEvent] = []
         self.is_late, self._current = is_late, "current"
+        self._due, self._lock = list[Callable[[], None]](), Lock()
 
     def current(self) -> str:
         return self._current
@@ -63,11 +64,46 @@ class FakeStreams:
 
     def wait(self, stream: str, event: FakeEvent) -> None:
         self.log.append(("wait", stream, event.number))
+        if stream == "current":
+            self.drain()
+
+    def defer(self, call: Callable[[], None]) -> None:
+        """Let the side stream do ``call`` later."""
+        self._due.append(call)
+        if not self.is_late:
+            self.drain()
+
+    def drain(self) -> None:
+        """Do what was deferred."""
+        with self._lock:
+            due, self._due = self._due, []
+            for call in due:
+                call()
 
     def end(self) -> None:
         """Let the device finish all that it was given."""
-        for event in self.events:
+        events = [*self.events]
+        self.drain()
+        for event in events:
             event.end()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Let the device finish again and again, a little later than it is asked to."""
+        is_over = Event()
+
+        def work() -> None:
+            while not is_over.wait(0.002):
+                self.end()
+            self.end()
+
+        thread = Thread(target=work)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
 
 class FakePages:
@@ -100,21 +136,28 @@ class LoggedCopies(HostCopies):
 
     def _move(self, *given: Any, is_out: bool, **named: Any) -> None:
         self.log.append(("out" if is_out else "in", self._named.current()))
+        if self._named.current() == "side":
+            self._named.drain()  # a stream does things in their order
         super()._move(*given, is_out=is_out, **named)
 
     def _drain(self, *given: Any) -> None:
         self.log.append(("drain", self._named.current()))
-        super()._drain(*given)
+        self._named.defer(lambda: HostCopies._drain(self, *given))
 
     def _through_processor(self, *given: Any, **named: Any) -> None:
         self.log.append(("processor", self._named.current()))
         super()._through_processor(*given, **named)
 
 
-def device_of(memory: Any, is_late: bool = True, most: int = 1 << 60) -> tuple[FakeStreams, FakePages]:
-    """Let ``memory``, a ``DeviceMemory`` on a CPU, copy as one on a GPU does, and return the doubles."""
-    streams, pages = FakeStreams(is_late), FakePages(most)
+def device_of(cache: Any, is_late: bool = True, most: int = 1 << 60) -> tuple[FakeStreams, FakePages]:
+    """Let the memory of ``cache``, on a CPU, copy as one on a GPU does, with the staging memory of its tiers page-locked; and
+    return the doubles."""
+    memory, streams, pages = cache.core.memory, FakeStreams(is_late), FakePages(most)
     memory.locks = PageLocks(pages, 1 << 60)
     memory.host = LoggedCopies(streams, memory.locks)
     memory.locks_pages = True
+    for table in (*(level.buffer.records for level in cache.core.tiers.levels), cache.core.swap.table()):
+        memory.locks.watch(table)
+        memory.locks.num_rows(table, len(table) - 1)
+    memory.locks.settle()
     return streams, pages
