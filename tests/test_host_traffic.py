@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
 
+from kvpagoda.memory import host_copy
+from kvpagoda.memory.page_locks import PageLocks
 from kvpagoda.tiers import disk_tier, host_tier
 from streams import device_of
 from test_below import TINY, cache_of, levels_of, run
@@ -93,6 +95,27 @@ def test_layers_arrive_and_their_staging_memory_is_free_when_the_device_is_done(
         cache.close()
 
 
+@pytest.mark.parametrize("name", ["full", "state"])
+def test_staging_memory_is_free_when_the_device_has_read_it_and_open_does_not_wait_for_that(name: str) -> None:
+    cache = cache_of(name, host_tier("1MiB", write="commit", **TINY))
+    streams, _ = device_of(cache)
+    (level,) = levels_of(cache)
+    with streams.ending():
+        fill(cache)
+        assert cache.flush()
+    cache.reset()
+    whole, num_events = level.buffer.num_free, len(streams.events)
+    sequence = cache.open(TEXTS[0], "tenant 0")
+    assert sequence.cached_tokens
+    assert level.buffer.num_free < whole
+    cache.check()
+    assert not any(event.num_waits for event in streams.events[num_events + 1 :])
+    with streams.ending():
+        assert level.settle(monotonic() + 10) and level.buffer.num_free == whole
+        sequence.close()
+        cache.close()
+
+
 def test_suspending_and_resuming_wait_for_nothing() -> None:
     cache = cache_of("full", poison=False)
     streams, _ = device_of(cache)
@@ -116,17 +139,48 @@ def test_suspending_and_resuming_wait_for_nothing() -> None:
     assert cache.core.swap.rate.seconds != rate
 
 
-def test_a_sleeping_cache_has_waited_and_a_closed_one_has_nothing_locked() -> None:
+def test_a_sleeping_cache_has_waited_and_a_closed_one_has_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of("full", poison=False)
     streams, pages = device_of(cache)
+    locks: PageLocks = cache.core.memory.locks  # type: ignore[attr-defined]
+    watch = locks.watch
+    monkeypatch.setattr(locks, "watch", lambda memory: (watch(memory), locks.settle()))  # before it is used
     sequence = cache.open(TEXTS[0], "tenant 0")
     sequence.commit(TEXTS[0])
     with streams.ending():
         cache.sleep()
-        assert all(event.query() for event in streams.events)
+        assert streams.events[-1].num_waits
         cache.wake()
-        assert all(event.query() for event in streams.events)
+        assert streams.events[-1].num_waits, "the copies in host memory are freed"
         assert cache.stats().page_locked_nbytes == pages.nbytes > 0
         sequence.close()
         cache.close()
     assert pages.nbytes == cache.stats().page_locked_nbytes == 0
+
+
+def test_on_a_cpu_a_block_is_copied_once_on_its_way_to_host_memory_and_once_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied, copy, copyto = [0], host_copy.copy_rows, np.copyto
+
+    def counting(source: Any, target: Any, pairs: Any) -> None:
+        copied[0] += len(pairs) * source.shape[1]
+        copy(source, target, pairs)
+
+    def counting_too(target: Any, source: Any) -> None:
+        copied[0] += target.nbytes
+        copyto(target, source)
+
+    cache = cache_of("full", host_tier("1MiB", **TINY), num_blocks=16, poison=False)
+    fill(cache)
+    assert cache.flush()
+    monkeypatch.setattr(host_copy, "copy_rows", counting)
+    monkeypatch.setattr(np, "copyto", counting_too)
+    nbytes = cache.core.memory.record_nbytes(0)
+    before = cache.stats()
+    assert run(cache, TEXTS[0]) == 36
+    assert cache.flush()
+    stats = cache.stats()
+    num_moved = stats.tiers[0].stored - before.tiers[0].stored + stats.tiers[0].loaded - before.tiers[0].loaded
+    assert num_moved >= 9 and copied[0] == num_moved * nbytes
+    cache.close()

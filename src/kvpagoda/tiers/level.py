@@ -244,10 +244,10 @@ class Level:
             try:
                 self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes).add_done_callback(done)
             except BaseException:
-                self._storing.pop(released, None)
                 if get_ident() != caller:
                     self.dropped += len(keys)
                     self.buffer.release(rows)
+                self._storing.pop(released, None)
                 released.set_result(None)
                 raise
 
@@ -261,8 +261,8 @@ class Level:
         released: Future[None] = Future()
 
         def over() -> None:
-            self._storing.pop(released, None)
             self.buffer.release(rows)
+            self._storing.pop(released, None)
             released.set_result(None)
 
         self.buffer.give_to(self, rows)
