@@ -258,16 +258,20 @@ class Level:
     def release_when(self, rows: Sequence[int], when: Callable[[Callable[[], None]], None]) -> None:
         """Release ``rows``, which a reader acquired, when what is copied from them is over: ``when(call)`` calls ``call``
         then. Until then they count as being stored."""
-        released: Future[None] = Future()
+        released: Future[None] = Future()  # owns them until then: what it releases twice is released once
 
         def over() -> None:
-            self.buffer.release(rows)
-            self._storing.pop(released, None)
-            released.set_result(None)
+            self.buffer.release_all(released)
+            if self._storing.pop(released, None) is not None:
+                released.set_result(None)
 
-        self.buffer.give_to(self, rows)
         self._storing[released] = rows
-        when(over)
+        try:
+            self.buffer.give_to(released, rows)
+            when(over)
+        except BaseException:
+            over()
+            raise
 
     def settle(self, deadline: float) -> bool:
         """Wait until ``deadline`` for the stores in progress; return whether they are done, their rows released. A forked
@@ -313,7 +317,12 @@ class Level:
         lost = [
             row
             for row, owner in self.buffer.owners().items()
-            if owner is not self.tier and (row not in storing if owner is self else getattr(owner, "is_released", True))
+            if owner is not self.tier
+            and (
+                row not in storing
+                if owner is self or isinstance(owner, Future)
+                else getattr(owner, "is_released", True)
+            )
         ]
         if lost:
             raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are without a live owner")
