@@ -177,6 +177,7 @@ class HostCopies:
         self._last: Event | None = None  # after the latest copy
         self._staged: deque[tuple[Event, int]] = deque()  # bytes that wait on the device
         self._regions: WeakKeyDictionary[Arena, dict[Any, tuple[Regions, Event]]] = WeakKeyDictionary()
+        self._drains: dict[Any, tuple[Regions, Event]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self.num_staged = self.num_direct = self.num_pageable = 0
         """Copies out through the stage, and by the current stream; and copies through the processor."""
@@ -349,18 +350,8 @@ class HostCopies:
             _copy(arena.regions(layer), width, ids, table, rows, is_out=is_out, copy=copy_rows)
             return
         pairs = pairs_of(width, table.shape[1], np.asarray(ids, np.int64), np.asarray(rows, np.int64), is_out=is_out)
-        key = layer, table.data_ptr(), table.stride(0), table.shape[1], len(pairs), is_out
-        known = self._regions.setdefault(arena, {})
-        if (entry := known.get(key)) is None:
-            spans = _spans(_places(arena, layer), width, table, len(pairs), is_out=is_out)
-            regions, placed = Regions.of(spans, pairs, self._device)
-            if len(known) >= _MOST_REGIONS:
-                known.clear()
-            known[key] = regions, streams.event(streams.current())
-        else:
-            regions, placed = entry[0], on_device(pairs, self._device)
-            streams.wait(streams.current(), entry[1])  # another stream may have uploaded them
-        copy_regions(regions, placed, programs)
+        known, key = self._regions.setdefault(arena, {}), (layer, _layout(table), len(pairs), is_out)
+        self._launch(known, key, lambda: _places(arena, layer), width, table, pairs, is_out, programs)
 
     def _drain(self, stage: Tensor, table: Tensor, rows: Sequence[int]) -> None:
         """Copy the records of ``stage``, uint8 ``[n, nbytes]``, to ``rows`` of ``table``, by few programs."""
@@ -369,9 +360,31 @@ class HostCopies:
             _copy([(slice(0, width), stage)], width, np.arange(n), table, rows, is_out=True, copy=copy_rows)
             return
         pairs = pairs_of(width, table.shape[1], np.arange(n), index, is_out=True)
-        place = np.array([(0, width, stage.data_ptr(), width)], np.int64)
-        spans = _spans(place, width, table, len(pairs), is_out=True)
-        copy_regions(*Regions.of(spans, pairs, self._device), FEW)
+        place, key = (0, width, stage.data_ptr(), width), (stage.data_ptr(), width, _layout(table), len(pairs))
+        self._launch(self._drains, key, lambda: np.array([place], np.int64), width, table, pairs, True, FEW)
+
+    def _launch(
+        self, known: dict[Any, tuple[Regions, Event]], key: Any, places: Callable[[], npt.NDArray[np.int64]], width: int,
+        table: Tensor, pairs: npt.NDArray[np.int64], is_out: bool, programs: int,
+    ) -> None:  # fmt: skip
+        """Copy ``places()`` of records of ``width`` bytes to or from ``table``. Their regions stay on the device, in
+        ``known``: arenas and tables live long, and the device's allocator gives stages of a size the same few addresses."""
+        streams = self._streams
+        assert streams is not None
+        if (entry := known.get(key)) is None:
+            regions, placed = Regions.of(_spans(places(), width, table, len(pairs), is_out=is_out), pairs, self._device)
+            if len(known) >= _MOST_REGIONS:
+                known.clear()
+            known[key] = regions, streams.event(streams.current())
+        else:
+            regions, placed = entry[0], on_device(pairs, self._device)
+            if not entry[1].query():
+                streams.wait(streams.current(), entry[1])  # another stream may have uploaded them
+        copy_regions(regions, placed, programs)
+
+
+def _layout(table: Tensor) -> tuple[int, int, int]:
+    return table.data_ptr(), table.stride(0), table.shape[1]
 
 
 def _places(arena: Arena, layer: int | None) -> npt.NDArray[np.int64]:
@@ -402,6 +415,10 @@ def _spans(
 def pairs_of(width: int, table_width: int, ids: Ids, rows: Ids, *, is_out: bool) -> npt.NDArray[np.int64]:
     """Return the (source, target) rows of each piece of a record, or of each record of a table row, int64
     ``[lists, n, 2]``; (-1, -1) where the last table row has fewer records."""
+    if width == table_width:
+        pairs = np.empty((1, len(ids), 2), np.int64)
+        pairs[0, :, 0], pairs[0, :, 1] = (ids, rows) if is_out else (rows, ids)
+        return pairs
     if width > table_width:
         hosts = rows.reshape(len(ids), -1).T
         blocks = np.broadcast_to(ids, hosts.shape)
