@@ -129,7 +129,7 @@ class KVCache:
             checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
             checkpoint_format=retention.checkpoint_format,
         )  # fmt: skip
-        own = _memory(plan, device, truth(poison, "poison"), bool(tiers), memory)
+        own = _memory(plan, device, truth(poison, "poison"), bool(tiers), memory, limits.page_locked)
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         if plan.checkpoint_format is not None:
             fingerprint += f" {plan.checkpoint_format}"
@@ -578,6 +578,7 @@ class KVCache:
             self._hints.forget()
         if core.is_open:
             core.tiers.close(timeout)
+            core.memory.close()
         core.is_open = False
         if self._recording is not None:
             self._recording.close()
@@ -604,8 +605,9 @@ def _tiers(
 
 
 def _memory(
-    plan: Plan, device: str | torch.device | None, poison: bool, has_tiers: bool, backing: Backing | None
-) -> NoMemory:
+    plan: Plan, device: str | torch.device | None, poison: bool, has_tiers: bool, backing: Backing | None,
+    page_locked: int | str | None,
+) -> NoMemory:  # fmt: skip
     """Return memory for ``plan`` on ``device``, provided by ``backing``; for ``"none"`` that of a worker, or with tiers, which
     need the bytes, none. Raises BadInput, and MissingExtra without torch."""
     if isinstance(device, str) and device == NO_DEVICE:
@@ -615,4 +617,5 @@ def _memory(
     lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
     with MissingExtra.unless("torch", lacking):
         from kvpagoda.memory.device_memory import DeviceMemory
-    return DeviceMemory(plan, device, poison=poison, copies_aside=has_tiers, backing=backing)
+    locked = None if page_locked is None else int(page_locked)
+    return DeviceMemory(plan, device, poison=poison, page_locked=locked, backing=backing)

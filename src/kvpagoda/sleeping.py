@@ -98,6 +98,7 @@ def sleep(lifecycle: Lifecycle, keep: Keep, nbytes: int | str | None, timeout: f
         where = "tiers" if core.tiers.levels else "host"
         kept = _move_below(core, deadline) if core.tiers.levels else _idle(core)
     copies = tuple(_copied(core))
+    core.memory.wait_for_copies()
     fence = Fence(lifecycle, [*core.running.values()])
     try:
         fence.__enter__()
@@ -126,6 +127,7 @@ def wake(core: Core) -> None:
     for group, places, table in aside.copies:
         rows = np.flatnonzero(np.isin(places, _held(core, group)))  # some may have been freed meanwhile
         core.memory.from_host(group.index, BlockPlaces(places[rows]), table, rows.tolist())
+    core.memory.wait_for_copies()  # before the copies in host memory are freed
     core.guard.open()
     aside.fence.__exit__()
 

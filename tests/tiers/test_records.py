@@ -153,3 +153,58 @@ def test_random_operations_never_give_a_record_to_two() -> None:
             out.remove(row)
         buffer.check()
         assert buffer.num_free == 8 - len(out | used)
+
+
+def test_records_of_a_driver_in_this_process_change_places_and_are_not_copied() -> None:
+    """Against a model: what each record and each slot holds, whatever is stored, loaded and released in between."""
+    random, buffer, made = np.random.default_rng(4), RecordBuffer(6, 100, pages), 0
+    assert buffer.extend(5) and not buffer.extend(5)
+    assert buffer.nbytes == 6 * buffer.record_nbytes and len(buffer.records) == 11 and len(buffer.rows) == 6
+    slots, held = dict[int, tuple[int, int]](), dict[int, int]()  # slot -> place and content; record -> content
+    for _ in range(3000):
+        kind = int(random.integers(4))
+        if kind == 0 and buffer.num_free:
+            (row,) = buffer.acquire(1)
+            made += 1
+            buffer.rows[row][:8] = np.frombuffer(made.to_bytes(8, "little"), np.uint8)
+            held[row] = made
+        elif kind == 1 and held:
+            row, slot = int(random.choice([*held])), int(random.integers(5))
+            slots[slot] = buffer.exchange(row, slots[slot][0] if slot in slots else None), held.pop(row)
+            buffer.release([row])
+        elif kind == 2 and slots and buffer.num_free:
+            slot = int(random.choice([*slots]))
+            (row,) = buffer.acquire(1)
+            buffer.show(row, slots[slot][0])
+            held[row] = slots[slot][1]
+        elif held:
+            row = int(random.choice([*held]))
+            buffer.release([row])
+            del held[row]
+        buffer.check()
+        for place, content in slots.values():
+            assert int.from_bytes(buffer.records[place, :8].tobytes(), "little") == content
+        for row, content in held.items():
+            assert int.from_bytes(buffer.rows[row][:8].tobytes(), "little") == content
+            assert buffer.places_of([row])[0] * buffer.record_nbytes == (
+                buffer.rows[row].ctypes.data - buffer.records.ctypes.data
+            )
+
+
+def test_a_place_is_shown_by_as_many_records_as_there_are() -> None:
+    buffer = RecordBuffer(400, 10, pages)
+    assert buffer.extend(1)
+    rows = buffer.acquire(400)
+    place = buffer.exchange(rows[0], None)
+    for row in rows:
+        buffer.show(row, place)
+    buffer.check()
+    assert set(buffer.places_of(rows)) == {place}
+    buffer.release(rows)
+    buffer.check()
+    assert sorted(buffer.places_of(range(400))) == [*range(place), *range(place + 1, 401)]
+
+
+def test_memory_that_was_given_has_no_places_for_a_driver() -> None:
+    assert not RecordBuffer(3, 4000).extend(1)
+    assert not RecordBuffer(3, 4000, pages(RecordBuffer.nbytes_for(3, 4000))).extend(1)

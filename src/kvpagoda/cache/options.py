@@ -73,14 +73,17 @@ class Limits:
     (default: as many as the plan takes); allocated when it is first needed. ``hit_grid``: hits end at multiples of this
     many tokens, a multiple of the block size. Set it to the engine's prefill chunk: a warm run then computes in the
     same chunks as a cold one, and gets the same bits. ``step_checkpoints``: at how many positions inside a step of one request
-    the engine can leave a copy of the states (``Batch.checkpoints``); with 0 or None a step ends where one is due. Raises
-    BadInput."""
+    the engine can leave a copy of the states (``Batch.checkpoints``); with 0 or None a step ends where one is due.
+    ``page_locked``: on a GPU, the most bytes of host memory (swap, staging, a host tier) that are page-locked, given like
+    ``swap`` (default: half of the machine's memory). They are locked piece by piece as they are used, and what is not locked
+    is copied through the processor, about ten times slower. Raises BadInput."""
 
     max_context: int | None = None
     step_tokens: int = 512
     swap: int | str | None = None
     hit_grid: int = 1
     step_checkpoints: int | None = None
+    page_locked: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.max_context is not None:
@@ -89,10 +92,12 @@ class Limits:
         _whole(self, "hit_grid", 1)
         if self.step_checkpoints is not None:
             _whole(self, "step_checkpoints", 0, bits=31)
-        if isinstance(self.swap, str):
-            object.__setattr__(self, "swap", parse_bytes(self.swap))
-        elif self.swap is not None:
-            _whole(self, "swap", 0)
+        for name in ("swap", "page_locked"):
+            nbytes = getattr(self, name)
+            if isinstance(nbytes, str):
+                object.__setattr__(self, name, parse_bytes(nbytes))
+            elif nbytes is not None:
+                _whole(self, name, 0)
 
 
 def _whole(options: object, name: str, at_least: int, below: int | None = None, bits: int = 63) -> None:

@@ -117,6 +117,8 @@ class CacheStats:
     sleeps: int = 0
     """How often the cache gave its memory back (``KVCache.sleep``)."""
     is_asleep: bool = False
+    page_locked_nbytes: int = 0
+    """Bytes of host memory that are page-locked now (``Limits.page_locked``)."""
     residency: ResidencyStats | None = None
     """How long sampled blocks live; None unless a ``CacheCollector`` follows them."""
 
@@ -187,6 +189,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         hit_tokens=Histogram(HIT_TOKENS, tuple(counters.hit_counts), counters.hit_total),
         sleeps=counters.sleeps,
         is_asleep=core.guard.aside is not None,
+        page_locked_nbytes=core.memory.page_locked_nbytes,
         residency=None if prefix.residency is None else prefix.residency.stats(),
     )
 

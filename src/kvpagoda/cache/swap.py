@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ class Suspended(NamedTuple):
 
 
 class Swap:
-    """Host memory for suspended requests, at most ``nbytes``; allocated when it is first needed.
+    """Host memory for suspended requests, at most ``nbytes``; allocated when it is first needed, and on a GPU, where its pages
+    are locked ahead of use, at once.
 
     ``rate``: seconds per byte copied, in either direction; a guess until something was copied, and where nothing is
     stored."""
@@ -83,6 +85,9 @@ class Swap:
         self._rows = FreeStack(nbytes // self.width, what="rows of the swap")
         self._table: Bytes | None = None
         self.rate = Rate(1e-3, 1e6)
+        if memory.locks_pages and self.nbytes:
+            with suppress(OutOfBlocks):  # the first suspension says it
+                self.table()  # addresses alone, of which the first piece is locked before it is used
 
     @property
     def num_rows(self) -> int:
@@ -108,8 +113,8 @@ class Swap:
         """Copy what ``slot`` holds of its first ``length`` tokens to free rows. ``put`` then marks these rows as used.
 
         ``capacity``: the tokens that the request has room for, to be recorded. ``whole``: False: copy only blocks that
-        it does not share. Waits until the copy is done. Raises OutOfBlocks, and whatever copying raises; nothing
-        changed then."""
+        it does not share. The blocks may be given away when this returns; on a GPU the copy is then under way. Raises
+        OutOfBlocks, and whatever copying raises; nothing changed then."""
         columns = self._columns(slot, length, whole)
         counts = [table_rows(end - begin, _width(one), self.width) for one, (begin, end) in zip(self._groups, columns)]
         need, free = sum(counts), self._rows.num_free
@@ -196,7 +201,7 @@ class Swap:
                 copy(group.index, block_ids, self.table(), part.rows.tolist())
                 nbytes += len(block_ids) * _width(group)
         if self._memory.has_memory:
-            self.rate.add(perf_counter() - start, nbytes)
+            self._memory.when_copied(lambda: self.rate.add(perf_counter() - start, nbytes))
 
 
 def _width(group: BlockGroup) -> int:

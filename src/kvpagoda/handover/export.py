@@ -128,6 +128,7 @@ class Export:
                 memory.to_host(index, places, part, range(count))
             for layer in section.layers:
                 memory.to_host(index, places, scratch[:count], range(count), layer)
+            memory.wait_for_copies()
             if section.layers:
                 inside = section.inside(scratch[:count])
                 part.reshape(inside.shape)[...] = inside

@@ -95,7 +95,9 @@ class Received(Cached):
         ranks = len(self._ticket.ranks), self._rank[1]
         if is_same(theirs, ours, ranks):
             (table,) = given.records(number, givers, columns.start - first, columns.stop - first).values()
+            memory.page_lock(table)
             memory.from_host(index, places, table, range(len(columns)))
+            memory.wait_for_copies()  # the landing memory is read into again
             return
         recut, length = Recut(theirs, ours, ranks, self._rank[0]), self._ticket.length
         unit = recut.unit // ours.tokens if recut.unit else 1
@@ -104,6 +106,7 @@ class Received(Cached):
         if not recut.unit:  # a state
             recut.copy(given.records(number, givers, 0, 1), scratch, (0, 0), range(length))
             memory.from_host(index, places, scratch, range(1))
+            memory.wait_for_copies()
             return
         for begin, end in _parts(columns, count):
             into_places = places[begin - columns.start : end - columns.start]
@@ -117,6 +120,7 @@ class Received(Cached):
             recut.copy(records, into, (source * theirs.tokens, begin * ours.tokens), tokens)
             if run is None:
                 memory.from_host(index, into_places, scratch, range(end - begin))
+                memory.wait_for_copies()  # the scratch memory is written again
 
 
 def _parts(columns: range, count: int) -> Iterator[tuple[int, int]]:

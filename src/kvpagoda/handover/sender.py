@@ -94,6 +94,7 @@ class Sender(NoHandOvers):
         self.fetched = self.expired = self.given_up = 0
         self._end_observing = observe(core.parts, self._around, "a sender")
         core.hand_overs = self
+        core.memory.page_lock(transfer.memory)
 
     @property
     def num_leases(self) -> int:

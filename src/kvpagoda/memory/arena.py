@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvpagoda.errors import BadInput, Exhausted, NotOwned
-from kvpagoda.kernels.copy_rows import copy_rows
+from kvpagoda.kernels.copy_rows import copy_rows, copy_tables
 from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.memory.pages import pages
@@ -217,6 +217,9 @@ class Arena:
             source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
         is_long = self.device.type == "cpu" and self.layout.nbytes >= LONG_ROW
         are_apart = is_long and not torch.isin(source, target).any()
+        if self.device.type == "cuda" and isinstance(sources, np.ndarray) and not np.isin(sources, targets).any():
+            copy_tables([(rows, rows) for _, rows in self.regions()], torch.stack((source, target), 1))
+            return
         for _, rows in self.regions():
             if are_apart and rows.shape[1] >= LONG_ROW:
                 copy_rows(rows, rows, torch.stack((source, target), 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
-from weakref import finalize
 
 import numpy as np
 import torch
@@ -16,15 +15,15 @@ from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.kernels.flatten_table import flatten_table
 from kvpagoda.memory.arena import Arena, Device, Tensor, default_device
 from kvpagoda.memory.backing import Backing, backing_of, checked
-from kvpagoda.memory.host_copy import LayerwiseCopy, copy_from_host, copy_to_host, side_stream
-from kvpagoda.memory.no_memory import HostArrays, NoMemory, Part
+from kvpagoda.memory.host_copy import CudaStreams, HostCopies, LayerwiseCopy
+from kvpagoda.memory.no_memory import HostArrays, NoMemory, Part, host_pages
+from kvpagoda.memory.page_locks import PageLocks, machine_nbytes
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool
 from kvpagoda.memory.staging import Staging
 from kvpagoda.memory.writes import Array, Writes
 from kvpagoda.schema import Layer, Plan
 from kvpagoda.schema.at_rest import layer_at_rest
-from kvpagoda.units import format_bytes
 
 POISON = 0xFF
 """NaN in all float formats, -1 in the integers."""
@@ -62,12 +61,27 @@ class DeviceArrays(HostArrays):
                 flatten_table(table, ends[:1], ends, ends, block_size)
 
 
+class CudaPages:
+    """The ``LockRuntime`` of CUDA on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, nbytes: int) -> None:
+        with torch.cuda.device(self._device):  # a thread begins on device 0
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+
 class DeviceMemory(NoMemory):
     """Arenas for the groups of ``plan``, allocated by the constructor.
 
     Groups that share one memory are in one buffer, in sectors, block-major. ``poison``: fill blocks that no owner holds
-    with NaN. ``copies_aside``: let copies from the host run on a stream of their own. ``backing``: provides the memory
-    (default: ``OwnMemory``).
+    with NaN. ``page_locked``: the most bytes of host memory that a cache on a GPU page-locks (None: half of what the machine
+    has). ``backing``: provides the memory (default: ``OwnMemory``).
     """
 
     has_memory = True
@@ -79,7 +93,7 @@ class DeviceMemory(NoMemory):
         device: Device = None,
         *,
         poison: bool = False,
-        copies_aside: bool = False,
+        page_locked: int | None = None,
         backing: Backing | None = None,
     ) -> None:
         self.device = default_device(device, ("none",))
@@ -102,7 +116,11 @@ class DeviceMemory(NoMemory):
         self._sector_nbytes, self.is_poisoning = plan.sector_nbytes, poison
         self._to_poison: list[tuple[int, Ids]] = []
         self._copies: list[LayerwiseCopy] = []
-        self._stream = side_stream(self.device) if copies_aside else None
+        most = machine_nbytes() // 2 if page_locked is None else page_locked
+        is_cuda = self.device.type == "cuda"
+        self.locks = PageLocks(CudaPages(self.device), most) if is_cuda else None
+        self.locks_pages = is_cuda
+        self.host = HostCopies(self.device, self.locks, CudaStreams(self.device) if is_cuda else None)
         self._pools: dict[int, tuple[Pool | None, Pool | None]] = {}
         self.page_offset = max((buffer.data_ptr() % PAGE for buffer in self._buffers), default=0)
         self._poisons = poison
@@ -227,27 +245,38 @@ class DeviceMemory(NoMemory):
     def record_nbytes(self, group: int) -> int:
         return self.arenas[group].layout.nbytes
 
+    @property
+    def page_locked_nbytes(self) -> int:
+        return 0 if self.locks is None else self.locks.nbytes
+
     def host_memory(self, nbytes: int) -> Bytes:
-        """As ``NoMemory`` says; page-locked if the cache is on a GPU."""
-        memory = super().host_memory(nbytes)
-        if self.device.type == "cuda":
-            runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
-            try:
-                torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
-            except torch.cuda.CudaError as error:
-                raise OutOfBlocks(
-                    f"the host cannot lock {format_bytes(nbytes)}; use a smaller swap or less staging", needed=nbytes
-                ) from error
-            finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        """As ``NoMemory`` says; if the cache is on a GPU it is page-locked as it is used, as far as ``page_locked`` goes."""
+        memory = host_pages(nbytes, large=self.locks is not None)
+        self.page_lock(memory)
         return memory
+
+    def page_lock(self, memory: Bytes) -> None:
+        if self.locks is not None:
+            self.locks.watch(memory)
 
     def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int], layer: int | None = None) -> None:
         if self.is_copying:
             self.finish_copies(group)
-        copy_to_host(self.arenas[group], ids, torch.from_numpy(table), rows, layer)
+        self.host.out(self.arenas[group], ids, table, rows, layer)
 
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
-        copy_from_host(self.arenas[group], ids, torch.from_numpy(table), rows)
+        self.host.into(self.arenas[group], ids, table, rows)
+
+    def when_copied(self, call: Callable[[], None]) -> None:
+        self.host.then(call)
+
+    def wait_for_copies(self) -> None:
+        self.host.wait()
+
+    def close(self) -> None:
+        self.host.close()
+        if self.locks is not None:
+            self.locks.close()
 
     def run_of(self, group: int, ids: Ids) -> Bytes | None:
         """As ``NoMemory`` says: of block-major arenas on a CPU, without padding between their rows."""
@@ -259,8 +288,7 @@ class DeviceMemory(NoMemory):
         return records.reshape(len(ids), nbytes)
 
     def from_host_later(self, group: int, parts: Many[Part], done: Callable[[], None]) -> None:
-        tables = [(ids, torch.from_numpy(table), rows) for ids, table, rows in parts]
-        self._copies.append(LayerwiseCopy(self.arenas[group], tables, done, self._stream))
+        self._copies.append(LayerwiseCopy(self.arenas[group], parts, done, self.host))
         self.is_copying = True
 
     def finish_copies(self, group: int | None = None) -> None:

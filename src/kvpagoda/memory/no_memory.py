@@ -28,6 +28,16 @@ Part = tuple[Ids, Bytes, Many[int]]
 """Block ids, a table of host memory, and the rows of the table that hold the bytes of these blocks."""
 
 
+def host_pages(nbytes: int, *, large: bool = False) -> Bytes:
+    """Return ``pages(nbytes)``. Raises OutOfBlocks."""
+    try:
+        return pages(nbytes, large=large)
+    except (MemoryError, OSError) as error:
+        raise OutOfBlocks(
+            f"the host cannot allocate {format_bytes(nbytes)}; use a smaller swap or less staging", needed=nbytes
+        ) from error
+
+
 class HostArrays:
     """Index arrays that the host writes and kernels read. No kernels run here, so all arrays are numpy arrays.
 
@@ -65,6 +75,8 @@ class NoMemory:
     has_memory = False
     is_poisoning = False
     """Whether freed blocks are overwritten."""
+    locks_pages = False
+    """Whether host memory is page-locked ahead of its use."""
     is_copying = False
     """Whether copies of ``from_host_later`` are pending."""
 
@@ -133,21 +145,37 @@ class NoMemory:
 
         The system provides pages when they are first touched. Raises OutOfBlocks.
         """
-        try:
-            return pages(nbytes)
-        except (MemoryError, OSError) as error:
-            raise OutOfBlocks(
-                f"the host cannot allocate {format_bytes(nbytes)}; use a smaller swap or less staging", needed=nbytes
-            ) from error
+        return host_pages(nbytes)
+
+    def page_lock(self, memory: Bytes) -> None:
+        """Have the memory that ``memory``, contiguous uint8, is or is a view of page-locked as it is used, where that makes
+        copies faster."""
+
+    @property
+    def page_locked_nbytes(self) -> int:
+        """Bytes of host memory that are page-locked now."""
+        return 0
 
     def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int], layer: int | None = None) -> None:
-        """Copy blocks ``ids`` to ``rows`` of ``table``, laid out as in ``host_copy``. Waits until the bytes are there.
+        """Copy blocks ``ids`` to ``rows`` of ``table``, laid out as in ``host_copy``. The blocks may be given away when this
+        returns; the host may read the bytes after ``wait_for_copies``, or in ``when_copied``.
 
         ``table``: uint8 ``[M, width]`` host memory, whose rows may be strided. ``layer``: copy its bytes alone; None: all.
         """
 
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
-        """Copy to blocks ``ids`` what ``to_host`` wrote to ``rows`` of ``table``."""
+        """Copy to blocks ``ids`` what ``to_host`` wrote to ``rows`` of ``table``. The host may write the rows again after
+        ``wait_for_copies``, or in ``when_copied``."""
+
+    def when_copied(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once when the copies that ``to_host`` and ``from_host`` started are over: now, or in a thread."""
+        call()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the copies that ``to_host`` and ``from_host`` started are over."""
+
+    def close(self) -> None:
+        """Wait for copies, and for what follows them, and unlock what is page-locked. The memory stays usable."""
 
     def run_of(self, group: int, ids: Ids) -> Bytes | None:
         """Return blocks ``ids`` of ``group`` as uint8 ``[n, record_nbytes]``, where they are records that follow each other in

@@ -279,18 +279,20 @@ class Offloader(NoTiers):
         sizes: Many[int] | None = None,
         told: Callable[[list[Status]], None] | None = None,
     ) -> None:
-        """Copy ``parts`` to staging memory, and store them under ``keys``. They are dropped if that fails. ``sizes``: bytes of
-        each record (None: whole records). ``told``: see ``Level.store``."""
+        """Copy ``parts`` to staging memory, and store them under ``keys`` once they are there; their blocks may be given away
+        when this returns. They are dropped if that fails. ``sizes``: bytes of each record (None: whole records). ``told``: see
+        ``Level.store``."""
         try:
             rows, at = level.buffer.acquire(len(keys), owner=level), 0
         except OutOfBlocks:  # another thread was faster
             level.dropped += len(keys)
             return
         try:
+            targets = level.buffer.places_of(rows)
             for group, places, count in parts:
-                self._memory.to_host(group.index, places, level.buffer.payloads, rows[at : at + count])
+                self._memory.to_host(group.index, places, level.buffer.payloads, targets[at : at + count])
                 at += count
-            level.store(keys, rows, sizes, told)
+            level.store(keys, rows, sizes, told, self._memory.when_copied)
         except BaseException as error:
             with suppress(Exception):
                 level.buffer.release(rows)

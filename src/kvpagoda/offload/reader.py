@@ -279,7 +279,7 @@ class TierReader:
             for part in self._parts_of(hit, records, ids, first):
                 self._memory.from_host(full.index, *part)
             level, number = records[-1]
-            level.buffer.release([hit.held.pop(record) for record in records])
+            level.release_when([hit.held.pop(record) for record in records], self._memory.when_copied)
             _count(records, first, first + len(ids))
             done = min(len(ids), (number + 1) * level.unit - first)
         return done
@@ -299,7 +299,8 @@ class TierReader:
     def _parts_of(hit: TierHit, records: Many[Record], ids: Ids, first: int) -> Iterator[Part]:
         """Yield the parts of ``records``, all held and of one level, that belong to blocks ``first ..`` of the text,
         for ``ids``."""
-        level, rows = records[0][0], np.array([hit.held[record] for record in records])
+        level = records[0][0]
+        rows = np.array(level.buffer.places_of([hit.held[record] for record in records]))
         width = level.payload_nbytes // level.unit
         columns = np.array([number for _, number in records]) * level.unit - first
         for place in range(level.unit):
@@ -312,13 +313,16 @@ class TierReader:
         """Fill the first of ``targets``, blocks of each bounded group, with the hit's checkpoint. Raises what copying
         raises."""
         assert hit.checkpoint is not None
-        level, rows = hit.checkpoint
+        level, held = hit.checkpoint
+        rows = level.buffer.places_of(held)
         for group, width, ids in zip(self._bounded, self._widths, targets):
             count = num_needed(group, hit.end * self._size)
             num_rows = len(level.parts_of(count, width))
             if count:
                 self._memory.from_host(group.index, ids[:count], level.buffer.payloads, rows[:num_rows])
             rows = rows[num_rows:]
+        hit.checkpoint = None
+        level.release_when(held, self._memory.when_copied)
 
 
 def _last(ends: Ids, counts: Ids) -> list[int]:

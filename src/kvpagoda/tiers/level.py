@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass
+from threading import get_ident
 from time import monotonic
 from typing import NamedTuple
 
@@ -90,6 +91,11 @@ class LevelStats:
     """The failing parts of the store, such as servers of a cluster as host:port. Keys of other parts are served."""
 
 
+def call_now(call: Callable[[], None]) -> None:
+    """Call ``call``: for records that lie in their rows already."""
+    call()
+
+
 class Loading(NamedTuple):
     """Records that are being read into staging memory."""
 
@@ -113,7 +119,8 @@ class Level:
     """A tier below a cache, with its staging memory.
 
     ``block_nbytes``: bytes of a block; 0 if the cache has no blocks. ``parts``: for every group of a checkpoint,
-    (number of blocks, bytes of each). ``memory(nbytes)`` returns page-aligned host memory.
+    (number of blocks, bytes of each). ``memory(nbytes)`` returns page-aligned host memory, in which a tier of this process
+    keeps its records, too (``RecordBuffer.extend``).
 
     One thread stores; any thread loads. Raises BadInput if staging memory is too small, and whatever making the driver
     raises.
@@ -139,7 +146,7 @@ class Level:
             )
         record = RecordBuffer.nbytes_for(1, self.payload_nbytes)
         count = self._num_staged(record, sum(len(self.parts_of(n, nbytes)) for n, nbytes in parts))
-        self.buffer = RecordBuffer(count, self.payload_nbytes, memory(count * record))
+        self.buffer = RecordBuffer(count, self.payload_nbytes, memory)
         self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records per call
         self._kept_free = count // 2  # rows that stores leave free for loads
         self._kept_for_stores = max(1, count // 4)  # further rows not used for reading ahead, which holds rows for long
@@ -152,7 +159,7 @@ class Level:
         self.tier.name = spec.name
         self.seconds_per_byte: float | None = None  #: of recent loads; None before the first
         self._measured_until = 0.0
-        self._storing: dict[Future[None], Sequence[int]] = {}  # done when the rows are released
+        self._storing: dict[Future[None], Sequence[int]] = {}  # done when the rows, in use until then, are released
         self.dropped = self.loaded_blocks = 0
         self._block_size = identity.block_size
 
@@ -217,9 +224,11 @@ class Level:
         rows: Sequence[int],
         nbytes: Sequence[int] | None = None,
         told: Callable[[list[Status]], None] | None = None,
+        when: Callable[[Callable[[], None]], None] = call_now,
     ) -> None:
         """Store the records in ``rows``, which this level acquired, without waiting; they are released afterwards.
-        ``told`` is then called with their statuses, in another thread."""
+        ``told`` is then called with their statuses, in another thread. ``when(begin)`` calls ``begin`` once the records are
+        in ``rows``, now or in another thread. If this raises, the caller releases the rows."""
         released: Future[None] = Future()
 
         def done(future: Future[list[Status]]) -> None:
@@ -231,11 +240,37 @@ class Level:
                 self._storing.pop(released, None)
                 released.set_result(None)
 
+        def begin() -> None:
+            try:
+                self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes).add_done_callback(done)
+            except BaseException:
+                if get_ident() != caller:
+                    self.dropped += len(keys)
+                    self.buffer.release(rows)
+                self._storing.pop(released, None)
+                released.set_result(None)
+                raise
+
+        caller = get_ident()
+        self._storing[released] = rows
+        when(begin)
+
+    def release_when(self, rows: Sequence[int], when: Callable[[Callable[[], None]], None]) -> None:
+        """Release ``rows``, which a reader acquired, when what is copied from them is over: ``when(call)`` calls ``call``
+        then. Until then they count as being stored."""
+        released: Future[None] = Future()  # owns them until then: what it releases twice is released once
+
+        def over() -> None:
+            self.buffer.release_all(released)
+            if self._storing.pop(released, None) is not None:
+                released.set_result(None)
+
         self._storing[released] = rows
         try:
-            self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes).add_done_callback(done)
-        except BaseException:  # the caller releases the rows
-            self._storing.pop(released, None)
+            self.buffer.give_to(released, rows)
+            when(over)
+        except BaseException:
+            over()
             raise
 
     def settle(self, deadline: float) -> bool:
@@ -282,7 +317,12 @@ class Level:
         lost = [
             row
             for row, owner in self.buffer.owners().items()
-            if owner is not self.tier and (row not in storing if owner is self else getattr(owner, "is_released", True))
+            if owner is not self.tier
+            and (
+                row not in storing
+                if owner is self or isinstance(owner, Future)
+                else getattr(owner, "is_released", True)
+            )
         ]
         if lost:
             raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are without a live owner")
@@ -299,7 +339,7 @@ class Level:
             outcomes = {status.value: n for status, n in counts.items()}
             calls.append(CallStats(kind, outcomes, counts.get(Status.OK, 0) * nbytes, tier.latencies[kind]))
         return LevelStats(
-            self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.records.nbytes,
+            self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.nbytes,
             tier.stores.get(Status.OK, 0), tier.loads.get(Status.OK, 0), tier.loads.get(Status.MISS, 0), failed,
             self.dropped + tier.stores.get(Status.REJECTED, 0), tier.is_available, tier.last_fault,
             self.loaded_blocks * self._block_size, tuple(calls), tier.unavailable_shards,

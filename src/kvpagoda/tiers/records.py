@@ -9,7 +9,8 @@ A record is a header of 128 bytes and a payload: one or more blocks, or (part of
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -95,34 +96,51 @@ def _fields(header: bytes) -> tuple[Any, ...] | None:
 
 
 class RecordBuffer:
-    """``num_records`` records in one piece of page-aligned memory, each on pages of its own, that drivers read and
-    write.
+    """``num_records`` records, each on pages of its own, that drivers read and write.
 
-    ``memory``: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, page-locked for example;
-    allocated here by default. ``acquire`` takes records and ``release`` returns them, at any time: a record that a
-    driver still uses is handed out again only after the driver has finished with it. Thread-safe.
+    ``memory``: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, page-locked for example; or a
+    function that returns so many bytes; allocated here by default. ``acquire`` takes records and ``release`` returns them, at
+    any time: a record that a driver still uses is handed out again only after the driver has finished with it. Thread-safe.
+
+    A record lies at a *place* of ``records``, at first the place of its number. A driver that keeps records in memory of this
+    process has the buffer ``extend`` by as many places as it keeps, and then copies none: it keeps the place of a record
+    that is stored (``exchange``), and shows the one of a record that is loaded (``show``).
+
+        places   | 0 .. n - 1: records at first | n ..: idle at first |      each has as many users as rows and slots show it
     """
 
-    def __init__(self, num_records: int, payload_nbytes: int, memory: Bytes | None = None) -> None:
+    def __init__(
+        self, num_records: int, payload_nbytes: int, memory: Bytes | Callable[[int], Bytes] | None = None
+    ) -> None:
         if num_records < 1 or payload_nbytes < 1:
             raise BadInput(f"a buffer has at least one record of one byte, got {num_records} of {payload_nbytes} bytes")
         self.num_records, self.payload_nbytes = num_records, payload_nbytes
         self.record_nbytes = self.nbytes_for(1, payload_nbytes)
-        nbytes = num_records * self.record_nbytes
-        if memory is None:
-            memory = pages(nbytes)
-        if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < nbytes or memory.ctypes.data % PAGE:
-            raise BadInput(
-                f"memory must be uint8 [{nbytes}] on a page of {PAGE}, got {memory.dtype} {list(memory.shape)}"
-            )
-        self.records: Bytes = memory[:nbytes].reshape(num_records, self.record_nbytes)
-        self.payloads: Bytes = self.records[:, HEADER_NBYTES : HEADER_NBYTES + payload_nbytes]
-        self.rows = list(self.records)
+        self._allocate = memory if callable(memory) else None
+        self._lay_out(pages(self.nbytes) if memory is None else memory(self.nbytes) if callable(memory) else memory, 0)
         self._lock = Lock()
         self._free = FreeStack(num_records, what="records")
         self._owners: dict[int, object] = {}  # acquired record -> its owner
         self._in_use = bytearray(num_records)  # whether an operation works on the record
         watch_forks(self)
+
+    def _lay_out(self, memory: Bytes, more: int) -> None:
+        """Let ``memory`` have the records, and ``more`` idle places."""
+        count = self.num_records + more
+        nbytes = count * self.record_nbytes
+        if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < nbytes or memory.ctypes.data % PAGE:
+            raise BadInput(
+                f"memory must be uint8 [{nbytes}] on a page of {PAGE}, got {memory.dtype} {list(memory.shape)}"
+            )
+        self.records: Bytes = memory[:nbytes].reshape(count, self.record_nbytes)
+        """The bytes at each place."""
+        self.payloads: Bytes = self.records[:, HEADER_NBYTES : HEADER_NBYTES + self.payload_nbytes]
+        self.rows = list(self.records[: self.num_records])
+        """The bytes of each record, where it lies now."""
+        self._places = list(range(self.num_records))  # of each record
+        self._users = array("i", [1] * self.num_records + [0] * more) if more else array("i")
+        self._idle = list(range(count - 1, self.num_records - 1, -1))
+        self._touched = bytearray(count)
 
     @staticmethod
     def nbytes_for(num_records: int, payload_nbytes: int) -> int:
@@ -130,9 +148,79 @@ class RecordBuffer:
         return num_records * align_up(HEADER_NBYTES + payload_nbytes, PAGE)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the records, without places that a driver added."""
+        return self.num_records * self.record_nbytes
+
+    @property
     def num_free(self) -> int:
         """The number of records that ``acquire`` can hand out now."""
         return self._free.num_free
+
+    # -- places --------------------------------------------------------------------------------------------------------
+
+    def places_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the place of each of ``rows`` in ``records`` and ``payloads``, which stays the same while the caller has the
+        record and no operation of a driver works on it. O(n)."""
+        places = self._places
+        return [places[row] for row in rows]
+
+    def extend(self, more: int) -> bool:
+        """Add ``more`` places for a driver that keeps records in them, and return whether that was possible: not where memory
+        was given. For the constructor of a driver: no record may have been acquired."""
+        if self._allocate is None or self._idle or self._owners or not more:
+            return False
+        self._lay_out(self._allocate(self.nbytes + more * self.record_nbytes), more)
+        return True
+
+    def exchange(self, row: int, place: int | None) -> int:
+        """Keep the place of record ``row``, with its bytes, and return it; the record gets an idle one. ``place``: was kept
+        until now (None: nothing), and is idle when no record shows it any more. O(1), but for the first use of a place."""
+        with self._lock:
+            kept = self._places[row]
+            if self._users[kept] > 1:  # shown, not its own: kept elsewhere
+                own = self._idle.pop()
+                np.copyto(self.records[own], self.records[kept])
+                self._users[kept] -= 1
+                self._users[own] = 1
+                kept = own
+            if place is not None:
+                self._leave(place)
+            self._move(row, self._idle.pop())
+            self._touched[kept] = 1
+            fresh = self._places[row]
+        if not self._touched[
+            fresh
+        ]:  # the system provides its pages here, and not where the next record is copied to it
+            self.records[fresh, ::PAGE] = 0
+            self._touched[fresh] = 1
+        return kept
+
+    def show(self, row: int, place: int) -> None:
+        """Let record ``row`` be the one at ``place``, until it is free again. O(1)."""
+        with self._lock:
+            self._leave(self._places[row])
+            self._move(row, place)
+
+    def _move(self, row: int, place: int) -> None:
+        self._users[place] += 1
+        self._places[row], self.rows[row] = place, self.records[place]
+
+    def _leave(self, place: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            self._idle.append(place)
+
+    def _give(self, rows: Sequence[int]) -> None:
+        """Free ``rows``; those that show another place get one of their own."""
+        for row in rows if self._users else ():
+            place = self._places[row]
+            if self._users[place] > 1:
+                self._users[place] -= 1
+                self._move(row, self._idle.pop())
+        self._free.give(np.array(rows, np.int32))
+
+    # -- records -------------------------------------------------------------------------------------------------------
 
     def acquire(self, n: int, owner: object = "the caller") -> list[int]:
         """Take ``n`` records for ``owner`` (see ``owners``). Raises OutOfBlocks or BadInput, taking none. O(n)."""
@@ -157,13 +245,19 @@ class RecordBuffer:
             self._prove_out(rows)
             self._release(rows)
 
+    def give_to(self, owner: object, rows: Sequence[int]) -> None:
+        """Let ``owner`` be the one of ``rows``. Raises NotOwned like ``release``. O(n)."""
+        with self._lock:
+            self._prove_out(rows)
+            self._owners.update(dict.fromkeys(rows, owner))
+
     def release_all(self, owner: object) -> None:
         """Return all records that ``owner`` took. O(acquired records)."""
         with self._lock:
             self._release([row for row, holder in self._owners.items() if holder is owner])
 
     def _release(self, rows: Sequence[int]) -> None:
-        self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
+        self._give([row for row in rows if not self._in_use[row]])
         for row in rows:
             del self._owners[row]
 
@@ -184,7 +278,7 @@ class RecordBuffer:
     def drop(self, rows: Sequence[int]) -> None:
         """Note that the operation that held ``rows`` no longer uses them; free those that were released meanwhile."""
         with self._lock:
-            self._free.give(np.array([row for row in rows if row not in self._owners], np.int32))
+            self._give([row for row in rows if row not in self._owners])
             for row in rows:
                 self._in_use[row] = False
 
@@ -196,6 +290,12 @@ class RecordBuffer:
             known = {row for row in range(self.num_records) if row in self._owners or self._in_use[row]}
             if held != known:
                 raise CheckFailed(f"records in use but free, or neither free nor in use: {sorted(held ^ known)[:16]}")
+            shown = np.bincount(self._places, minlength=len(self.records))
+            odd = np.flatnonzero(shown > np.array(self._users)) if self._users else np.flatnonzero(shown > 1)
+            if len(odd) or any(self._users[place] for place in self._idle):
+                raise CheckFailed(
+                    f"places that more records show than are counted, or idle ones in use: {odd[:16].tolist()}"
+                )
 
     def _prove_out(self, rows: Sequence[int]) -> None:
         """Raise NotOwned unless all ``rows`` are acquired, and each is named once."""

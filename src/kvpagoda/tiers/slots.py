@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvpagoda.errors import BadInput, CheckFailed
-from kvpagoda.memory.pages import pages
+from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status, watch_forks
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes, parse_bytes
@@ -270,25 +270,36 @@ class SlotDriver:
 
 
 class HostMemory:
-    """The medium of ``host_driver``: slots of ordinary memory. The system provides a page when it is first written."""
+    """The medium of ``host_driver``: slots of ordinary memory. The system provides a page when it is first written.
+
+    A slot is a place of the buffer, and nothing is copied: a record that is written leaves its place to the slot, and one that
+    is read shows the slot's place. Where the buffer has memory that was given to it, slots have memory of their own."""
 
     def __init__(self, buffer: RecordBuffer, nbytes: int) -> None:
         self.slot_nbytes = buffer.record_nbytes
         self.num_slots = nbytes // self.slot_nbytes
         if self.num_slots < 1:
             raise BadInput(f"{format_bytes(nbytes)} holds no record of {format_bytes(self.slot_nbytes)}; give it more")
-        self._rows = buffer.rows
-        self._slots = list(pages(self.num_slots * self.slot_nbytes).reshape(self.num_slots, self.slot_nbytes))
+        self._buffer, self._places = buffer, dict[int, int]()  # slot -> its place
+        self._slots: list[Bytes] = []
+        if not buffer.extend(self.num_slots):
+            self._slots = [*pages(self.num_slots * self.slot_nbytes).reshape(self.num_slots, self.slot_nbytes)]
 
     def scan(self) -> list[tuple[bytes, int]]:
         return []
 
     def write(self, slot: int, row: int) -> bool:
-        np.copyto(self._slots[slot], self._rows[row])
+        if self._slots:
+            np.copyto(self._slots[slot], self._buffer.rows[row])
+        else:
+            self._places[slot] = self._buffer.exchange(row, self._places.get(slot))
         return True
 
     def read(self, slot: int, row: int) -> bool:
-        np.copyto(self._rows[row], self._slots[slot])
+        if self._slots:
+            np.copyto(self._buffer.rows[row], self._slots[slot])
+        else:
+            self._buffer.show(row, self._places[slot])
         return True
 
     def clear(self, slot: int) -> bool:

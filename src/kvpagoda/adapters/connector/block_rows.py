@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 
 from kvpagoda.errors import LayoutError
-from kvpagoda.kernels.copy_rows import copy_rows
+from kvpagoda.kernels.copy_rows import FEW, Regions, copy_gathered, copy_regions, copy_rows
+from kvpagoda.kernels.dispatch import backend
+from kvpagoda.memory.page_locks import PageLocks
 
 Tensor = torch.Tensor
 Ids = npt.NDArray[np.int64]
@@ -42,10 +44,12 @@ def rows_of(name: str, cache: Tensor, num_blocks: int) -> Tensor:
 
 
 class BlockRows:
-    """The blocks of one group: those of its ``layers``, name -> uint8 ``[num_blocks, nbytes]``."""
+    """The blocks of one group: those of its ``layers``, name -> uint8 ``[num_blocks, nbytes]``. ``locks``: what is
+    page-locked of the memory of records; None on a CPU."""
 
-    def __init__(self, layers: dict[str, Tensor]) -> None:
+    def __init__(self, layers: dict[str, Tensor], locks: PageLocks | None = None) -> None:
         self.layers, self.nbytes = {}, 0  # type: dict[str, tuple[Tensor, slice]], int
+        self._locks = locks
         known = set[tuple[int, int]]()
         for name, rows in layers.items():
             place = rows.data_ptr(), rows.shape[1]
@@ -56,16 +60,24 @@ class BlockRows:
             self.nbytes += rows.shape[1]
 
     def to_records(self, ids: Ids, payloads: Any, rows: Sequence[int]) -> None:
-        """Copy blocks ``ids``, ``[records, blocks]``, to ``rows`` of ``payloads``, uint8 ``[M, n]`` on the host."""
-        self._copy(ids, torch.from_numpy(payloads), np.asarray(rows, np.int64), [*self.layers], is_out=True)
+        """Copy blocks ``ids``, ``[records, blocks]``, to ``rows`` of ``payloads``, uint8 ``[M, n]`` on the host. On a GPU the
+        current stream does it, and this does not wait for page-locked rows."""
+        self._copy(ids, payloads, np.asarray(rows, np.int64), [*self.layers], is_out=True)
 
     def from_records(self, ids: Ids, payloads: Any, rows: Sequence[int], layers: Sequence[str] | None = None) -> None:
         """Copy ``rows`` of ``payloads`` to blocks ``ids``, but not to id 0. ``layers``: only to these (None: to all)."""
         names = [*self.layers] if layers is None else layers
-        self._copy(ids, torch.from_numpy(payloads), np.asarray(rows, np.int64), names, is_out=False)
+        self._copy(ids, payloads, np.asarray(rows, np.int64), names, is_out=False)
 
-    def _copy(self, ids: Ids, table: Tensor, rows: Ids, names: Sequence[str], *, is_out: bool) -> None:
-        for place, column in enumerate(ids.T):
+    def _copy(self, ids: Ids, payloads: Any, rows: Ids, names: Sequence[str], *, is_out: bool) -> None:
+        table, copy = torch.from_numpy(payloads), copy_rows
+        if self._locks is not None and len(rows):
+            are_reached = rows < self._locks.num_rows(payloads, int(rows.max()))
+            if are_reached.any() and backend("cuda") == "triton":
+                self._launch(ids[are_reached], table, rows[are_reached], names, is_out=is_out)
+                ids, rows = ids[~are_reached], rows[~are_reached]
+            copy = copy_gathered  # slices could begin in memory that is locked and end in memory that is not
+        for place, column in enumerate(ids.T if len(ids) else ()):
             wanted = column != 0
             pairs = torch.from_numpy(np.stack((column[wanted], rows[wanted]), axis=1))
             for name in names:
@@ -73,6 +85,22 @@ class BlockRows:
                 start = place * self.nbytes
                 part = table[:, start + inside.start : start + inside.stop]
                 if is_out:
-                    copy_rows(memory, part, pairs)
+                    copy(memory, part, pairs)
                 else:
-                    copy_rows(part, memory, pairs.flip(1))
+                    copy(part, memory, pairs.flip(1))
+
+    def _launch(self, ids: Ids, table: Tensor, rows: Ids, names: Sequence[str], *, is_out: bool) -> None:
+        """Copy all layers of all blocks in one launch, by few programs: ``rows`` are page-locked."""
+        pairs = np.stack((ids.T, np.broadcast_to(rows, ids.T.shape)), axis=-1)
+        pairs[ids.T == 0] = -1
+        regions = list[tuple[int, ...]]()
+        for place in range(ids.shape[1]):
+            for name in names:
+                memory, inside = self.layers[name]
+                device = memory.data_ptr(), memory.stride(0)
+                host = table.data_ptr() + place * self.nbytes + inside.start, table.stride(0)
+                source, target = (device, host) if is_out else (host, device)
+                regions.append((source[0], target[0], source[1], target[1], memory.shape[1], place))
+        device_pairs = np.ascontiguousarray(pairs if is_out else pairs[..., ::-1])
+        on = self.layers[names[0]][0].device
+        copy_regions(*Regions.of(np.array(regions, np.int64), device_pairs, on), FEW)

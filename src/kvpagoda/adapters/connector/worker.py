@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from threading import Condition
 from time import monotonic, sleep
 from typing import Any
-from weakref import finalize
 
 import numpy as np
 import torch
@@ -28,7 +27,9 @@ from kvpagoda.adapters.connector.found import Found, Record, batches, record_kin
 from kvpagoda.adapters.connector.groups import RecordGrid
 from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.memory.device_memory import CudaPages
 from kvpagoda.memory.host_copy import side_stream
+from kvpagoda.memory.page_locks import PageLocks, machine_nbytes
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.tiers import LevelStats, TierSpec
 from kvpagoda.tiers.level import Level, Loading, RecordIdentity
@@ -54,11 +55,14 @@ class WorkerSide:
         is_layerwise: bool = False,
     ) -> None:
         self._grid, self._is_layerwise = grid, is_layerwise
+        self._device = device = next(iter(caches.values())).device
+        self._locks = PageLocks(CudaPages(device), machine_nbytes() // 2) if device.type == "cuda" else None
         self._blocks = {
-            group.index: BlockRows({name: rows_of(name, caches[name], num_blocks) for name in group.layers})
+            group.index: BlockRows(
+                {name: rows_of(name, caches[name], num_blocks) for name in group.layers}, self._locks
+            )
             for group in grid.groups
         }
-        self._device = next(iter(caches.values())).device
         counts = [1 if group.is_state else grid.tokens // group.block_size for group in grid.groups]
         payload = max(count * rows.nbytes for count, rows in zip(counts, self._blocks.values()))
         self._counted = next(
@@ -87,12 +91,10 @@ class WorkerSide:
         self._num_open = 0  # lookups and loads in progress
 
     def _host_memory(self, nbytes: int) -> Bytes:
-        """Return page-aligned memory; page-locked if the engine computes on a GPU."""
+        """Return page-aligned memory; if the engine computes on a GPU, page-locked as it is used."""
         memory = pages(nbytes, large=True)
-        if self._device.type == "cuda":
-            runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
-            finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        if self._locks is not None:
+            self._locks.watch(memory)
         return memory
 
     # -- before a step -------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class WorkerSide:
             same = [i for i, (_, number) in enumerate(ones) if len(self._grid.blocks(group, number)) == length]
             blocks = [self._grid.blocks(group, ones[i][1]) for i in same]
             targets = np.array([[ids[b] if b >= begin else 0 for b in part] for part in blocks], np.int64)
-            chosen = [rows[i] for i in same]
+            chosen = level.buffer.places_of([rows[i] for i in same])
             self._blocks[group.index].from_records(targets, level.buffer.payloads, chosen, layers)
 
     # -- layer by layer ------------------------------------------------------------------------------------------------
@@ -296,13 +298,11 @@ class WorkerSide:
             for name in tuple(names):
                 self._copy_layer(load, found, name)
             self._layers.popleft()
-            if self._stream is not None:
-                torch.cuda.current_stream(self._device).synchronize()
             for level in self.levels:
                 level.loaded_blocks += sum(
                     level is one for (group, _), (one, _) in found.rows.items() if group == self._counted
                 )
-            found.release()
+            self._when_copied(found.release)
 
     # -- storing -------------------------------------------------------------------------------------------------------
 
@@ -342,30 +342,37 @@ class WorkerSide:
                 level.dropped += len(part)
                 continue
             try:
-                sizes = [self._copy_out(level, store, row) for (_, store), row in zip(part, rows)]
-                self._hand_over(level, [key for key, _ in part], rows, sizes)
+                sizes = self._copy_out(level, [store for _, store in part], rows)
+                level.store([key for key, _ in part], rows, sizes, None, self._when_copied)
             except Exception:
                 level.buffer.release(rows)
                 level.dropped += len(part)
                 _log.exception("KvpagodaConnector: %d records were not stored", len(part))
 
-    def _copy_out(self, level: Level, store: Store, row: int) -> int:
-        """Copy the blocks of ``store`` to ``row``, and return their bytes."""
-        blocks = self._blocks[store.group]
-        blocks.to_records(np.array([store.ids], np.int64), level.buffer.payloads, [row])
-        return len(store.ids) * blocks.nbytes
+    def _copy_out(self, level: Level, stores: Sequence[Store], rows: Sequence[int]) -> list[int]:
+        """Copy the blocks of ``stores`` to ``rows``, and return their bytes. One launch on a GPU for those that are alike."""
+        places = level.buffer.places_of(rows)
+        for group, count in {(one.group, len(one.ids)) for one in stores}:
+            same = [i for i, one in enumerate(stores) if (one.group, len(one.ids)) == (group, count)]
+            ids = np.array([stores[i].ids for i in same], np.int64)
+            self._blocks[group].to_records(ids, level.buffer.payloads, [places[i] for i in same])
+        return [len(one.ids) * self._blocks[one.group].nbytes for one in stores]
 
-    def _hand_over(self, level: Level, keys: Sequence[bytes], rows: Sequence[int], sizes: Sequence[int]) -> None:
+    def _when_copied(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when the current stream has done what it was given until now: at once on a CPU, else in a thread."""
         if self._saver is None:
-            level.store(keys, rows, sizes)
+            call()
             return
         event = torch.cuda.current_stream(self._device).record_event()
 
-        def when_copied() -> None:
-            event.synchronize()
-            level.store(keys, rows, sizes)
+        def when_over() -> None:
+            try:
+                event.synchronize()
+                call()
+            except Exception:
+                _log.exception("KvpagodaConnector: what follows a copy failed")
 
-        self._saver.submit(when_copied)
+        self._saver.submit(when_over)
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -414,7 +421,11 @@ class WorkerSide:
         is_stored = all([level.settle(deadline) for level in self.levels])  # noqa: C419
         for level in self.levels:
             level.tier.close()
-        return all([level.tier.close(deadline) for level in self.levels]) and is_stored  # noqa: C419
+        is_closed = all([level.tier.close(deadline) for level in self.levels])  # noqa: C419
+        if self._locks is not None:
+            torch.cuda.synchronize(self._device)
+            self._locks.close()
+        return is_closed and is_stored
 
 
 @contextmanager

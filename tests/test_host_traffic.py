@@ -1,0 +1,186 @@
+"""A cache whose device works later than it is asked to: blocks are given away at once, and nobody is told too early.
+
+``streams`` has the doubles; the rows of every request are compared as in ``test_below``."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
+
+from kvpagoda.memory import host_copy
+from kvpagoda.memory.page_locks import PageLocks
+from kvpagoda.tiers import disk_tier, host_tier
+from streams import device_of
+from test_below import TINY, cache_of, levels_of, run
+from test_manager import FakeEngine, traffic
+
+TEXTS = [np.arange(start, start + 40, dtype=np.int32) % 37 for start in (0, 11, 23)]
+
+
+def fill(cache: Any, texts: Any = TEXTS) -> None:
+    engine = FakeEngine(cache)
+    for text in texts:
+        run(cache, text, engine)
+
+
+def test_evicted_blocks_are_used_again_before_the_host_has_them_and_the_tier_is_told_afterwards() -> None:
+    cache = cache_of("full", host_tier("1MiB", **TINY), num_blocks=16, poison=False)
+    streams, _ = device_of(cache)
+    (level,) = levels_of(cache)
+    fill(cache)  # evicts the first text
+    log = [entry[0] for entry in streams.log]
+    assert "out" in log and "drain" in log and log.index("out") < log.index("drain")
+    assert level.is_storing and not level.tier.driver.stats().num_records, "not there yet"
+    assert not any(event.num_waits for event in streams.events if event.stream == "current")
+    streams.end()
+    assert cache.flush() and level.tier.driver.stats().num_records >= 8 and not level.dropped
+    assert run(cache, TEXTS[0]) >= 36, "all of it, with the rows that the blocks had"
+    streams.end()
+    cache.check()
+    cache.close()
+
+
+def test_a_full_staging_memory_drops_stores_by_the_rule_of_the_tier_and_counts_them() -> None:
+    cache = cache_of("full", host_tier("1MiB", staging="32KiB"), num_blocks=16, poison=False)
+    streams, _ = device_of(cache)
+    (level,) = levels_of(cache)
+    writable = level.num_writable
+    fill(cache)
+    evicted = sum(group.evicted for group in cache.stats().groups)
+    assert evicted > writable and not level.num_writable
+    assert level.dropped == evicted - writable
+    streams.end()
+    assert cache.flush() and level.num_writable == writable and cache.stats().tiers[0].stored == writable
+    cache.close()
+
+
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+def test_rows_stay_right_whenever_the_device_is_done(name: str, tmp_path: Any) -> None:
+    cache = cache_of(name, host_tier("1MiB", **TINY), disk_tier(tmp_path, "4MiB", write="commit", **TINY))
+    streams, _ = device_of(cache)
+    with streams.ending():
+        traffic(cache, 300, seed=3, engine=FakeEngine(cache))
+        assert cache.flush(30)
+        cache.check()
+        assert sum(one.loaded for one in cache.stats().tiers)
+        for level in levels_of(cache):
+            assert level.buffer.num_free == level.buffer.num_records
+        cache.close()
+
+
+def test_layers_arrive_and_their_staging_memory_is_free_when_the_device_is_done() -> None:
+    cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
+    streams, _ = device_of(cache)
+    (level,) = levels_of(cache)
+    with streams.ending():
+        fill(cache)
+        assert cache.flush()
+    cache.reset()
+    whole = level.buffer.num_free
+    sequence = cache.open(TEXTS[0], "tenant 0", layerwise=True)
+    assert level.buffer.num_free < whole
+    cache.core.memory.finish_copies()
+    assert level.buffer.num_free < whole and not any(event.num_waits for event in streams.events[-2:])
+    with streams.ending():
+        until = monotonic() + 10
+        while level.buffer.num_free < whole and monotonic() < until:
+            cache.check()
+        assert level.buffer.num_free == whole
+        sequence.close()
+        cache.close()
+
+
+@pytest.mark.parametrize("name", ["full", "state"])
+def test_staging_memory_is_free_when_the_device_has_read_it_and_open_does_not_wait_for_that(name: str) -> None:
+    cache = cache_of(name, host_tier("1MiB", write="commit", **TINY))
+    streams, _ = device_of(cache)
+    (level,) = levels_of(cache)
+    with streams.ending():
+        fill(cache)
+        assert cache.flush()
+    cache.reset()
+    whole, num_events = level.buffer.num_free, len(streams.events)
+    sequence = cache.open(TEXTS[0], "tenant 0")
+    assert sequence.cached_tokens
+    assert level.buffer.num_free < whole
+    cache.check()
+    assert not any(event.num_waits for event in streams.events[num_events + 1 :])
+    with streams.ending():
+        assert level.settle(monotonic() + 10) and level.buffer.num_free == whole
+        sequence.close()
+        cache.close()
+
+
+def test_suspending_and_resuming_wait_for_nothing() -> None:
+    cache = cache_of("full", poison=False)
+    streams, _ = device_of(cache)
+    engine = FakeEngine(cache)
+    sequence = cache.open(TEXTS[0], "tenant 0", capacity=0)
+    engine.spaces[id(sequence)] = 0
+    sequence.extend(9)
+    engine.step([sequence], [TEXTS[0][:9]])
+    sequence.commit(TEXTS[0][:9])
+    rate = cache.core.swap.rate.seconds
+    sequence.suspend()
+    sequence.resume()
+    assert [entry[0] for entry in streams.log if entry[0] in ("out", "drain", "in")] == ["out", "drain", "in"]
+    assert cache.core.swap.rate.seconds == rate, "not measured yet"
+    with streams.ending():
+        sequence.extend(9)
+        engine.step([sequence], [TEXTS[0][9:18]])  # compares all rows
+        sequence.commit(TEXTS[0][9:18])
+        sequence.close()
+        cache.close()
+    assert cache.core.swap.rate.seconds != rate
+
+
+def test_a_sleeping_cache_has_waited_and_a_closed_one_has_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of("full", poison=False)
+    streams, pages = device_of(cache)
+    locks: PageLocks = cache.core.memory.locks  # type: ignore[attr-defined]
+    watch = locks.watch
+    monkeypatch.setattr(locks, "watch", lambda memory: (watch(memory), locks.settle()))  # before it is used
+    sequence = cache.open(TEXTS[0], "tenant 0")
+    sequence.commit(TEXTS[0])
+    with streams.ending():
+        cache.sleep()
+        assert streams.events[-1].num_waits
+        cache.wake()
+        assert streams.events[-1].num_waits, "the copies in host memory are freed"
+        assert cache.stats().page_locked_nbytes == pages.nbytes > 0
+        sequence.close()
+        cache.close()
+    assert pages.nbytes == cache.stats().page_locked_nbytes == 0
+
+
+def test_on_a_cpu_a_block_is_copied_once_on_its_way_to_host_memory_and_once_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied, copy, copyto = [0], host_copy.copy_rows, np.copyto
+
+    def counting(source: Any, target: Any, pairs: Any) -> None:
+        copied[0] += len(pairs) * source.shape[1]
+        copy(source, target, pairs)
+
+    def counting_too(target: Any, source: Any) -> None:
+        copied[0] += target.nbytes
+        copyto(target, source)
+
+    cache = cache_of("full", host_tier("1MiB", **TINY), num_blocks=16, poison=False)
+    fill(cache)
+    assert cache.flush()
+    monkeypatch.setattr(host_copy, "copy_rows", counting)
+    monkeypatch.setattr(np, "copyto", counting_too)
+    nbytes = cache.core.memory.record_nbytes(0)
+    before = cache.stats()
+    assert run(cache, TEXTS[0]) == 36
+    assert cache.flush()
+    stats = cache.stats()
+    num_moved = stats.tiers[0].stored - before.tiers[0].stored + stats.tiers[0].loaded - before.tiers[0].loaded
+    assert num_moved >= 9 and copied[0] == num_moved * nbytes
+    cache.close()
