@@ -77,6 +77,7 @@ class TableSnapshot:
         """
         slots, first, end = self.slots, self.first, self.end
         same = [now is old for now, old in zip(self.columns, before.columns)]
+        hidden = hides = _NO_ROWS  # rows with cells that are shown no more, and up to which column
         if same == [True, True, True, False]:
             renewed, begin = _NO_ROWS, before.end
         else:
@@ -84,16 +85,21 @@ class TableSnapshot:
             is_same, begin = np.zeros(len(self), np.bool_), end.copy()
             is_same[:n] = (slots[:n] == before.slots[:n]) & (self.versions[:n] == before.versions[:n])
             is_same[:n] &= first[:n] >= before.first[:n]
-            old_end = np.where(first[:n] > before.first[:n], before.first[:n], before.end[:n])
-            begin[:n] = np.where(is_same[:n], old_end, end[:n])
+            begin[:n] = np.where(is_same[:n], before.end[:n], end[:n])
             renewed = np.flatnonzero(~is_same)
+            hides = np.minimum(first[:n], before.end[:n])
+            hidden = (is_same[:n] & (hides > before.first[:n])).nonzero()[0]
         grown = (end > begin).nonzero()[0]
-        begun = columns = begin[grown]
-        counts = end[grown] - begun
-        if not np.count_nonzero(counts != 1):  # each row grew by one cell
+        begun, ends = begin[grown], end[grown]
+        if len(hidden):
+            grown = np.concatenate((hidden, grown))
+            begun = np.concatenate((before.first[hidden], begun))
+            ends = np.concatenate((hides[hidden], ends))
+        columns, counts = begun, ends - begun
+        if not np.count_nonzero(counts != 1):  # one cell of each row
             rows = grown
         else:
-            rows, columns = cells_between(begun, begun + counts)
+            rows, columns = cells_between(begun, ends)
             rows = grown[rows]
         values = cells[slots[rows], columns]
         if first is not before.first:
