@@ -77,23 +77,26 @@ class TableSnapshot:
         """
         slots, first, end = self.slots, self.first, self.end
         same = [now is old for now, old in zip(self.columns, before.columns)]
+        hidden = hides = _NO_ROWS  # rows with cells that are shown no more, and up to which column
         if same == [True, True, True, False]:
-            renewed, hidden, begin = _NO_ROWS, _NO_ROWS, before.end
+            renewed, begin = _NO_ROWS, before.end
         else:
             n = min(len(self), len(before))
             is_same, begin = np.zeros(len(self), np.bool_), end.copy()
             is_same[:n] = (slots[:n] == before.slots[:n]) & (self.versions[:n] == before.versions[:n])
             is_same[:n] &= first[:n] >= before.first[:n]
-            begin[:n] = np.where(is_same[:n], np.maximum(before.end[:n], first[:n]), end[:n])
+            begin[:n] = np.where(is_same[:n], before.end[:n], end[:n])
             renewed = np.flatnonzero(~is_same)
-            hidden = (is_same[:n] & (first[:n] > before.first[:n])).nonzero()[0]
+            hides = np.minimum(first[:n], before.end[:n])
+            hidden = (is_same[:n] & (hides > before.first[:n])).nonzero()[0]
         grown = (end > begin).nonzero()[0]
-        columns, ends = begin[grown], end[grown]
-        if len(hidden):  # a window moved: cells left of it become 0, those inside stay
+        begun, ends = begin[grown], end[grown]
+        if len(hidden):
             grown = np.concatenate((hidden, grown))
-            columns, ends = np.concatenate((before.first[hidden], columns)), np.concatenate((first[hidden], ends))
-        begun, counts = columns, ends - columns
-        if not np.count_nonzero(counts != 1):  # each row grew by one cell
+            begun = np.concatenate((before.first[hidden], begun))
+            ends = np.concatenate((hides[hidden], ends))
+        columns, counts = begun, ends - begun
+        if not np.count_nonzero(counts != 1):  # one cell of each row
             rows = grown
         else:
             rows, columns = cells_between(begun, ends)
