@@ -9,12 +9,13 @@ POINTERS = {
     "kv": "*bf16", "slots": "*i32", "positions": "*i32",
     "fp8": "*u8", "rope": "*bf16", "inv_scale": "*fp32", "pos": "*i32", "head": "*i32",
 }  # fmt: skip
-VECTOR_STRIDES = ("kv_stride", "fp8_row", "fp8_ring", "rope_row", "rope_ring")
 
 
 def compiled(capability, is_aligned=True, scan=0, is_large=True):
-    constants = {"HAS_HEAD": True, "SCAN": scan, "C": ring_constants(448, 64, CASTS[capability], is_large)}
-    return ptx(append_swa_kernel, POINTERS, constants, [*POINTERS, *VECTOR_STRIDES] if is_aligned else [], capability)
+    """For rings of 128 rows."""
+    pools = 448, 64, 128, (128 * 448, 448), (128, 1), (128 * 64, 64)
+    constants = {"HAS_HEAD": True, "SCAN": scan, "C": ring_constants(*pools, CASTS[capability], is_large)}
+    return ptx(append_swa_kernel, POINTERS, constants, [*POINTERS, "kv_stride"] if is_aligned else [], capability)
 
 
 @pytest.mark.parametrize(("is_aligned", "scan"), [(True, 0), (False, 0), (True, 512)])

@@ -178,21 +178,26 @@ def _triton(
     """Launch the kernel. ``is_large``: how many rows a program takes; None: what suits the rows."""
     n, coded, heads = len(kv), fp8.shape[2], pos if head is None else head
     large = n * block(coded) >= LARGE if is_large is None else is_large
-    constants = ring_constants(coded, rope.shape[2], casts(kv.device), large)
+    strides = fp8.stride()[:2], inv_scale.stride(), rope.stride()[:2]
+    constants = ring_constants(coded, rope.shape[2], fp8.shape[1], *strides, casts(kv.device), large)
     with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
         append_swa_kernel[(-(-n // constants.TILE),)](
-            kv, slots, positions, fp8, rope, inv_scale, pos, heads,
-            n, len(fp8), dummy, fp8.shape[1],
-            kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(), heads.stride(0),
+            kv, slots, positions, fp8, rope, inv_scale, pos, heads, n, len(fp8), dummy,
+            kv.stride(0), *pos.stride(), heads.stride(0),
             HAS_HEAD=head is not None, SCAN=0 if is_ordered else 512, C=constants, **OPTIONS,
         )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def ring_constants(coded: int, rope: int, casts: int = 0, is_large: bool = False) -> Constants:
-    """Return the constants with which ``append_swa_kernel`` is compiled, for rows of ``coded`` and ``rope`` elements."""
-    encoding, nowhere = Encoding("fp8", kept=rope), (0, 0, 0, 0)
+@lru_cache(maxsize=256)
+def ring_constants(
+    coded: int, rope: int, window: int, codes: tuple[int, ...], scales: tuple[int, ...], kept: tuple[int, ...],
+    casts: int = 0, is_large: bool = False,
+) -> Constants:  # fmt: skip
+    """Return the constants with which ``append_swa_kernel`` is compiled: the same object for the same arguments.
+
+    ``codes``, ``scales``, ``kept``: elements from ring to ring and from row to row of the pools.
+    """
+    encoding = Encoding("fp8", kept=rope)
     rules = Dialect(encoding.packing(coded + rope), encoding.rule, "kvpagoda")
-    return constants_of(
-        Form(encoding, rules, Grid(1, 1, 1, nowhere, nowhere, nowhere), 0, 0), "append", casts, is_large
-    )
+    steps = ((nbytes * ring, nbytes * row, 0, 0) for nbytes, (ring, row) in zip((1, 4, 2), (codes, scales, kept)))
+    return constants_of(Form(encoding, rules, Grid(window, 1, 1, *steps), 0, 0), "append", casts, is_large)

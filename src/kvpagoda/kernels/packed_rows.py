@@ -189,8 +189,8 @@ def _rules(encoding: Encoding, dim: int) -> Dialect:
 def append_parts(rows: Tensor, slots: Tensor, parts: Parts) -> None:
     """Encode row i of ``rows`` and store its parts in slot ``slots[i]``: ``append_rows`` for rows in any memory.
 
-    ``rows`` ``[n, D]``, D the elements of all cells and heads; ``slots`` int32 or int64 ``[n]``. Rows of another dtype
-    than bfloat16 are encoded by the reference. The arguments are not checked.
+    ``rows`` ``[n, D]``, D the elements of all cells and heads; ``slots`` int32 or int64 ``[n]``, contiguous. Rows of
+    another dtype than bfloat16 are encoded by the reference. The arguments are not checked.
     """
     if len(rows) == 0:
         return

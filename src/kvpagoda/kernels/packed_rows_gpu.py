@@ -277,11 +277,13 @@ def append_rows_kernel(  # type: ignore[no-untyped-def]
 
 @jit(do_not_specialize=["n"])
 def append_swa_kernel(  # type: ignore[no-untyped-def]
-    kv, slots, positions, fp8, rope, inv_scale, pos, head, n, rows, dummy, window,
-    kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring, head_row,
+    kv, slots, positions, fp8, rope, inv_scale, pos, head, n, rows, dummy, kv_stride, pos_row, pos_ring, head_row,
     HAS_HEAD: tl.constexpr, SCAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of rows of ``kv`` per program to their rings; the bytes are those of the reference."""
+    """Write a tile of rows of ``kv`` per program to their rings; the bytes are those of the reference.
+
+    A ring is a page of ``C.PAGE`` rows.
+    """
     i = tl.program_id(0) * C.TILE + tl.arange(0, C.TILE)
     exists = i < n
     slot = tl.load(slots + i, mask=exists, other=-1)
@@ -289,11 +291,11 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     source = kv + i.to(tl.int64) * kv_stride
     bits = _load(source, exists, C.GROUP, C.GROUP_BLOCK)
     kept = _load(source + C.GROUP, exists, C.KEPT, C.KEPT_BLOCK)
-    in_launch = i + window < n
-    later_slot = tl.load(slots + i + window, mask=in_launch, other=-1)
-    later_position = tl.load(positions + i + window, mask=in_launch, other=-1)
+    in_launch = i + C.PAGE < n
+    later_slot = tl.load(slots + i + C.PAGE, mask=in_launch, other=-1)
+    later_position = tl.load(positions + i + C.PAGE, mask=in_launch, other=-1)
     live = (slot >= 0) & (slot < rows) & (slot != dummy) & (position >= 0)
-    live = live & ((later_slot != slot) | (later_position - window != position))
+    live = live & ((later_slot != slot) | (later_position - C.PAGE != position))
     is_newest = live.to(tl.int32)  # of its request, in this launch
     is_kept = is_newest
     if SCAN:
@@ -305,7 +307,7 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
             is_newer = (ahead > 0) | ((ahead == 0) & (other[None, :] > i[:, None]))
             is_newer = ((other_slot == slot[:, None]) & is_newer).to(tl.int32)
             is_newest = tl.minimum(is_newest, 1 - tl.max(is_newer, axis=1))
-            is_kept = tl.minimum(is_kept, 1 - tl.max(tl.where(ahead % window == 0, is_newer, 0), axis=1))
+            is_kept = tl.minimum(is_kept, 1 - tl.max(tl.where(ahead % C.PAGE == 0, is_newer, 0), axis=1))
             first += SCAN
         live = is_kept > 0
     elif HAS_HEAD:
@@ -313,11 +315,11 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
         is_newest = (live & (next_slot != slot)).to(tl.int32)
     # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
     row = tl.where(live, slot, dummy).to(tl.int64)
-    ring = tl.where(live, position % window, 0).to(tl.int64)
+    ring = tl.where(live, position % C.PAGE, 0).to(tl.int64)
     bits, kept = tl.where(live[:, None], bits, 0), tl.where(live[:, None], kept, 0)
-    scales = inv_scale.to(tl.pointer_type(tl.int32)) + (row * inv_row + ring * inv_ring)
-    _write(bits, fp8 + (row * fp8_row + ring * fp8_ring), scales, tl.zeros_like(i), exists, C)
-    _write_kept(kept, rope.to(tl.pointer_type(tl.int16)) + (row * rope_row + ring * rope_ring), exists, C)
+    scales = _scales_at(inv_scale.to(tl.pointer_type(tl.int32)), row, ring, 0, 0, C)
+    _write(bits, _codes_at(fp8, row, ring, 0, 0, C), scales, tl.zeros_like(i), exists, C)
+    _write_kept(kept, _kept_at(rope.to(tl.pointer_type(tl.int16)), row, ring, 0, 0, C), exists, C)
     tl.store(pos + (row * pos_row + ring * pos_ring), tl.where(live, position, -1), mask=exists)
     if HAS_HEAD:
         tl.store(head + row * head_row, position + 1, mask=is_newest > 0)

@@ -40,7 +40,7 @@ def append_scaled(rows: Tensor, slots: Tensor, field: Tensor, encoding: Encoding
     """Write row i of ``rows`` into row ``slots[i]`` of ``field``, in place.
 
     ``rows``   floating point ``[n, heads, dim]``; may be strided
-    ``slots``  int32 or int64 ``[n]``: page * N + row; no slot twice; negative ones count from the end
+    ``slots``  int32 or int64 ``[n]``, contiguous: page * N + row; no slot twice; negative ones count from the end
     ``field``  ``[pages, N, heads, dim]`` of the float8 dtype of ``encoding``; may be strided, as any page layout has it
 
     The bytes do not depend on the device, the loop or the kernel. With Triton, bfloat16 rows are one launch, which allocates
@@ -52,7 +52,7 @@ def append_scaled(rows: Tensor, slots: Tensor, field: Tensor, encoding: Encoding
     >>> field[1, 2].float().tolist()
     [[0.5, 448.0]]
     """
-    if rows.dtype == torch.bfloat16 and _launches(rows, field):
+    if rows.dtype == torch.bfloat16 and _launches(rows, slots, field):
         return launch("append", rows, slots, field, encoding)
     if rows.dtype == torch.bfloat16 and (places := _places(rows, field, encoding)):
         assert encoding.scale is not None
@@ -71,7 +71,7 @@ def gather_scaled(field: Tensor, slots: Tensor, out: Tensor, encoding: Encoding)
     ``out``'s dtype. O(elements).
     """
     half = out.dtype == torch.bfloat16
-    if (half or out.dtype == torch.float32) and _launches(out, field):
+    if (half or out.dtype == torch.float32) and _launches(out, slots, field):
         return launch("gather half" if half else "gather", out, slots, field, encoding)
     if (half or out.dtype == torch.float32) and (places := _places(out, field, encoding)):
         assert encoding.scale is not None
@@ -83,9 +83,9 @@ def gather_scaled(field: Tensor, slots: Tensor, out: Tensor, encoding: Encoding)
     out.copy_(_gathered(field, slots, encoding, out.dtype))
 
 
-def _launches(numbers: Tensor, field: Tensor) -> bool:
-    """Return whether there are rows for a kernel: it takes heads whose elements are contiguous."""
-    if not len(numbers) or backend(field.device.type) != "triton":
+def _launches(numbers: Tensor, slots: Tensor, field: Tensor) -> bool:
+    """Return whether there are rows for a kernel: it takes heads whose elements are contiguous, all on one device."""
+    if not len(numbers) or not numbers.device == slots.device == field.device or backend(field.device.type) != "triton":
         return False
     return numbers.ndim == 3 and numbers.stride(2) == field.stride(3) == 1 and numbers.shape[1:] == field.shape[2:]
 
@@ -121,8 +121,8 @@ def warm_up_scaled(field: Tensor, encoding: Encoding, how: str) -> None:
     """Compile the kernels of ``how`` that rows of any number need, with either dtype of slots. Writes nothing."""
     dtype = torch.float32 if how == "gather" else torch.bfloat16
     rows = torch.zeros(1, *field.shape[2:], dtype=dtype, device=field.device)
-    if _launches(rows, field):
-        for slots, is_large in warm_ups(len(field) * field.shape[1], field.device):
+    for slots, is_large in warm_ups(len(field) * field.shape[1], field.device):
+        if _launches(rows, slots, field):
             launch(how, rows, slots, field, encoding, is_large)
 
 

@@ -97,8 +97,8 @@ class Pool:
             self.write_slots(name, slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)]), values)
 
     def write_slots(self, name: str, slots: Tensor, values: Tensor) -> None:
-        """``write`` to rows counted through all records, as ``slot_mapping`` has them: int32 or int64, and ``values``
-        ``[*slots.shape, *shape]``. One launch on a GPU, if the rows are encoded."""
+        """``write`` to rows counted through all records, as ``slot_mapping`` has them: contiguous int32 or int64, and
+        ``values`` ``[*slots.shape, *shape]``. One launch on a GPU, if the rows are encoded."""
         rows, values = self.rows[name], values.detach()
         if rows.encoding == RAW:
             field = self.fields[name]
@@ -106,11 +106,11 @@ class Pool:
             field[page, slots % field.shape[1]] = values.to(field.dtype)
         elif rows.encoding.scale is not None:
             (field,) = self.parts(name)
-            append_scaled(values.reshape(slots.numel(), *rows.shape), slots.reshape(-1), field, rows.encoding)
+            append_scaled(values.reshape(slots.numel(), *rows.shape), slots.flatten(), field, rows.encoding)
         else:
             flat = values.reshape(slots.numel(), math.prod(rows.shape))
             flat = flat.to(torch.bfloat16) if rows.encoding.is_packed else flat
-            append_parts(flat, slots.reshape(-1), self.encoded(name))
+            append_parts(flat, slots.flatten(), self.encoded(name))
 
     def read(self, name: str, index: Index) -> Tensor:
         """Return rows ``index``, decoded to the dtype of the rows: ``[*index, *shape]``, owned by the caller."""
