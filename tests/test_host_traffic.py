@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
 
+from kvpagoda import Limits
+from kvpagoda.errors import BadInput
 from kvpagoda.memory import host_copy
 from kvpagoda.memory.page_locks import PageLocks
 from kvpagoda.tiers import disk_tier, host_tier
@@ -184,3 +186,11 @@ def test_on_a_cpu_a_block_is_copied_once_on_its_way_to_host_memory_and_once_back
     num_moved = stats.tiers[0].stored - before.tiers[0].stored + stats.tiers[0].loaded - before.tiers[0].loaded
     assert num_moved >= 9 and copied[0] == num_moved * nbytes
     cache.close()
+
+
+@pytest.mark.parametrize("nbytes, wrong", [(-1, "at least 0"), ("much", "cannot read 'much'"), (1.5, "whole number")])
+def test_a_limit_of_page_locked_memory_is_one_of_bytes(nbytes: Any, wrong: str) -> None:
+    with pytest.raises(BadInput, match=wrong):
+        Limits(page_locked=nbytes)
+    assert Limits(page_locked="2MiB").page_locked == 2 << 20 and Limits().page_locked is None
+    assert cache_of("full", page_locked="1MiB").stats().page_locked_nbytes == 0, "a CPU locks nothing"

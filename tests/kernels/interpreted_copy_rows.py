@@ -55,7 +55,7 @@ def test_regions_name_lists_of_pairs_and_skip_what_is_minus_one():
     rows[:, 0] += src.data_ptr()
     rows[:, 1] += dst.data_ptr()
     pairs = torch.tensor([[[1, 0], [2, 1]], [[3, 4], [-1, -1]]])
-    copy_regions(*Regions.of(rows.numpy(), pairs.numpy(), torch.device("cpu")))
+    copy_regions(*Regions.of(rows.numpy(), pairs.numpy(), torch.from_numpy))
     expected = torch.zeros_like(dst)
     expected[0, :32], expected[1, :32], expected[4, :32] = src[1, :32], src[2, :32], src[3, 32:]
     assert torch.equal(dst, expected)

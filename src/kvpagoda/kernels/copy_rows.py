@@ -10,7 +10,8 @@ hundred KiB at a time, because a slice copy has an overhead of about a microseco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from kvpagoda.errors import BadInput
 from kvpagoda.kernels.dispatch import backend, jit, tl
 
 Tensor = torch.Tensor
+ToDevice = Callable[[NDArray[np.int64]], Tensor]
+"""Returns a copy of an array on a device, for kernels of the current stream. The host may change the array then."""
 
 RUN_NBYTES = 16 << 10
 """Mean bytes of a run from which slices are faster on a CPU (measured: 8 to 16 KiB on an AMD EPYC)."""
@@ -59,11 +62,14 @@ def copy_rows(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     copy_tables([(src, dst)], pairs)
 
 
-def copy_tables(tables: Sequence[tuple[Tensor, Tensor]], pairs: Tensor, programs: int = 0) -> None:
+def copy_tables(
+    tables: Sequence[tuple[Tensor, Tensor]], pairs: Tensor, programs: int = 0, to_device: ToDevice | None = None
+) -> None:
     """Do what ``copy_rows(src, dst, pairs)`` does for every (src, dst) of ``tables``: on a GPU in one launch, or none.
 
     All sources are on one device, and so are all destinations. ``programs``: how many programs do the work on a GPU (0: as
-    many as there are pieces of it; ``FEW`` leave most of the device to others). Raises BadInput like ``copy_rows``.
+    many as there are pieces of it; ``FEW`` leave most of the device to others). ``to_device``: sends where the rows lie to the
+    device; default: from pageable memory, for which the host waits. Raises BadInput like ``copy_rows``.
     """
     for src, dst in tables:
         _check(src, dst, pairs)
@@ -78,7 +84,7 @@ def copy_tables(tables: Sequence[tuple[Tensor, Tensor]], pairs: Tensor, programs
     device = next((one.device for one in tables[0] if one.device.type != "cpu"), pairs.device)
     there = pairs.device.type != "cpu"
     given = np.empty((0, 2), np.int64) if there else pairs.numpy()
-    regions, placed = Regions.of(np.array(rows, np.int64), given, device)
+    regions, placed = Regions.of(np.array(rows, np.int64), given, to_device or partial(on_device, device=device))
     copy_regions(regions, pairs.contiguous() if there else placed, programs)
 
 
@@ -178,8 +184,9 @@ class Regions(NamedTuple):
     chunk: int
 
     @classmethod
-    def of(cls, rows: NDArray[np.int64], pairs: NDArray[np.int64], device: torch.device) -> tuple[Regions, Tensor]:
-        """Return int64 ``rows`` ``[n, 6]``, of any sizes, as regions on ``device``, and ``pairs`` there, in one upload."""
+    def of(cls, rows: NDArray[np.int64], pairs: NDArray[np.int64], to_device: ToDevice) -> tuple[Regions, Tensor]:
+        """Return int64 ``rows`` ``[n, 6]``, of any sizes, as regions on a device, and ``pairs`` there, in one call of
+        ``to_device``."""
         width = int(np.gcd.reduce(np.append(rows[:, :5].ravel(), 16)))
         width = width & -width
         size = min(8, width)
@@ -190,13 +197,14 @@ class Regions(NamedTuple):
         at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk
         pieces[:, :2] += at[:, None]
         pieces[:, 4] = np.minimum(pieces[:, 4] - at, chunk)
-        placed = on_device(np.concatenate((pieces.ravel(), pairs.ravel())), device)
+        placed = to_device(np.concatenate((pieces.ravel(), pairs.ravel())))
         return cls(placed[: pieces.size].view(-1, 6), width, chunk), placed[pieces.size :].view(pairs.shape)
 
 
 def on_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return a small index array on ``device``, for kernels of the current stream; the host may change ``array`` then."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    """Return a copy of ``array`` on ``device``, for kernels of the current stream. Waits for that stream: a copy from pageable
+    memory does. Where that costs something, send arrays through ``memory.staging``."""
+    return torch.from_numpy(array).to(device)
 
 
 def copy_regions(regions: Regions, pairs: Tensor, programs: int = 0) -> None:

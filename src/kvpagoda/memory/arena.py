@@ -218,7 +218,12 @@ class Arena:
         is_long = self.device.type == "cpu" and self.layout.nbytes >= LONG_ROW
         are_apart = is_long and not torch.isin(source, target).any()
         if self.device.type == "cuda" and isinstance(sources, np.ndarray) and not np.isin(sources, targets).any():
-            copy_tables([(rows, rows) for _, rows in self.regions()], torch.stack((source, target), 1))
+            copy_tables(
+                [(rows, rows) for _, rows in self.regions()],
+                torch.stack((source, target), 1),
+                0,
+                self.staging.to_device,
+            )
             return
         for _, rows in self.regions():
             if are_apart and rows.shape[1] >= LONG_ROW:

@@ -120,7 +120,9 @@ class DeviceMemory(NoMemory):
         is_cuda = self.device.type == "cuda"
         self.locks = PageLocks(CudaPages(self.device), most) if is_cuda else None
         self.locks_pages = is_cuda
-        self.host = HostCopies(self.device, self.locks, CudaStreams(self.device) if is_cuda else None)
+        self.host = HostCopies(
+            self.device, self.locks, CudaStreams(self.device) if is_cuda else None, self.arrays.staging
+        )
         self._pools: dict[int, tuple[Pool | None, Pool | None]] = {}
         self.page_offset = max((buffer.data_ptr() % PAGE for buffer in self._buffers), default=0)
         self._poisons = poison

@@ -29,11 +29,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpagoda.kernels.copy_rows import FEW, Regions, copy_gathered, copy_regions, copy_rows, on_device
+from kvpagoda.kernels.copy_rows import FEW, Regions, copy_gathered, copy_regions, copy_rows
 from kvpagoda.kernels.dispatch import backend
 from kvpagoda.memory.arena import Arena, Region, Tensor
 from kvpagoda.memory.page_locks import PageLocks
 from kvpagoda.memory.pages import Bytes
+from kvpagoda.memory.staging import Staging
 from kvpagoda.units import table_rows
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -170,10 +171,14 @@ class HostCopies:
     call returns; on a GPU they are done in the order of the calls, whatever stream is current, and no call waits.
 
     ``locks``: what is page-locked of host memory; a kernel of our own reads and writes it there. The rest is copied through
-    the processor, and waited for. Used by one thread at a time; ``then`` by any."""
+    the processor, and waited for. ``staging``: the way of ids to the device. Used by one thread at a time; ``then`` by any."""
 
-    def __init__(self, device: torch.device, locks: PageLocks | None = None, streams: Streams | None = None) -> None:
+    def __init__(
+        self, device: torch.device, locks: PageLocks | None = None, streams: Streams | None = None,
+        staging: Staging | None = None,
+    ) -> None:  # fmt: skip
         self._device, self._locks, self._streams = device, locks, streams
+        self._to_device = (staging or Staging(device)).to_device
         self._last: Event | None = None  # after the latest copy
         self._staged: deque[tuple[Event, int]] = deque()  # bytes that wait on the device
         self._regions: WeakKeyDictionary[Arena, dict[Any, tuple[Regions, Event]]] = WeakKeyDictionary()
@@ -372,12 +377,14 @@ class HostCopies:
         streams = self._streams
         assert streams is not None
         if (entry := known.get(key)) is None:
-            regions, placed = Regions.of(_spans(places(), width, table, len(pairs), is_out=is_out), pairs, self._device)
+            regions, placed = Regions.of(
+                _spans(places(), width, table, len(pairs), is_out=is_out), pairs, self._to_device
+            )
             if len(known) >= _MOST_REGIONS:
                 known.clear()
             known[key] = regions, streams.event(streams.current())
         else:
-            regions, placed = entry[0], on_device(pairs, self._device)
+            regions, placed = entry[0], self._to_device(pairs)
             if not entry[1].query():
                 streams.wait(streams.current(), entry[1])  # another stream may have uploaded them
         copy_regions(regions, placed, programs)

@@ -16,6 +16,7 @@ from kvpagoda.errors import LayoutError
 from kvpagoda.kernels.copy_rows import FEW, Regions, copy_gathered, copy_regions, copy_rows
 from kvpagoda.kernels.dispatch import backend
 from kvpagoda.memory.page_locks import PageLocks
+from kvpagoda.memory.staging import Staging
 
 Tensor = torch.Tensor
 Ids = npt.NDArray[np.int64]
@@ -50,6 +51,7 @@ class BlockRows:
     def __init__(self, layers: dict[str, Tensor], locks: PageLocks | None = None) -> None:
         self.layers, self.nbytes = {}, 0  # type: dict[str, tuple[Tensor, slice]], int
         self._locks = locks
+        self._staging = Staging(next((rows.device for rows in layers.values()), torch.device("cpu")))
         known = set[tuple[int, int]]()
         for name, rows in layers.items():
             place = rows.data_ptr(), rows.shape[1]
@@ -102,5 +104,4 @@ class BlockRows:
                 source, target = (device, host) if is_out else (host, device)
                 regions.append((source[0], target[0], source[1], target[1], memory.shape[1], place))
         device_pairs = np.ascontiguousarray(pairs if is_out else pairs[..., ::-1])
-        on = self.layers[names[0]][0].device
-        copy_regions(*Regions.of(np.array(regions, np.int64), device_pairs, on), FEW)
+        copy_regions(*Regions.of(np.array(regions, np.int64), device_pairs, self._staging.to_device), FEW)
