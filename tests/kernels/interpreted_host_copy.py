@@ -72,3 +72,23 @@ def test_layers_one_by_one(order, monkeypatch):
         before.append(records_of(target, range(20)))
     assert torch.equal(before[-1][[8, 9, 2]], records_of(source, [3, 1, 4]))
     assert all((a != b).any() for a, b in pairwise(before)), "each layer brings bytes of its own"
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+def test_what_is_compiled_ahead_is_what_copies_launch_and_moves_nothing(order, monkeypatch):
+    """Of each launch all that Triton compiles for: the width and the number of the words."""
+    shapes, launch = [], host_copy.copy_regions
+    monkeypatch.setattr(host_copy, "copy_regions", lambda *given: shapes.append(given[0][1:]) or launch(*given))
+    one = arena(order, False, 1)
+    table, locks = pages(20 * LAYOUT.nbytes).reshape(20, -1), PageLocks(FakePages(), 1 << 60)
+    locks.watch(table)
+    locks.settle()
+    copies, before = HostCopies(torch.device("cpu"), locks, FakeStreams(is_late=False)), records_of(one, range(20))
+    monkeypatch.setenv(VARIABLE, "triton")
+    copies.warm_up(one)
+    assert torch.equal(records_of(one, range(20)), before)
+    ahead = {*shapes}
+    copies.out(one, np.array([3, 1]), table, [7, 2])
+    copies.into(one, np.array([8, 9]), table, [7, 2])
+    copies.into(one, np.array([8, 9]), table, [7, 2], 1)
+    assert {*shapes} == ahead and len(ahead) > 1

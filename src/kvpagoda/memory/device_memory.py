@@ -55,6 +55,9 @@ class DeviceArrays(HostArrays):
     def warm_up(self, block_size: int) -> None:
         """Compile the kernels that steps with blocks of ``block_size`` launch, by calls with nothing to do."""
         if not self.is_host:
+            writes = Writes()
+            writes.put("", torch.zeros(2, dtype=torch.int32, device=self.device), np.zeros(1, np.int32))
+            self.send(writes)
             ends = torch.zeros(2, dtype=torch.int32, device=self.device)
             for columns in (32, 33):  # Triton tells apart the strides that 16 divides
                 table = torch.zeros(1, columns, dtype=torch.int32, device=self.device)
@@ -163,6 +166,9 @@ class DeviceMemory(NoMemory):
     def warm_up(self) -> None:
         """As ``NoMemory`` says: each kernel once for all that Triton tells apart, with nothing to do. On a CPU no kernels."""
         self.arrays.warm_up(self._plan.kernel_page)
+        for arena in self.arenas:
+            arena.warm_up()
+            self.host.warm_up(arena)
         pools = [pool for layer in self._plan.layers for pool in self.pools(layer) if pool is not None]
         if self._plan.checkpoint_format is not None:
             pools += [pool for of_group in self._state_pools() for pool in of_group.values()]

@@ -232,6 +232,16 @@ class HostCopies:
                 self._through_processor(arena, part, table, part_rows, is_out=False, layer=layer)
         self._last = streams.event(current)
 
+    def warm_up(self, arena: Arena) -> None:
+        """Compile what copies of ``arena`` to and from tables of its records launch on a GPU, by calls that move nothing."""
+        width, nowhere = arena.layout.nbytes, np.array([-1])
+        if self._streams is None or not width or backend(self._device.type) != "triton":
+            return
+        stage = torch.empty((1, width), dtype=torch.uint8, device=self._device)
+        for layer in (None, *dict.fromkeys(page.layer for page in arena.layout.pages)):
+            self._move(arena, nowhere, stage, nowhere, is_out=layer is None, layer=layer)
+        self._drain(stage, stage, nowhere, nowhere)
+
     def then(self, call: Callable[[], None]) -> None:
         """Call ``call`` once when the copies that were started are over: now, if they are; else in a thread, in the order of
         these calls. What it raises there is logged."""
@@ -346,25 +356,26 @@ class HostCopies:
         self.num_pageable += 1
 
     def _move(
-        self, arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int], *, is_out: bool,
+        self, arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int] | Ids, *, is_out: bool,
         layer: int | None = None, programs: int = 0,
     ) -> None:  # fmt: skip
         """Copy rows ``ids`` of ``arena`` to or from ``table``, which the device reaches: one launch on the current stream."""
         width, streams = arena.layout.nbytes, self._streams
         if backend(self._device.type) != "triton" or streams is None:  # a CPU, in tests of the order
-            _copy(arena.regions(layer), width, ids, table, rows, is_out=is_out, copy=copy_rows)
+            _copy(arena.regions(layer), width, ids, table, [*rows], is_out=is_out, copy=copy_rows)
             return
         pairs = pairs_of(width, table.shape[1], np.asarray(ids, np.int64), np.asarray(rows, np.int64), is_out=is_out)
         known, key = self._regions.setdefault(arena, {}), (layer, _layout(table), len(pairs), is_out)
         self._launch(known, key, lambda: _places(arena, layer), width, table, pairs, is_out, programs)
 
-    def _drain(self, stage: Tensor, table: Tensor, rows: Sequence[int]) -> None:
-        """Copy the records of ``stage``, uint8 ``[n, nbytes]``, to ``rows`` of ``table``, by few programs."""
+    def _drain(self, stage: Tensor, table: Tensor, rows: Sequence[int] | Ids, records: Ids | None = None) -> None:
+        """Copy the ``records`` (None: all) of ``stage``, uint8 ``[n, nbytes]``, to ``rows`` of ``table``, by few programs."""
         (n, width), index = stage.shape, np.asarray(rows, np.int64)
+        records = np.arange(n) if records is None else records
         if backend(self._device.type) != "triton":
-            _copy([(slice(0, width), stage)], width, np.arange(n), table, rows, is_out=True, copy=copy_rows)
+            _copy([(slice(0, width), stage)], width, records, table, index.tolist(), is_out=True, copy=copy_rows)
             return
-        pairs = pairs_of(width, table.shape[1], np.arange(n), index, is_out=True)
+        pairs = pairs_of(width, table.shape[1], records, index, is_out=True)
         place, key = (0, width, stage.data_ptr(), width), (stage.data_ptr(), width, _layout(table), len(pairs))
         self._launch(self._drains, key, lambda: np.array([place], np.int64), width, table, pairs, True, FEW)
 
