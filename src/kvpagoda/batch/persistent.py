@@ -265,7 +265,6 @@ class PersistentBatch:
         does it again, which changes nothing where it was done."""
         rows = self._rows
         due = [request for request in self._due[::-1] if request.rows is rows]
-        rows.flush(*due)
         if due:
             self._lifecycle.settler.settle(*due)
         self._due.clear()

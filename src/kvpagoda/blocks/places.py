@@ -36,8 +36,8 @@ class FixedPlaces:
     """The places of blocks that never move: name and place are the same number."""
 
     def names_at(self, places: BlockPlaces) -> BlockNames:
-        """Return the names of the blocks at ``places``: intp ``[n]``, a copy. numpy indexes by int32 ten times slower."""
-        return BlockNames(places.astype(np.intp))
+        """Return the names of the blocks at ``places``: ``[n]``, a copy."""
+        return BlockNames(places.copy())
 
     def places_of(self, names: BlockNames) -> BlockPlaces:
         """Return the places of the blocks ``names``: int32 ``[n]``."""

@@ -245,7 +245,7 @@ class PrefixCache:
         counts: list[list[int]] = []
         for group, window in self.windows:
             names, each = group.names_in(slots, ends if window in kept_back else None, ends)
-            own.append(names)
+            own.append(BlockNames(names.astype(np.intp, copy=False)))
             counts.append(each)
         num_done, found = self.index.publish(added, texts, own, counts)
         slots, duplicates = slots[:num_done], []

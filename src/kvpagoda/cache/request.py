@@ -246,15 +246,13 @@ class DecodeRows:
         """Return the most tokens of ``request`` that a step reached."""
         return int(self.written[self.row_of[request]])
 
-    def flush(self, *requests: Request) -> None:
-        """Append to each of ``requests`` the committed tokens that only this batch has. Idempotent."""
-        row_of, known, lengths, newest = self.row_of, self.known.data, self.lengths.data, self.newest
-        for request in requests:
-            row = row_of[request]
-            first, length = known[row], lengths[row]
-            if request.own_length < length:
-                request.append(newest[row, request.own_length - first : length - first])
-            known[row] = length
+    def flush(self, request: Request) -> None:
+        """Append to ``request`` the committed tokens that only this batch has. Idempotent."""
+        row = self.row_of[request]
+        known, length = int(self.known[row]), int(self.lengths[row])
+        if request.own_length < length:
+            request.append(self.newest[row, request.own_length - known : length - known])
+        self.known[row] = length
 
     def detach(self, request: Request) -> None:
         """Flush ``request`` and let it continue outside of the batch; its row is read again before the next use."""

@@ -122,6 +122,9 @@ class Settler:
         at, end, is_plain = 0, len(waiting), self._is_plain
         while at < end:
             some, count = self._together(waiting, at) if is_plain else waiting[at : at + 1], 1
+            for request in some:
+                if request.rows is not None:
+                    request.rows.flush(request)
             try:
                 if self._round_every:
                     self._round(some[0])
@@ -164,9 +167,6 @@ class Settler:
         """Settle the requests that wait for it, all ``but`` one. Callers that read the prefix tree or lack blocks call
         this first."""
         waiting = [request for request in self._core.waiting if request is not but]
-        for request in waiting:
-            if request.rows is not None:
-                request.rows.flush(request)
         if waiting:
             self.settle(*waiting)
 
