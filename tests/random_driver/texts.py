@@ -101,6 +101,7 @@ class Request:
 
     def write(self, tokens: Tokens) -> None:
         """Record that ``tokens`` follow the committed ones and that their rows are written."""
+        self.forget_behind(self.length)  # what was written there before is written again
         end = self.length + len(tokens)
         rest = self.tokens[end : self.prompt_length]
         self.tokens = np.concatenate((self.text, tokens, rest)).astype(np.int32)
