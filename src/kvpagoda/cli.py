@@ -433,8 +433,8 @@ def bench_gpu(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this library on the GPU of this machine, in about a minute: decode steps, appends and gathers of every format,
-    copies of blocks, a host tier, suspend and resume.
+    """Measure this library on the GPU of this machine, in about a minute (the first time kernels are compiled, too): decode
+    steps, appends and gathers of every format, copies of blocks, a host tier, suspend and resume.
 
     Figures are shares of what the card itself does in the same run, or times of the host; each stands beside its bound.
 

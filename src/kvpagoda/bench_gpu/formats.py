@@ -182,7 +182,7 @@ def share(card: Card, sizes: Sizes, call: Call, nbytes: int) -> float:
 def measure_blocks(card: Card, sizes: Sizes, nbytes: int) -> Figures:
     """Copy blocks of ``nbytes`` from one table to another, in random order, with ids on the device; and one and 64 of them
     with ids of the host, as the cache has them."""
-    count = max(2, sizes.moved // (2 * nbytes))
+    count = max(2, sizes.moved // nbytes)
     words = torch.randint(-(2**62), 2**62, (count, nbytes // 8), device=card.device)
     source, target = words.view(torch.uint8), torch.zeros(count, nbytes, dtype=torch.uint8, device=card.device)
     ids = torch.randperm(count, device=card.device)

@@ -67,11 +67,13 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. ``moved``: bytes that an append, a gather or a copy reads and writes, at most. ``text``: bytes of
-    a request that goes to a tier and back. ``requests``: rows of a step; ``contexts``: their tokens; ``steps``: how many are
-    timed. ``rounds``: a figure is the median of so many. ``few``: rows of a small append."""
+    """How much is measured.
 
-    moved: int = 512 << 20
+    ``moved``: bytes that an append or a gather reads and writes, at most; a copy of blocks twice that. ``text``: bytes of a
+    request that goes to a tier and back. ``requests``: rows of a step; ``contexts``: their tokens; ``steps``: how many are
+    timed. ``rounds``: a figure is the median of so many. ``few``: rows of a small append; ``replays``: of its graph."""
+
+    moved: int = 1 << 30
     text: int = 1 << 30
     requests: int = 256
     contexts: tuple[int, ...] = (1024, 8192)
@@ -81,8 +83,8 @@ class Sizes:
     replays: int = 50
 
     def within(self, free_nbytes: int) -> Sizes:
-        """Return these sizes, with fewer bytes if ``free_nbytes`` of memory do not hold four times as many."""
-        most = max(1 << 20, free_nbytes // 4)
+        """Return these sizes, with fewer bytes if ``free_nbytes`` of memory do not hold eight times as many."""
+        most = max(1 << 20, free_nbytes // 8)
         return replace(self, moved=min(self.moved, most), text=min(self.text, most))
 
 

@@ -47,7 +47,7 @@ def schemas() -> dict[str, Schema]:
 
 def cases(card: Card, sizes: Sizes) -> Iterator[Case]:
     """Yield a case for each context and kind of model."""
-    begins: dict[int, float] = {}
+    begins: dict[int, tuple[float, float]] = {}
     for context in sizes.contexts:
         for name, schema in schemas().items():
             measure = partial(measure_steps, card, sizes, name, schema, context, begins)
@@ -55,11 +55,12 @@ def cases(card: Card, sizes: Sizes) -> Iterator[Case]:
 
 
 def measure_steps(
-    card: Card, sizes: Sizes, name: str, schema: Schema, context: int, begins: dict[int, float]
+    card: Card, sizes: Sizes, name: str, schema: Schema, context: int, begins: dict[int, tuple[float, float]]
 ) -> tuple[dict[str, float], dict[str, Bound]]:
     """Time steps of requests that have all the same length, so that all begin a block in the same step.
 
-    ``begins``: context -> time of such a step with full attention, written here for the models after it."""
+    ``begins``: context -> times of such a step with full attention, without a device and with one, written here for the
+    models after it."""
     with closing(Steps(schema, "none", sizes, context)) as steps:
         none, none_begins = steps.timed(card.held_seconds)
     with closing(Steps(schema, card.device, sizes, context)) as steps:
@@ -77,9 +78,10 @@ def measure_steps(
         "behind_us": at_most(TIMES_BEHIND * idle, f"{TIMES_BEHIND:g} x idle"),
     }
     if name == FULL:
-        begins[context] = idle_begins
+        begins[context] = none_begins, idle_begins
     elif name == GEMMA and context in begins:
-        bounds["begins_us"] = at_most(TIMES_FULL * begins[context], f"{TIMES_FULL} x full")
+        for figure, full in zip(("none_begins_us", "begins_us"), begins[context]):
+            bounds[figure] = at_most(TIMES_FULL * full, f"{TIMES_FULL} x full")
     return figures, bounds
 
 
