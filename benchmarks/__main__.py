@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(
         prog="kvpagoda bench",
         description="Measure the host path, and compare it with other engines where they are installed; "
-        "see benchmarks/peers.",
+        "see benchmarks/peers. 'kvpagoda bench gpu' measures a GPU, and has options of its own.",
     )
     parser.add_argument(
         "names", nargs="*", help=f"questions, of {', '.join(NAMES)}; or 'all' (default: all of them with --quick)"

@@ -109,7 +109,9 @@ def test_an_installed_package_says_where_the_benchmarks_are(
         done.returncode == 2 and "the benchmarks are in the repository" in done.stderr and done.stderr.count("\n") == 1
     )
     done = here("bench", "--help")
-    assert done.returncode == 0 and "Measure the host path" in done.stdout
+    assert done.returncode == 0 and "Measure the host path" in done.stdout and "bench gpu" in done.stdout
+    done = here("bench", "gpu", "--help")  # needs no checkout
+    assert done.returncode == 0 and "--save" in done.stdout and "--peers" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_every_description_belongs_to_a_command() -> None:
         "replay_lines",
         "replay_traces",
         "top_sources",
+        "bench_gpu",  # tests/test_bench_gpu.py: it needs a GPU, or what stands for one
     }
 
 

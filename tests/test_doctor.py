@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,12 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("xxhash")
 
+import kvpagoda
+from fake_cuda import NAME, FakeTorch
 from kvpagoda import doctor
+from kvpagoda.bench_gpu import card, measure
+from kvpagoda.bench_gpu.card import Card
+from kvpagoda.bench_gpu.rows import Sizes
 from kvpagoda.doctor import EXTRAS, Finding, examine
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.device_memory import DeviceMemory
@@ -44,7 +51,7 @@ def no_imports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
 
 def test_everything_here_works(tmp_path: Path) -> None:
     told = found("host:64MiB", f"disk:{tmp_path}:1GiB", f"disk:{tmp_path}/not/there:1GiB")
-    assert {"python", "kvpagoda", "cache on cpu", "host:64MiB", *EXTRAS} <= told.keys()
+    assert {"python", "kvpagoda", "package", "cache on cpu", "host:64MiB", *EXTRAS} <= told.keys()
     assert not [finding for finding in told.values() if finding.state == "broken"]
     assert all(finding.detail for finding in told.values())
     assert not list(tmp_path.iterdir()), "what was tried in a folder is gone"
@@ -76,6 +83,56 @@ def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     told = found()["gpu"]
     assert told.state == "absent" and doctor.torch.__version__ in told.detail and "on the CPU" in told.detail
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the doctor find one GPU, which is the CPU, and measure tiny sizes."""
+    made, tried = Card.__init__, doctor._serve
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(card, "torch", FakeTorch())
+    monkeypatch.setattr(card, "MATRIX", 8)
+    monkeypatch.setattr(card, "driver_version", lambda: "570.86.15")
+    monkeypatch.setattr(Card, "__init__", lambda self, device: made(self, doctor.torch.device("cpu")))
+    monkeypatch.setattr(doctor, "_serve", lambda device: tried(doctor.torch.device("cpu")))
+    tiny = Sizes(moved=1 << 16, requests=2, contexts=(20,), steps=2, rounds=1, few=8, replays=2)
+    monkeypatch.setattr(measure, "SHORT", tiny)
+    monkeypatch.setenv("KVPAGODA_KERNELS", "reference")
+
+
+def test_a_gpu_is_named_and_measured(one_gpu: None, no_imports: dict[str, Exception]) -> None:
+    told = found()
+    assert "gpu" not in told and told["cache on cuda:0"].state == told["gpu cuda:0"].state == "ok"
+    assert told["gpu cuda:0"].detail.startswith(f"{NAME}, 80.0 GiB, driver 570.86.15: copies ")
+    assert "a step of 2 requests holds the host" in told["gpu cuda:0"].detail
+
+
+def test_a_gpu_that_cannot_be_measured_is_broken(
+    one_gpu: None, no_imports: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Card) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Card, "queue", fail)
+    told = found()["gpu cuda:0"]
+    assert told.state == "broken" and "illegal memory access" in told.detail
+
+
+def test_a_library_that_is_not_installed_as_a_package_is_told(
+    no_imports: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found()["package"].state == "ok"
+
+    def none(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "distribution", none)
+    told = found()
+    assert told["package"].state == "absent" and "no metadata" in told["package"].detail
+    assert told["kvpagoda"].detail.startswith(kvpagoda.__version__), "its version does not come from the metadata"
+    bare = SimpleNamespace(version="0.0.9", entry_points=[SimpleNamespace(name="kvpagoda", group="other")])
+    monkeypatch.setattr(doctor, "distribution", lambda _: bare)
+    assert "0.0.9 has no entry point" in found()["package"].detail
 
 
 def test_a_cache_that_loses_rows_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ LEVELS = [
     "prefix", "lanes",
     "kernels", "memory", "tiers", "cache", "recording", "offload", "handover", "batch", "sleeping", "hints", "kv_cache",
     "worker", "events", "scheduling",
-    "compat", "console", "metrics", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
+    "compat", "console", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "safetensors"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},
@@ -29,7 +29,7 @@ OPTIONAL = {
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
     "formats.codec", "formats.quantise", "formats.small_floats", "formats.tensor_scale", "kernels",
-    "layouts.packed", "doctor", "hf",
+    "layouts.packed", "bench_gpu", "doctor", "hf",
     "memory.arena", "memory.backing", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.pool", "memory.staging", "memory.virtual", "adapters.mini_sglang",
     "adapters.connector.block_rows", "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",

@@ -65,10 +65,11 @@ TokensPerId = Annotated[
 SkipBad = Annotated[bool, trace_option("--skip-bad", help="leave out lines that cannot be read, and say so")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the results as JSON")]
 WIDTH = get_terminal_size().columns
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode="rich" if WIDTH >= 80 else None, context_settings={"terminal_width": WIDTH},
-)  # fmt: skip
+app_settings: dict[str, Any] = {
+    "add_completion": False, "pretty_exceptions_enable": False,
+    "rich_markup_mode": "rich" if WIDTH >= 80 else None, "context_settings": {"terminal_width": WIDTH},
+}  # fmt: skip
+app, gpu_app = typer.Typer(**app_settings), typer.Typer(**app_settings)
 """Rich's framed help cuts the names of options on a narrow terminal, so below 80 columns the help has no frame."""
 
 
@@ -135,13 +136,13 @@ def _list_presets(wanted: bool) -> None:
         raise typer.Exit
 
 
-def command(name: str | None = None, **settings: Any) -> Callable[[F], F]:
-    """As ``app.command``; the help is the docstring, with its lines joined: Rich breaks them again."""
+def command(name: str | None = None, to: typer.Typer = app, **settings: Any) -> Callable[[F], F]:
+    """As ``to.command``; the help is the docstring, with its lines joined: Rich breaks them again."""
 
     def added(function: F) -> F:
         paragraphs = (function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        return app.command(name, help=text, **settings)(function)
+        return to.command(name, help=text, **settings)(function)
 
     return added
 
@@ -408,14 +409,57 @@ def simulate_trace(
 
 @command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure the host path beside other installed engines (in a source checkout; --help there lists the options)."""
+    """Measure the host path beside other installed engines (in a source checkout; --help there lists the options), or a GPU:
+    bench gpu, which needs no checkout."""
+    if context.args[:1] == ["gpu"]:
+        raise typer.Exit(gpu_app(context.args[1:], "kvpagoda bench gpu", standalone_mode=False) or 0)
     root = Path(__file__).parents[2]
     if not (root / "benchmarks" / "__main__.py").exists():
         if "--help" not in context.args:
-            raise BadInput(f"the benchmarks are in the repository, not in the package: no {root / 'benchmarks'}")
+            raise BadInput(
+                f"the benchmarks are in the repository, not in the package: no {root / 'benchmarks'}; "
+                "'kvpagoda bench gpu' measures a GPU from here too"
+            )
         typer.echo(context.get_help())
         return
     raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root).returncode)
+
+
+@command(to=gpu_app)
+def bench_gpu(
+    save: Annotated[
+        bool,
+        typer.Option("--save", help="keep the figures in gpu_CARD.json: in benchmarks/results of a checkout, or here"),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this library on the GPU of this machine, in about a minute (the first time kernels are compiled, too): decode
+    steps, appends and gathers of every format, copies of blocks, a host tier, suspend and resume.
+
+    Figures are shares of what the card itself does in the same run, or times of the host; each stands beside its bound.
+
+    The exit code is 1 if a case failed, 2 without a GPU, and 130 after Ctrl-C, which prints what is done.
+    """
+    from kvpagoda import console
+    from kvpagoda.bench_gpu import report
+    from kvpagoda.bench_gpu.card import Card
+    from kvpagoda.bench_gpu.measure import result
+    from kvpagoda.bench_gpu.rows import Sizes
+
+    card = Card()
+    if not as_json:
+        console.say(report.title(card.facts()))
+    rows, is_partial = report.bench(card, Sizes())
+    found = result(card, rows)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        out = console.output()
+        out.print("\n" + report.text(rows, out.width), soft_wrap=True)
+    if save and not is_partial:
+        typer.echo(f"saved as {report.save(found)}", err=True)
+    if is_partial or any(row.failed for row in rows):
+        raise typer.Exit(130 if is_partial else 1)
 
 
 @command()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
@@ -18,6 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+import kvpagoda
+from kvpagoda.bench_gpu.card import Card, no_gpu
+from kvpagoda.bench_gpu.measure import short
 from kvpagoda.errors import CheckFailed
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.loading import read_json
@@ -40,7 +43,8 @@ class _Absent(Exception):
 class Finding:
     """The result of one test.
 
-    ``state``: "ok", "absent" if an extra is not installed or there is no GPU, or "broken". ``detail``: one line for
+    ``state``: "ok", "absent" if an extra is not installed, this library is not installed as a package or there is no GPU, or
+    "broken". ``detail``: one line for
     people.
     """
 
@@ -55,7 +59,7 @@ class Finding:
 
 def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
     """Test the core on every device, every optional package, and ``tiers``, one after the other; yield a finding for
-    each.
+    each. A GPU is named and measured for some seconds.
 
     ``tiers``: texts as ``tier_from_text`` reads them. A disk tier is tested with at most 64 MiB in a temporary folder,
     inside the named folder or, if that does not exist, inside its nearest existing parent; the temporary folder is
@@ -63,12 +67,15 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
     """
     specs = [(text, tier_from_text(text)) for text in tiers]
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
-    yield Finding("kvpagoda", "ok", f"{version('kvpagoda')}, torch {torch.__version__}, numpy {np.__version__}")
+    yield Finding("kvpagoda", "ok", f"{kvpagoda.__version__}, torch {torch.__version__}, numpy {np.__version__}")
+    yield _tried("package", _package)
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     for device in devices:
         yield _tried(f"cache on {device}", _serve, torch.device(device))
+        if device != "cpu":
+            yield _tried(f"gpu {device}", _measure_gpu, torch.device(device))
     if len(devices) == 1:
-        yield Finding("gpu", "absent", f"{_no_gpu()}; caches are on the CPU")
+        yield Finding("gpu", "absent", f"{no_gpu()}; caches are on the CPU")
     for name, (extra, purpose) in EXTRAS.items():
         yield (package := _tried(name, _import, name, extra, purpose))
         if name == "xxhash" and package.state == "ok":
@@ -87,13 +94,26 @@ def _tried(name: str, what: Callable[..., str], *arguments: Any) -> Finding:
         return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
 
 
-def _no_gpu() -> str:
-    """Say why torch finds no GPU."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f"torch {torch.__version__} is built without CUDA and ROCm: install the one for your GPU, if there is one"
-        )
-    return f"torch {torch.__version__} finds no device: see nvidia-smi or rocm-smi, and CUDA_VISIBLE_DEVICES"
+def _package() -> str:
+    """Say as what this library is installed. Raises _Absent if Python finds no package of it, or not its command."""
+    why = "some tests then fail; pip install it, or -e . in a checkout"
+    try:
+        found = distribution("kvpagoda")
+    except PackageNotFoundError:
+        where = Path(kvpagoda.__file__).parent
+        raise _Absent(f"imported from {where}, which is not installed as a package (no metadata): {why}") from None
+    commands = [entry.name for entry in found.entry_points if entry.group == "console_scripts"]
+    if "kvpagoda" not in commands:
+        raise _Absent(f"the package of version {found.version} has no entry point, so no command kvpagoda: {why}")
+    return f"installed as a package, version {found.version}, with the command kvpagoda"
+
+
+def _measure_gpu(device: torch.device) -> str:
+    """Name the card, and run the short form of ``kvpagoda bench gpu`` on it."""
+    card = Card(device)
+    facts = card.facts()
+    memory, driver = format_bytes(int(str(facts["card_nbytes"]))), facts["driver"] or "unknown"
+    return f"{card.name}, {memory}, driver {driver}: {short(card)} (kvpagoda bench gpu has more)"
 
 
 def _import(name: str, extra: str, purpose: str) -> str:

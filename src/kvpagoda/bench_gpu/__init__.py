@@ -1,0 +1,1 @@
+"""Measures this library on a GPU: ``kvpagoda bench gpu``, and the short form of ``kvpagoda doctor``."""
