@@ -15,6 +15,7 @@ from kvpagoda.errors import Asleep
 from kvpagoda.kernels import packed_rows, scaled_rows
 from kvpagoda.kernels.dispatch import VARIABLE
 from kvpagoda.memory.device_memory import DeviceArrays
+from kvpagoda.memory.writes import Writes
 from schema.test_layout_choice import LLAMA, V32
 
 append_swa = importlib.import_module("kvpagoda.kernels.append_swa")
@@ -117,8 +118,9 @@ def test_no_index_array_is_made_by_what_is_compiled_then(columns: int, launched:
     arrays = DeviceArrays(torch.device("cpu"))
     arrays.warm_up(16)
     assert not launched, "host and kernels use the same arrays"
-    arrays.is_host = False
+    arrays.is_host, arrays.send = False, launched.append  # type: ignore[method-assign, assignment]
     arrays.warm_up(16)
+    assert isinstance(launched.pop(0), Writes), "the way of all arrays of a step"
     warm = list(launched)
     table, row = torch.zeros(3, columns, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     arrays.flatten(table, row[:3], row[:4], 16, row)

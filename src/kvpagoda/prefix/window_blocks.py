@@ -121,7 +121,6 @@ class WindowBlocks:
         """
         if not len(names):
             return
-        names = BlockNames(names.astype(np.intp, copy=False))
         uses = self._uses[names] - 1
         are_in_use = uses[uses.argmax()] > 0
         if are_in_use and counts is not None and len(counts) > 1:  # a block with two readers may be named twice
