@@ -134,7 +134,8 @@ def test_a_block_that_two_readers_leave_in_one_call_is_cold_when_the_last_has_le
     blocks = WindowBlocks(Growth(window=8), SIZE, 10)
     blocks.publish(np.array([3, 4, 5, 6]))
     blocks.read(np.array([4, 5]))
-    blocks.leave(np.array([3, 4, 4, 5]), [2, 2])
+    for names in blocks.apart(np.array([3, 4, 4, 5]), [2, 2]):
+        blocks.leave(names)
     assert (blocks.num_cold, blocks.num_reads, blocks.num_read) == (2, 2, 2)
     assert blocks.evict_cold(2).tolist() == [3, 4]
 

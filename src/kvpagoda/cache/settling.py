@@ -425,9 +425,11 @@ class Settler:
                     firsts.append(first)
             if slots:
                 shared, counts, own = group.leaving(slots, firsts)
+                left = window.apart(shared, counts)
                 core.guard.is_torn = True
                 group.slide(slots, firsts)
-                window.leave(shared, counts)
+                for names in left:
+                    window.leave(names)
                 if len(own):
                     core.capacity.release(group, own)
                 core.guard.is_torn = False

@@ -11,6 +11,7 @@ how often the block was evicted. So blocks are evicted without access to the tre
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Many
 
 import numpy as np
 import numpy.typing as npt
@@ -114,19 +115,19 @@ class WindowBlocks:
         self.num_read += len(uses[uses & _READERS == 0])
         self._uses[names] = uses + 1
 
-    def leave(self, names: BlockNames, counts: list[int] | None = None) -> None:
-        """Remove one reader from ``names``; blocks without a reader or keeper become cold, to be evicted last.
+    @staticmethod
+    def apart(names: BlockNames, counts: Many[int]) -> list[BlockNames]:
+        """Return ``names``, of which each of several readers leaves ``counts[i]``, in parts in which no block is twice."""
+        if len(counts) > 1 and len(np.unique(names)) < len(names):  # readers of one block leave it one after another
+            return [BlockNames(part) for part in np.split(names, np.cumsum(counts)[:-1])]
+        return [names]
 
-        ``counts``: how many of them each of several readers leaves, one reader after another. They may leave the same block.
-        """
+    def leave(self, names: BlockNames) -> None:
+        """Remove one reader from ``names``; blocks without a reader or keeper become cold, to be evicted last."""
         if not len(names):
             return
         uses = self._uses[names] - 1
         are_in_use = uses[uses.argmax()] > 0
-        if are_in_use and counts is not None and len(counts) > 1:  # a block with two readers may be named twice
-            for one in np.split(names, np.cumsum(counts)[:-1]):
-                self.leave(BlockNames(one))
-            return
         self.num_reads -= len(names)
         if are_in_use:
             self.num_read -= len(uses[uses & _READERS == 0])
