@@ -17,7 +17,7 @@ import torch
 from fake_cuda import FREE, NAME, NBYTES, TICK, FakeEvent, FakeGraph, FakeTorch
 from json_schema import schema_of, violations
 from kvpagoda.bench_gpu import card as card_module
-from kvpagoda.bench_gpu import crossing, formats, measure, report, rows, steps
+from kvpagoda.bench_gpu import crossing, formats, loop, measure, report, rows, steps
 from kvpagoda.bench_gpu.card import Card, driver_version
 from kvpagoda.bench_gpu.rows import Case, Row, Sizes, at_least, at_most
 from kvpagoda.errors import BadInput, CheckFailed
@@ -55,7 +55,7 @@ def command(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_row_is_made(card: Card) -> None:
     found = [*measure.run(card, measure.all_cases(card, TINY))]
     assert not [row for row in found if row.failed]
-    assert len({(row.part, row.case) for row in found}) == len(found) == 1 + 3 + 12 + 16 + 3 + 5
+    assert len({(row.part, row.case) for row in found}) == len(found) == 1 + 3 + 1 + 12 + 16 + 3 + 5
     assert {row.part for row in found} == {*report.NOTES}
     for row in found:
         assert row.figures and all(value > 0 for value in row.figures.values()), row
@@ -137,6 +137,20 @@ def test_a_step_behind_work_is_timed_after_the_work_was_queued(card: Card, monke
     assert card.held_seconds(lambda: done.append("step")) >= 0
     assert card.held_seconds(lambda: done.append("step"), behind=True) >= 0
     assert done == ["wait", "step", "wait", "wait", "queue", "step", "wait"]
+
+
+def test_a_loop_commits_the_tokens_of_the_step_before(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ahead, a step is launched before the tokens of the one before it are read."""
+    calls: list[str] = []
+    for name in ("extend", "commit"):
+        own = getattr(steps.Steps, name)
+        monkeypatch.setattr(steps.Steps, name, lambda *given, own=own, name=name: (calls.append(name), own(*given))[1])
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda event: calls.append("read"))
+    before = len(FakeGraph.made)
+    figures, bounds = loop.measure_loop(card, TINY)
+    assert calls[-3 * TINY.steps :] == ["extend", "read", "commit"] * TINY.steps
+    assert {*figures} == {"device_us", "waits_us", "ahead_us"} and {*bounds} == {"ahead_us"}
+    assert FakeGraph.made[before].replays >= 2 * TINY.steps, "each step is a replay of one graph"
 
 
 def test_work_is_queued_for_as_long_as_it_should_take(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

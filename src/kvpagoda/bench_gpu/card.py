@@ -104,9 +104,19 @@ class Card:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / times
 
+    def event(self) -> torch.cuda.Event:
+        """Return a new event, to be recorded and waited for."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
     def replayed_seconds(self, call: Call, many: int = 20, times: int = 50) -> float:
         """Return the seconds that the device takes for one ``call`` in a graph of ``many``, replayed ``times`` in a row: a
         single replay and its events take 10 us, whatever is in it. ``call`` must be one that a graph can capture."""
+        replay = self.captured(call, many)
+        replay()
+        return self.device_seconds(replay, times) / many
+
+    def captured(self, call: Call, many: int = 1) -> Call:
+        """Return a function that replays ``many`` times ``call``, captured in one graph."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):  # what is compiled or allocated once must not be in the graph
@@ -118,8 +128,8 @@ class Card:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(many):
                 call()
-        graph.replay()
-        return self.device_seconds(graph.replay, times) / many
+        replay: Call = graph.replay
+        return replay
 
     def host_seconds(self, call: Call, times: int = 20, rounds: int = 5) -> float:
         """Return the seconds that one ``call`` holds the host on an idle device: the median of ``rounds`` means."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.bench_gpu import crossing, formats, steps
+from kvpagoda.bench_gpu import crossing, formats, loop, steps
 from kvpagoda.bench_gpu.card import Card
 from kvpagoda.bench_gpu.rows import CARD, HEADS, SHORT, STEPS, Case, Row, Sizes
 from kvpagoda.errors import CheckFailed
@@ -20,7 +20,7 @@ QUESTION = "What does this library leave of the card's speed, and what of the ho
 def all_cases(card: Card, sizes: Sizes) -> list[Case]:
     """Return every case."""
     return [
-        crossing.card_case(card, sizes), *steps.cases(card, sizes), *formats.cases(card, sizes),
+        crossing.card_case(card, sizes), *steps.cases(card, sizes), *loop.cases(card, sizes), *formats.cases(card, sizes),
         *crossing.cases(card, sizes),
     ]  # fmt: skip
 

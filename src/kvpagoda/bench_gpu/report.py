@@ -12,7 +12,20 @@ from typing import Any
 import kvpagoda
 from kvpagoda.bench_gpu.card import Card
 from kvpagoda.bench_gpu.measure import all_cases, run
-from kvpagoda.bench_gpu.rows import BLOCKS, CARD, HEADS, INDEX_KEYS, LATENTS, NVFP4_ROWS, STEPS, SWAP, TIER, Row, Sizes
+from kvpagoda.bench_gpu.rows import (
+    BLOCKS,
+    CARD,
+    HEADS,
+    INDEX_KEYS,
+    LATENTS,
+    LOOP,
+    NVFP4_ROWS,
+    STEPS,
+    SWAP,
+    TIER,
+    Row,
+    Sizes,
+)
 from kvpagoda.console import progress
 from kvpagoda.text import table, wrapped
 from kvpagoda.units import format_bytes
@@ -22,6 +35,8 @@ NOTES = {
     CARD: "a copy on the device, of which reads and writes count; page-locked copies in and out",
     STEPS: "256 requests: time that the host is held, without a device, on an idle one, and behind 4 ms of its work; begins: "
     "steps in which all requests begin a block",
+    LOOP: "a step of a replayed graph: time that the device works, and that a step takes where the host waits for its tokens, "
+    "and where it prepares the next one meanwhile (ahead)",
     HEADS: f"8 heads of 128 or 64 elements. {_ROWS}", LATENTS: _ROWS, INDEX_KEYS: _ROWS, NVFP4_ROWS: _ROWS,
     BLOCKS: "percent of a copy on the device that moves as many bytes; host: time of a call that copies 1 and 64 blocks",
     TIER: "percent: of a page-locked copy that way; evict: time that a request is held which evicts 64 blocks",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 HEADS, LATENTS, INDEX_KEYS, NVFP4_ROWS = "heads", "MLA and DeepSeek-V4 rows", "index keys", "NVFP4 rows"
 CARD, BLOCKS, STEPS, TIER, SWAP = "the card", "copies of blocks", "decode steps", "a host tier", "suspend and resume"
+LOOP = "a captured loop"
 
 
 class Bound(NamedTuple):

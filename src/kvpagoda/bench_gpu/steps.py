@@ -8,6 +8,7 @@ from functools import partial
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpagoda.bench_gpu.card import Call, Card
@@ -88,8 +89,10 @@ def measure_steps(
 class Steps:
     """Decode steps of ``sizes.requests`` requests of ``context`` tokens each, in a cache of their own, made here."""
 
-    def __init__(self, schema: Schema, device: torch.device | str, sizes: Sizes, context: int) -> None:
-        requests, self._steps = sizes.requests, sizes.steps
+    def __init__(
+        self, schema: Schema, device: torch.device | str, sizes: Sizes, context: int, requests: int | None = None
+    ) -> None:
+        requests, self._steps = requests or sizes.requests, sizes.steps
         longest = context + WARM_UP + 2 * sizes.steps + BLOCK_SIZE
         self.cache = KVCache(
             schema, num_blocks=requests * (-(-longest // BLOCK_SIZE) + 2), max_requests=requests, block_size=BLOCK_SIZE,
@@ -115,13 +118,23 @@ class Steps:
 
     def step(self) -> None:
         """Make room for a token of each request, read the arrays of each group, and commit the tokens."""
-        made = self._batch.extend()
-        for index in self._layers:
-            arrays = made.layer(index).arrays
-            for name in ARRAYS:
-                getattr(arrays, name)  # an array is made when it is read
-        _ = made.state_indices, made.state_writes
-        self._batch.commit(self._tokens)
+        self.extend()
+        self.commit(self._tokens)
+
+    def extend(self) -> None:
+        """Make room for a token of each request, and read the arrays of each group."""
+        self._made = self._batch.extend()
+        self.arrays()
+        _ = self._made.state_indices, self._made.state_writes
+
+    def arrays(self) -> list[torch.Tensor]:
+        """Return the arrays of the last step: each is made when it is first read."""
+        groups = [self._made.layer(index).arrays for index in self._layers]
+        return [getattr(arrays, name) for arrays in groups for name in ARRAYS]
+
+    def commit(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Commit a token of each request."""
+        self._batch.commit(tokens)
 
     def timed(self, time: Callable[[Call], float]) -> tuple[float, float]:
         """Run steps; return the median microseconds of all, and of those in which all requests begin a block."""
