@@ -15,6 +15,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, NoReturn
 
+import kvpagoda
 from benchmarks.peers import PEERS, Absent, Process
 
 RESULTS = Path(__file__).parent / "results"
@@ -118,7 +119,8 @@ def machine() -> dict[str, str | int | None]:
         "load": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: version(name) for name in ("kvpagoda", "numpy", "torch")},
+        "kvpagoda": kvpagoda.__version__,
+        **{name: version(name) for name in ("numpy", "torch")},
     }
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 
+import kvpagoda
 from benchmarks.workload import Tokens
 from kvpagoda import KVCache, Limits
 from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.schema import Attention, Layer, Schema
 
-VERSION, LEAST_BLOCK = version("kvpagoda"), 1
+VERSION, LEAST_BLOCK = kvpagoda.__version__, 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
 ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_last_page_len")
 """The index arrays of FlashAttention and FlashInfer, without ``kv_indices``, which a kernel makes on a GPU."""
