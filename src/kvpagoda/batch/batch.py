@@ -214,21 +214,24 @@ class LayerView:
     def arrays(self) -> GroupArrays:
         """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
         if self._group is None:
-            raise BadInput(f"{self._name} keeps no blocks, so it has no block table")
+            raise BadInput(f"{self._name} keeps no blocks, so it has no block table", needed=self._name)
         if self._batch is None:
             raise self._without_batch()
         return self._batch.arrays(self._group)
 
     def _without_batch(self) -> BadInput:
         return BadInput(
-            f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays"
+            f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays",
+            needed=self.layer.index,
         )
 
     def _check_memory(self, what: str) -> None:
         """Raise BadInput if the cache has no memory, so that this layer has no ``what``."""
         if not self._has_memory:
             text = f"this cache has no memory (device='none'), so {self._name} has no {what}"
-            raise BadInput.with_hint(text, "make a KVCache with another device=, such as 'cpu' or 'cuda'")
+            raise BadInput.with_hint(
+                text, "make a KVCache with another device=, such as 'cpu' or 'cuda'", needed=what, available=self._name
+            )
 
     def write(self, **rows: Tensor) -> None:
         """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
@@ -463,7 +466,7 @@ class Batch:
         core, noted = self.core, self.noted
         if noted is None and not core.memory.has_memory:
             hint = "keep the cache in the process that has the memory, or leave out tiers"
-            raise BadInput(f"what tiers load and store, a worker's memory lacks; {hint}", hint=hint)
+            raise BadInput(f"what tiers load and store, a worker's memory lacks; {hint}", hint=hint, needed="memory")
         if noted is None:
             return Copies(core.agreement, "", 0, 0, ())
         if noted.operations is None:
@@ -515,9 +518,8 @@ class Batch:
     def check_current(self) -> None:
         """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""
         if not self._is_current():
-            raise StaleHandle(
-                "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
-            )
+            text = "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
+            raise StaleHandle(text, needed="batch", available="over")
 
     def _is_current(self) -> bool:
         core, stopped = self.core, self._stopped
@@ -550,16 +552,18 @@ def batch_of(
         raise BadInput(f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}")
     rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1, bits=ROW_BITS)
     if rows < len(requests):
-        raise BadInput(f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch")
+        text = f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch"
+        raise BadInput(text, needed=len(requests), available=rows)
     if len({*requests}) != len(requests):
-        raise BadInput("a sequence appears twice in the batch")
+        raise BadInput("a sequence appears twice in the batch", needed=len(requests), available=len({*requests}))
     ends: list[int] = []
     starts = [request.length for request in requests] if firsts is None else _starts(requests, firsts)
     for request, start, new in zip(requests, starts, counts):
         request.check_running()
         ends.append(start + new)
         if ends[-1] > (capacity := request.capacity):
-            raise BadInput(f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first")
+            text = f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first"
+            raise BadInput(text, needed=ends[-1], available=capacity)
     padding = rows - len(requests)
     slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
     step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests), goes_back=firsts is not None)

@@ -54,7 +54,8 @@ class IdSet:
         narrow = ids.astype(np.int32, copy=False)
         held = self.flags[narrow]
         if not held.all():
-            raise NotOwned(f"id {narrow[np.argmin(held)]} of {self.what} is not held: freed twice, or never handed out")
+            text = f"id {narrow[np.argmin(held)]} of {self.what} is not held: freed twice, or never handed out"
+            raise NotOwned(text, needed=int(narrow[np.argmin(held)]))
         positions = np.arange(n, dtype=np.int32)
         self._mark[narrow] = positions
         is_repeated = self._mark[narrow] != positions

@@ -130,4 +130,4 @@ class NoHandOvers:
 
     def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool, upto: int | None) -> Any:
         """Hand ``request`` over; see ``Sequence.hand_over``. Raises BadInput without a sender."""
-        raise BadInput("this cache hands nothing over; make a sender first: cache.sender(transfer)")
+        raise BadInput("this cache hands nothing over; make a sender first: cache.sender(transfer)", needed="sender")

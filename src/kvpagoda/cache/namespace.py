@@ -110,7 +110,8 @@ class Namespaces:
         try:
             known = self._known.get(namespace)
         except TypeError:  # a list, say
-            raise BadInput(f"a namespace is made of text, bytes and None, got {shown(namespace)}") from None
+            text = f"a namespace is made of text, bytes and None, got {shown(namespace)}"
+            raise BadInput(text, needed=namespace) from None
         if known is not None:
             return known
         epoch = namespace.epoch if isinstance(namespace, Namespace) else None

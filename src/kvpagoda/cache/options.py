@@ -37,7 +37,8 @@ class Retention:
         checked_format(self.checkpoint_format)
         object.__setattr__(self, "rounds_states", truth(self.rounds_states, "rounds_states"))
         if self.rounds_states and self.checkpoint_format is None:
-            raise BadInput("rounds_states rounds as checkpoint_format does, and there is none; give one")
+            text = "rounds_states rounds as checkpoint_format does, and there is none; give one"
+            raise BadInput(text, needed="checkpoint_format")
         if self.checkpoints is not None:
             _whole(self, "checkpoints", 0)
 

@@ -65,7 +65,7 @@ def append_rows(
     encoding = packed_row(format, dialect, head_dim)
     heads = _check("append_rows", rows, slots, pages, encoding.rules, page_size)
     if rows.dtype != torch.bfloat16:
-        raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}")
+        raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}", field="rows", needed=rows.dtype)
     append_parts(rows, slots, Parts.of(views(pages, encoding.rules.packing, page_size, heads), encoding))
 
 
@@ -88,7 +88,7 @@ def gather_rows(
     encoding = packed_row(format, dialect, head_dim)
     heads = _check("gather_rows", out, slots, pages, encoding.rules, page_size)
     if out.dtype not in (torch.bfloat16, torch.float32):
-        raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}")
+        raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}", field="out", needed=out.dtype)
     gather_parts(out, slots, Parts.of(views(pages, encoding.rules.packing, page_size, heads), encoding))
 
 
@@ -213,23 +213,29 @@ def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Diale
     """Return the number of heads. Raises BadInput unless operation ``name`` takes the arguments."""
     width = dialect.packing.width
     if page_size < 1 or rows.ndim != 2 or rows.shape[1] < width or rows.shape[1] % width:
-        raise BadInput(f"{name}: rows are [n, {width}], page_size at least 1; got {list(rows.shape)}, {page_size}")
+        text = f"{name}: rows are [n, {width}], page_size at least 1; got {list(rows.shape)}, {page_size}"
+        raise BadInput(text, field="rows", needed=list(rows.shape), available=[page_size, width])
     heads = rows.shape[1] // width
     if heads > 1 and not dialect.packing.has_heads:
-        raise BadInput(f"{name}: rows of this format are [n, {width}], got {list(rows.shape)}")
+        text = f"{name}: rows of this format are [n, {width}], got {list(rows.shape)}"
+        raise BadInput(text, field="rows", needed=list(rows.shape), available=width)
     if slots.dtype not in (torch.int32, torch.int64) or slots.shape != rows.shape[:1]:
-        raise BadInput(f"{name}: slots must be int32 or int64 [{len(rows)}], got {slots.dtype} {list(slots.shape)}")
+        text = f"{name}: slots must be int32 or int64 [{len(rows)}], got {slots.dtype} {list(slots.shape)}"
+        raise BadInput(text, field="slots", needed=list(slots.shape), available=slots.dtype)
     payload = dialect.packing.payload_nbytes(page_size, heads)
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] < payload:
         raise BadInput(
             f"{name}: pages must be uint8 [pages, at least {payload}] for {page_size} rows, "
-            f"got {pages.dtype} {list(pages.shape)}"
-        )
+            f"got {pages.dtype} {list(pages.shape)}",
+            field="pages", needed=payload, available=list(pages.shape),
+        )  # fmt: skip
     if not rows.device == slots.device == pages.device:
-        raise BadInput(f"{name}: tensors must be on one device, got {rows.device}, {slots.device}, {pages.device}")
+        text = f"{name}: tensors must be on one device, got {rows.device}, {slots.device}, {pages.device}"
+        raise BadInput(text, field="device")
     steps = (pages.stride(0), pages.storage_offset())
     if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (rows, slots, pages)) or any(step % 4 for step in steps):
-        raise BadInput(f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {steps}")
+        text = f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {steps}"
+        raise BadInput(text, needed=steps, available=4)
     return heads
 
 
@@ -270,8 +276,9 @@ def _launch(kernel: Any, rows: Tensor, slots: Tensor, parts: Parts, constants: C
     if constants.SCALE == "float32" and any(step % 4 for step in (scales.storage_offset(), *scales.stride()[:4])):
         raise BadInput(
             f"heads of {constants.WIDTH} elements: their scales do not begin at multiples of 4 bytes; set "
-            f"KVPAGODA_KERNELS=reference for them"
-        )
+            f"KVPAGODA_KERNELS=reference for them",
+            needed=constants.WIDTH, available=4,
+        )  # fmt: skip
     vectors, starts = constants.HEADS * constants.CELLS, parts.starts
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](

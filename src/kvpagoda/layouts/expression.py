@@ -111,11 +111,13 @@ class Parser:
         while expression[at:].strip():
             match = _TOKEN.match(expression, at)
             if match is None:
-                raise LayoutError.of("syntax", f"cannot read {expression[at:].strip()[:24]!r} in {expression!r}")
+                text = f"cannot read {expression[at:].strip()[:24]!r} in {expression!r}"
+                raise LayoutError.of("syntax", text, needed=expression[at:].strip()[:24])
             self.tokens.append(match[1])
             at = match.end()
         if len(self.tokens) > LONGEST:
-            raise LayoutError.of("syntax", f"an expression has at most {LONGEST} words, this one {len(self.tokens)}")
+            text = f"an expression has at most {LONGEST} words, this one {len(self.tokens)}"
+            raise LayoutError.of("syntax", text, needed=len(self.tokens), available=LONGEST)
         self.at = 0
 
     def tree(self) -> Node:
@@ -216,7 +218,8 @@ def stride_of(node: Each) -> int:
         raise LayoutError.of(
             "stride",
             f"{node.fold.word}@{node.stride} would lay {body} bytes on top of each other; the stride is at least {body}",
-        )
+            needed=body, available=node.stride,
+        )  # fmt: skip
     return body if node.stride is None else node.stride
 
 
@@ -236,18 +239,18 @@ def check_parts(found: tuple[Place, ...], sizes: Sizes) -> None:
     """Raise LayoutError unless parts have different names, complete axes, and aligned offsets and strides."""
     names = [place.name for place in found if place.name not in PADS]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise LayoutError.of("part", f"part {twice[0]!r} is given twice; give every part a name of its own")
+        text = f"part {twice[0]!r} is given twice; give every part a name of its own"
+        raise LayoutError.of("part", text, needed=twice[0])
     if not names:
-        raise LayoutError.of("part", "a layout has at least one part that is content")
+        raise LayoutError.of("part", "a layout has at least one part that is content", needed=1, available=0)
     for place in found:
         check_folds(place.name, (fold for fold, _ in place.strides), sizes.axes)
         size = place.itemsize
         odd = [f"stride {stride} of {fold.word}" for fold, stride in place.strides if stride % size and fold.count > 1]
         if odd or place.offset % size:
             where = odd[0] if odd else f"offset {place.offset}"
-            raise LayoutError.of(
-                "align", f"part {place.name!r} ({place.dtype}): {where} is not a multiple of {size} bytes"
-            )
+            text = f"part {place.name!r} ({place.dtype}): {where} is not a multiple of {size} bytes"
+            raise LayoutError.of("align", text, needed=size, available=where)
 
 
 def drawing(tree: Node, offset: int) -> list[str]:

@@ -33,9 +33,10 @@ def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
     BadInput.
     """
     if not isinstance(secret, bytes):
-        raise BadInput(f"a secret is bytes, got {type(secret).__name__}")
+        raise BadInput(f"a secret is bytes, got {type(secret).__name__}", field="secret", needed=type(secret).__name__)
     if len(secret) > 64:
-        raise BadInput(f"a secret is at most 64 bytes, got {len(secret)}; give a digest of it")
+        text = f"a secret is at most 64 bytes, got {len(secret)}; give a digest of it"
+        raise BadInput(text, field="secret", needed=len(secret), available=64)
     return _digest(b"root", namespace, secret)
 
 
