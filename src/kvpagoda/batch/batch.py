@@ -252,20 +252,21 @@ class LayerView:
         joined = rows if pool is None else pool.joined(rows)
         for name, values in joined.items():
             if name not in kept or kept[name].tokens_per_row > 1:
-                raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")
+                text = f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}"
+                raise BadInput(text, needed=name, available=(*kept,))
             shape = kept[name].shape
             inner = shape[1:] if shape[0] == 1 else shape
             if values.shape[values.ndim - len(inner) :] != inner or values.numel() != len(slots) * math.prod(shape):
                 got = ", ".join(f"{name} {[*one.shape]}" for name, one in rows.items())
-                raise BadInput(
-                    f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {got}"
-                )
+                text = f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {got}"
+                raise BadInput(text, needed=[len(slots), *shape], available=got)
         assert pool is not None  # a layer with a block table has one
         for name in joined:
             if not joined.keys() >= pool.together.get(name, frozenset()):
                 raise BadInput(
-                    f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*rows]}"
-                )
+                    f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*rows]}",
+                    needed=sorted(pool.together[name]), available=[*rows],
+                )  # fmt: skip
         for name, values in joined.items():
             pool.write(name, (slots // size, slots % size), values.reshape(len(slots), *kept[name].shape))
 
@@ -278,7 +279,7 @@ class LayerView:
         self._check_memory(f"tensor of {shown(rows)}")
         pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
         if not pools:
-            raise BadInput(f"{self._name} has no rows {rows!r} in memory")
+            raise BadInput(f"{self._name} has no rows {rows!r} in memory", needed=rows, available=self._name)
         return pools[0].tensor(rows)
 
     def kernel_tensors(self, kernel: str) -> dict[str, Any]:
@@ -301,8 +302,9 @@ class LayerView:
         if not found:
             raise BadInput(
                 f"kernel {kernel!r} takes no rows of {self._name} as they are in memory; schema.plan(.., kernels={kernel!r}) "
-                "says why, and which layout fits"
-            )
+                "says why, and which layout fits",
+                needed=kernel, available=self._name,
+            )  # fmt: skip
         fitting = [
             tensors for row, tensors in found if len(found) > 1 and judge(row.name, tensors, arch).expect == "ok"
         ]
@@ -322,14 +324,16 @@ class LayerView:
         is_joined = all(row.is_joined for row in rows_named(kernel)[0] if {"k", "v"} in row.needed)
         if not is_joined or {*tensors} != {"k", "v"}:
             raise BadInput(
-                f"kernel {kernel!r} takes {' and '.join(tensors)}, not one tensor; kernel_tensors({kernel!r}) has them"
-            )
+                f"kernel {kernel!r} takes {' and '.join(tensors)}, not one tensor; kernel_tensors({kernel!r}) has them",
+                needed=tuple(tensors), available=kernel,
+            )  # fmt: skip
         k, v = tensors["k"], tensors["v"]
         apart, size = v.data_ptr() - k.data_ptr(), k.element_size()
         if (k.shape, k.stride(), k.dtype) != (v.shape, v.stride(), v.dtype) or apart <= 0 or apart % size:
             raise BadInput(
-                f"K and V of {self._name} have other shapes or strides, so they are no one tensor; take kernel_tensors"
-            )
+                f"K and V of {self._name} have other shapes or strides, so they are no one tensor; take kernel_tensors",
+                needed=list(k.shape), available=list(v.shape),
+            )  # fmt: skip
         strides = (k.stride(0), apart // size, *k.stride()[1:])
         return k.as_strided((k.shape[0], 2, *k.shape[1:]), strides)
 
@@ -346,7 +350,8 @@ class LayerView:
         assert self._group is not None  # else there is no table
         last = self._group.plan.num_rows * self._group.plan.layout.kernel_pages * size - 1
         if last >= 2 ** (8 * rows.dtype.itemsize - 1):
-            raise BadInput(f"flat indices of {self._name} go up to {last}, past {rows.dtype}; give rows as int64")
+            text = f"flat indices of {self._name} go up to {last}, past {rows.dtype}; give rows as int64"
+            raise BadInput(text, needed=last, available=rows.dtype)
         index = rows.clip(0)
         one = index * 0 + 1  # in the dtype of rows
         is_chosen = (rows >= 0) * one

@@ -219,7 +219,8 @@ class PersistentBatch:
             or given.shape != (n,)
             or (n and (given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= MOST_TOKENS))
         ):
-            raise BadInput(f"counts are {n} whole numbers of at least 0, one for each sequence, got {shown(counts)}")
+            text = f"counts are {n} whole numbers of at least 0, one for each sequence, got {shown(counts)}"
+            raise BadInput(text, needed=n, available=counts)
         each = np.zeros(self.num_rows, np.int64)
         each[:n] = given
         return each

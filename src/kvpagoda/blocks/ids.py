@@ -45,7 +45,8 @@ class IdSet:
         Raises NotOwned naming the first id that is not, and BadInput for an array that is not a vector of integers.
         """
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise BadInput(f"ids of {self.what} must be a vector of integers, got {ids.dtype} {list(ids.shape)}")
+            text = f"ids of {self.what} must be a vector of integers, got {ids.dtype} {list(ids.shape)}"
+            raise BadInput(text, needed=ids.dtype, available=list(ids.shape))
         n = len(ids)
         if n == 0:
             return ids.astype(np.int32)
@@ -60,5 +61,6 @@ class IdSet:
         self._mark[narrow] = positions
         is_repeated = self._mark[narrow] != positions
         if is_repeated.any():
-            raise NotOwned(f"id {narrow[np.argmax(is_repeated)]} of {self.what} is named twice in one call")
+            text = f"id {narrow[np.argmax(is_repeated)]} of {self.what} is named twice in one call"
+            raise NotOwned(text, needed=int(narrow[np.argmax(is_repeated)]), available="twice")
         return narrow

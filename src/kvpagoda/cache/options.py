@@ -61,7 +61,8 @@ class Identity:
         _whole(self, "num_ranks", 1)
         _whole(self, "rank", 0, below=self.num_ranks)
         if not isinstance(self.secret, bytes) or len(self.secret) > 64:
-            raise BadInput(f"secret is at most 64 bytes, got {shown(self.secret)}")
+            text = f"secret is at most 64 bytes, got {shown(self.secret)}"
+            raise BadInput(text, field="secret", needed=self.secret, available=64)
 
 
 @dataclass(frozen=True)

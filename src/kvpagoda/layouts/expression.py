@@ -124,9 +124,8 @@ class Parser:
         """Return the tree of the whole expression."""
         node = self._items()
         if self.at < len(self.tokens):
-            raise LayoutError.of(
-                "syntax", f"{self.tokens[self.at]!r} is not expected after {self._read()!r} in {self.text!r}"
-            )
+            text = f"{self.tokens[self.at]!r} is not expected after {self._read()!r} in {self.text!r}"
+            raise LayoutError.of("syntax", text, needed=self.tokens[self.at])
         return node
 
     def _read(self) -> str:
@@ -152,19 +151,21 @@ class Parser:
         if word == "(":
             body = self._items()
             if self._next() != ")":
-                raise LayoutError.of("syntax", f"a ')' is missing after {self._read()!r} in {self.text!r}")
+                raise LayoutError.of("syntax", f"a ')' is missing after {self._read()!r} in {self.text!r}", needed=")")
             self.at += 1
             align = self._next()
             if not align.startswith("^"):
                 return body
             self.at += 1
             if int(align[1:]) < 1:
-                raise LayoutError.of("align", f"cannot pad to a multiple of {align[1:]} bytes in {self.text!r}")
+                text = f"cannot pad to a multiple of {align[1:]} bytes in {self.text!r}"
+                raise LayoutError.of("align", text, needed=int(align[1:]), available=1)
             return Beside(body.items if isinstance(body, Beside) and body.align == 1 else (body,), int(align[1:]))
         if ":" in word:
             return self._part(word)
         if not word or not word[0].isalpha():
-            raise LayoutError.of("syntax", f"a part or a digit is missing after {self._read()!r} in {self.text!r}")
+            text = f"a part or a digit is missing after {self._read()!r} in {self.text!r}"
+            raise LayoutError.of("syntax", text, needed="part")
         fold, stride = self.sizes.fold(word)
         return Each(fold, self._item(), stride)
 
@@ -172,7 +173,8 @@ class Parser:
         """Return the tree of a part, ``name[dims]:dtype``."""
         match = _PART.match(word)
         if match is None or match[3] not in ITEMSIZE:
-            raise LayoutError.of("dtype", f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}")
+            text = f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}"
+            raise LayoutError.of("dtype", text, needed=word, available=tuple(ITEMSIZE))
         node: Node = Part(match[1], match[3])
         dims = [dim.strip() for dim in match[2].split(",")] if match[2] else []
         for number, dim in reversed([*enumerate(dims)]):

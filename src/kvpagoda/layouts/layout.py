@@ -340,7 +340,9 @@ class Layout:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, LayoutError):
                 raise
-            raise LayoutError.of("descriptor", f"this text is not a layout: {type(error).__name__} {error}") from None
+            raise LayoutError.of(
+                "descriptor", f"this text is not a layout: {type(error).__name__} {error}", needed=type(error).__name__
+            ) from None
         if wrong := [key for key, value in claimed.items() if follows.get(key) != value]:
             raise LayoutError.of("descriptor", f"{', '.join(wrong)} does not follow from {layout.expression!r}")
         return layout

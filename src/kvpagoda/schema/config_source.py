@@ -47,7 +47,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         data = json_of(text_in(path), f"{path} is ")
     except BadInput as error:
-        raise SchemaError(str(error)) from None
+        raise SchemaError(str(error), needed=str(path)) from None
     if not isinstance(data, dict):
         raise SchemaError(f"{path} must hold a JSON object, got {type(data).__name__}", needed=type(data).__name__)
     return data

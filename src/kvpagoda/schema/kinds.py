@@ -310,6 +310,7 @@ class Latent(LayerKind):
             raise LayoutError.of(
                 "size", f"rows of {choice.name!r} have {packed.rules.packing.coded} elements and {packed.kept} RoPE dims, not "
                 f"{self.latent_dim} and {self.rope_dim}; choose another layout for this model",
+                needed=(self.latent_dim, self.rope_dim), available=(packed.rules.packing.coded, packed.kept),
             )  # fmt: skip
         return replace(laid, layout=choice.name, encoding=packed)
 

@@ -59,7 +59,8 @@ def arena_order(layers: Iterable[Layer], order: str | None) -> str:
         if order not in (None, needed):
             outside = "blocks" if needed == "layer" else "layers"
             raise SchemaError(
-                f"heads lie outside of {outside} in {page!r}: it needs order={needed!r}, not {order!r}; leave order out"
-            )
+                f"heads lie outside of {outside} in {page!r}: it needs order={needed!r}, not {order!r}; leave order out",
+                field="order", needed=needed, available=order,
+            )  # fmt: skip
         order = needed
     return order or "block"

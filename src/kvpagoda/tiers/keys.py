@@ -51,8 +51,9 @@ def prefix_hashes(
     """
     if block_size < 1 or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise BadInput(
-            f"tokens must be int32 [n] and block_size at least 1, got {tokens.dtype} {tokens.shape} and {block_size}"
-        )
+            f"tokens must be int32 [n] and block_size at least 1, got {tokens.dtype} {tokens.shape} and {block_size}",
+            needed=tokens.dtype, available=block_size,
+        )  # fmt: skip
     text = np.ascontiguousarray(tokens, "<i4").data.cast("B")
     step, hashes = 4 * block_size, []
     for block in range(len(tokens) // block_size):
