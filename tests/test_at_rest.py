@@ -18,6 +18,7 @@ from kvpagoda.errors import BadInput, SchemaError  # noqa: E402
 from kvpagoda.schema import Layer, Recurrent, Rows, Schema  # noqa: E402
 from kvpagoda.schema.at_rest import FORMATS, rows_at_rest  # noqa: E402
 from kvpagoda.tiers import disk_tier, host_tier  # noqa: E402
+from raises import raises  # noqa: E402
 
 WIDE = Recurrent(
     (Rows("conv", (6, 3), "bfloat16"), Rows("recurrent", (2, 4, 128), "float32"), Rows("count", (), "int32"))
@@ -194,9 +195,9 @@ def test_steps_end_on_the_grid_where_states_are_rounded() -> None:
 
 def test_options_that_mean_nothing_are_refused() -> None:
     for wrong in ("float8", "raw", 8, b"int8", ["int8"]):
-        with pytest.raises(SchemaError, match="checkpoint_format"):
+        with raises(SchemaError, needed=wrong, available=("bfloat16", "int8")):
             Retention(checkpoint_format=wrong)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="give one"):
+    with raises(BadInput, needed="checkpoint_format"):
         Retention(rounds_states=True)
-    with pytest.raises(BadInput, match="hit_grid"):
+    with raises(BadInput, needed="hit_grid", available=1):
         cache_of("int8", rounds=True)

@@ -14,6 +14,7 @@ from threading import Lock
 from threading import enumerate as threads
 from time import monotonic, sleep
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Sc
 from kvpagoda.schema.fields import Encoding
 from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier
 from options import grouped
+from raises import raises
 from records import records_of
 from test_manager import SCHEMAS, FakeEngine, schema_of, traffic
 from test_swap import computed, fill_random, overwrite
@@ -356,9 +358,9 @@ def test_new_weights_hide_stored_blocks_until_the_old_weights_are_named_again() 
     assert run(cache, text) == 36, "the first weights again"
     cache.invalidate()
     assert run(cache, text) == 0
-    with pytest.raises(BadInput, match="digest"):
+    with raises(BadInput, field="weights, a digest of them,", needed=b"x"):
         cache.invalidate(weights=b"x")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="all namespaces"):
+    with raises(BadInput, needed=0, available=1):
         cache.invalidate("a", weights="y")
     cache.close()
 
@@ -386,7 +388,7 @@ def test_a_prefetch_reads_while_a_request_waits(name: str, tmp_path: Path) -> No
     cache.prefetch(text[:0], "tenant 0").close()
     assert cache.flush() and free_rows(cache) == levels_of(cache)[0].buffer.num_records
     cache.close()
-    with pytest.raises(BadInput, match="no tiers"):
+    with raises(BadInput, needed="tiers"):
         cache_of(name).prefetch(text)
 
 
@@ -455,32 +457,37 @@ def test_loading_is_skipped_when_computing_is_faster() -> None:
 
 
 def test_bad_tier_settings_are_refused_before_a_cache_is_made(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="weights"):
+    with raises(BadInput, needed="weights", available="disk"):
         KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", tiers=[disk_tier(tmp_path, "1MiB")])
-    with pytest.raises(BadInput, match="write='commit'"):
+    with raises(BadInput, field="write", needed="commit", available=256):
         cache_of("full", host_tier("1MiB", record_nbytes="64KiB"))
-    with pytest.raises(BadInput, match="staging"):
+    with raises(BadInput, field="staging", needed=24576, available=4096):
         cache_of("mixed", host_tier("1MiB", staging=4096))
-    with pytest.raises(BadInput, match="holds no record"):
+    with raises(BadInput, needed=4096, available=100):
         cache_of("full", host_tier("1MiB", **TINY), host_tier(100, **TINY))
     timeouts = [{"timeout": seconds} for seconds in (0, -1.0, float("inf"), float("nan"))]
     for settings in ({"write": "never"}, *timeouts, {"record_nbytes": 0}, {"staging": "much"}):
         with pytest.raises(BadInput):
             host_tier("1MiB", **settings)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="needs checksums"):
+    with raises(BadInput, field="checksum", needed="disk"):
         disk_tier(tmp_path, "1MiB", checksum=False)
-    with pytest.raises(BadInput, match="host_tier"):
+    with raises(BadInput, field="tiers are made by host_tier, disk_tier and others, or are a TierSpec", needed=ANY):
         cache_of("full", host_driver)  # type: ignore[arg-type]
     for wrong in ({"weights": b"w"}, {"rank": 2, "num_ranks": 2}, {"rank": -1}):
         with pytest.raises(BadInput, match=r"weights|rank"):
             KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", **grouped(**wrong))
-    with pytest.raises(BadInput, match="workers"):
+    with raises(BadInput, field="disk", needed=("commit", 1.0, 0)):
         cache_of("full", disk_tier(tmp_path, "1MiB", workers=0, **TINY))
     cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # the cache that was refused left no locked file
-    with pytest.raises(BadInput, match="order"):
+    with raises(BadInput, field="order", needed="row"):
         cache_of("full", disk_tier(tmp_path, "1MiB", **TINY), order="row")
     cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # nor did the one that failed later
-    with pytest.raises(BadInput, match="secret"):
+    with raises(
+        BadInput,
+        field="secret",
+        needed=b"sssssssssssssssssssssssssssssssssssssssssssssssssssssssssssssssss",
+        available=64,
+    ):
         cache_of("full", host_tier("1MiB", **TINY), secret=b"s" * 65)
 
 
@@ -666,7 +673,7 @@ def test_closing_takes_its_timeout_in_all(timeout: float) -> None:
     cache.close(timeout)
     assert monotonic() - begin < timeout * 1.1 + 0.1
     assert all(one.take(monotonic()) is None for one in ahead)
-    with pytest.raises(BadInput, match="timeout"):
+    with raises(BadInput, field="the timeout, in seconds,", needed=ANY, available=0):
         cache_of("full", spec).close(float("nan"))
 
 
@@ -934,14 +941,14 @@ def test_check_finds_staging_records_without_an_owner() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
     buffer = cache.core.tiers.levels[0].buffer
     buffer._owners[0] = cache
-    with pytest.raises(CheckFailed, match="without a live owner"):
+    with raises(CheckFailed, available=[0]):
         cache.check()
     del buffer._owners[0]
     (row,) = buffer.acquire(1)
-    with pytest.raises(CheckFailed, match="without a live owner"):
+    with raises(CheckFailed, available=[0]):
         cache.check()
     buffer.release([row])
     cache.check()
     cache.core.tiers._hashes[3] = 1
-    with pytest.raises(CheckFailed, match="have hashes"):
+    with raises(CheckFailed, available=[3]):
         cache.check()

@@ -12,6 +12,7 @@ import pytest
 from kvpagoda import KVCache, errors
 from kvpagoda.errors import (
     BadInput,
+    BadLine,
     KVPagodaError,
     MissingExtra,
     NeverFits,
@@ -25,6 +26,7 @@ from kvpagoda.replay import read_requests, replay
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.tiers import tier_from_text
+from raises import raises
 
 SCHEMA = Schema((Layer(0, "full_attention", (Attention(2, 16, 16, "float32"),)),))
 CLASSES = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, KVPagodaError)]
@@ -137,7 +139,7 @@ def test_errors_for_want_of_room_carry_their_numbers() -> None:
             cache.reset()
         assert busy.value.available == [one.slot] and str(busy.value).endswith(str(busy.value.hint))
         two = cache.open(range(200, 210))
-        with pytest.raises(RetryLater, match="slots are in use") as full:
+        with raises(RetryLater, needed=1, available=0) as full:
             cache.open(range(300, 310))
         assert (full.value.needed, full.value.available) == (1, 0)
         two.close()
@@ -163,7 +165,7 @@ def test_errors_say_what_was_given(case: str) -> None:
 
 
 def test_a_field_that_is_nearly_there() -> None:
-    with pytest.raises(BadInput, match="no field 'hash_ids'; the fields are hash_id; did you mean 'hash_id'"):
+    with raises(BadLine, field="hash_ids", needed="hash_ids", available=("hash_id",), line=1):
         list(read_requests([{"hash_id": [1]}]))
 
 

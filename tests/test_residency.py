@@ -11,6 +11,7 @@ from kvpagoda import BadInput, KVCache, Schema
 from kvpagoda.cache import residency
 from kvpagoda.cache.residency import Residency
 from kvpagoda.schema import Attention, Growth, Layer
+from raises import raises
 
 FULL = Attention(1, 1, 1, "float16")
 WINDOW = Attention(1, 1, 1, "float16", Growth(window=8))
@@ -109,5 +110,5 @@ def test_nothing_is_followed_without_a_collector() -> None:
     cache = KVCache(Schema((Layer(0, "full", (FULL,)),)), num_blocks=9, block_size=4, device="none")
     serve(cache, [1] * 20)
     assert cache.stats().residency is None and cache.core.prefix.residency is None
-    with pytest.raises(BadInput, match="every how many blocks"):
+    with raises(BadInput, field="every how many blocks one is followed", needed=0, available=1):
         Residency(0)

@@ -29,6 +29,7 @@ from kvpagoda import (
 )
 from kvpagoda.memory.copies import KINDS, Copies
 from kvpagoda.tiers import host_tier
+from raises import raises
 from random_driver.caches import budget_of, settings_of
 from random_driver.schemas import schema_named
 from random_driver.split import text_of
@@ -261,9 +262,9 @@ def test_a_batch_that_is_lost_doubled_or_early_is_refused() -> None:
     scheduler, worker = made()
     first, second, third = three_batches(scheduler)
     worker.apply(first)
-    with pytest.raises(StaleHandle, match="applied already"):
+    with raises(StaleHandle, needed=(0, 0), available=(0, 1)):
         worker.apply(first)
-    with pytest.raises(NeedsReset, match="apply those first") as caught:
+    with raises(NeedsReset, needed=(0, 1), available=(0, 2)) as caught:
         worker.apply(third)
     assert (caught.value.needed, caught.value.available) == ((0, 1), (0, 2))
     worker.apply(second)
@@ -322,7 +323,7 @@ def test_a_scheduler_that_was_started_again_needs_a_worker_of_its_own() -> None:
     again, own = made()
     begun = [*three_batches(again), stepped(again, again.open(range(50, 60), reserve=60), [*range(50, 60)])]
     for copies in begun:
-        with pytest.raises(NeedsReset, match="of scheduler"):
+        with raises(NeedsReset, needed="6f49518cb70f4699", available="b95033926338ad81"):
             worker.apply(copies.to_json())
     for copies in begun:
         own.apply(copies.to_json())
@@ -444,7 +445,7 @@ def test_a_simulator_that_makes_no_batch_keeps_few_copies() -> None:
     assert 4000 < most < 4200 and scheduler.core.memory._operations is None
     first.extend(1)
     batch = scheduler.batch([first], [1])
-    with pytest.raises(NeedsReset, match=r"call reset\(\)") as caught:
+    with raises(NeedsReset, needed=0) as caught:
         _ = batch.copies
     assert caught.value.hint
     later = scheduler.batch([first], [1]).copies
@@ -459,7 +460,7 @@ def test_a_simulator_that_makes_no_batch_keeps_few_copies() -> None:
 def test_tiers_need_the_bytes() -> None:
     scheduler = KVCache(SCHEMA, device="none", tiers=[host_tier("1MiB", staging="256KiB")], **SIZES)
     batch = scheduler.batch([scheduler.open([1])], [1])
-    with pytest.raises(BadInput, match="leave out tiers") as caught:
+    with raises(BadInput, needed="memory") as caught:
         _ = batch.copies
     assert caught.value.hint
     scheduler.close()
@@ -471,7 +472,7 @@ def test_a_worker_takes_a_cache_with_memory_and_closes_it() -> None:
             Worker(wrong)  # type: ignore[arg-type]
     cache = KVCache(SCHEMA, device="cpu", **SIZES)
     cache.sleep()
-    with pytest.raises(BadInput, match="awake"):
+    with raises(BadInput, needed="memory"):
         Worker(cache)
     cache.wake()
     worker = Worker(cache)
@@ -479,7 +480,7 @@ def test_a_worker_takes_a_cache_with_memory_and_closes_it() -> None:
         cache.open([1])
     assert (worker.block_size, worker.plan, str(worker.device)) == (16, cache.plan, "cpu")
     with_tier = KVCache(SCHEMA, device="cpu", tiers=[host_tier("1MiB", staging="256KiB")], **SIZES)
-    with pytest.raises(BadInput, match="no tiers"):
+    with raises(BadInput, needed="memory"):
         Worker(with_tier)
     with_tier.close()
 
@@ -598,14 +599,14 @@ def test_states_are_copied_to_states_alone(kind: str, group: str, into: str, is_
     if is_possible:
         worker.apply(text)
         return
-    with pytest.raises(BadInput, match="there is no copy"):
+    with raises(BadInput, needed=kind):
         worker.apply(text)
 
 
 def test_other_objects_are_no_copies() -> None:
     _, worker = made()
     for wrong in (None, 7, [], {}):
-        with pytest.raises(BadInput, match="Copies"):
+        with raises(BadInput, field="copies", needed=type(wrong).__name__):
             worker.apply(wrong)  # type: ignore[arg-type]
 
 

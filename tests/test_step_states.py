@@ -15,6 +15,7 @@ from kvpagoda.blocks.free_list import FreeStack
 from kvpagoda.cache.step_states import StepStates
 from kvpagoda.errors import BadInput, CheckFailed, NeedsReset, StaleHandle
 from kvpagoda.schema import Layer, LayerKind, Schema
+from raises import raises
 
 TEXT = list(range(41))
 ALL: tuple[LayerKind, ...] = (FULL, WINDOW, STATE)
@@ -82,7 +83,7 @@ def test_without_the_option_nothing_is_named_and_a_step_ends_as_before() -> None
     sequence, batch = begun(cache)
     assert [len(part) for part in batch.checkpoints] == [0, 0, 0] and sequence.step_checkpoints == ()
     assert cache.step_limit(sequence) == 8
-    with pytest.raises(BadInput, match="the step named"):
+    with raises(BadInput, needed=8):
         sequence.commit(TEXT, [8])
 
 
@@ -161,7 +162,7 @@ def test_inside_a_fence_nothing_is_given_back_and_its_end_keeps_what_was_written
 def test_a_step_of_which_a_part_is_committed_keeps_that_part() -> None:
     cache = cache_of(FULL, STATE)
     sequence, _ = begun(cache)
-    with pytest.raises(BadInput, match="after 36 were written"):
+    with raises(BadInput, needed=36):
         sequence.commit(TEXT[:20], (8, 36))
     sequence.commit(TEXT[:20], (8, 20))
     assert [one.state for one in sequence.checkpoints] == ["kept", "kept", "due"] and sequence.step_checkpoints == (
@@ -300,5 +301,5 @@ def test_a_lost_block_is_found() -> None:
     cache = cache_of(*ALL)
     sequence, _ = begun(cache)
     cache.core.step_states.pop(sequence._request, 2)
-    with pytest.raises(CheckFailed, match="state"):
+    with raises(CheckFailed, available=[2], group="group 'state'"):
         cache.check()

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from difflib import get_close_matches
 from reprlib import Repr
 from typing import Any, TypeVar
@@ -38,8 +39,9 @@ class KVPagodaError(Exception):
     """Base class of everything this library raises on purpose.
 
     The numbers of the message are attributes too, each None where the error has no such value: ``needed`` and
-    ``available`` (what the call asked for and what exists: numbers in the unit of the message, or names), ``group``
-    (the name of the group of layers concerned), ``hint`` (the next step).
+    ``available`` (what the call asked for and what exists: numbers in the unit of the message, or names), ``field``
+    (which argument, or which field of a config or a file, as the message names it), ``group`` (the name of the group of
+    layers concerned), ``hint`` (the next step).
 
     >>> error = OutOfBlocks("need 12 blocks, 3 free in group 'full'", needed=12, available=3, group="full")
     >>> error.needed - error.available, error.group, error.hint
@@ -51,12 +53,13 @@ class KVPagodaError(Exception):
         *message: object,
         needed: Any = None,
         available: Any = None,
+        field: str | None = None,
         group: str | None = None,
         hint: str | None = None,
         **of_base: Any,
     ) -> None:
         super().__init__(*message, **of_base)
-        self.needed, self.available, self.group, self.hint = needed, available, group, hint
+        self.needed, self.available, self.field, self.group, self.hint = needed, available, field, group, hint
 
     @classmethod
     def with_hint(cls: type[E], text: str, hint: str, **numbers: Any) -> E:
@@ -66,6 +69,16 @@ class KVPagodaError(Exception):
         'all 4 slots are in use; close a sequence'
         """
         return cls(f"{text}; {hint}", hint=hint, **numbers)
+
+    def within(self: E, where: str) -> E:
+        """Return this error, with its attributes, but ``where`` before its message.
+
+        >>> str(BadInput("head_dim is 0", needed=0).within("llama config"))
+        'llama config: head_dim is 0'
+        """
+        told = copy(self)
+        told.args = (f"{where}: {self}",)
+        return told
 
 
 class BadInput(KVPagodaError, ValueError):
@@ -87,9 +100,9 @@ class LayoutError(BadInput):
         self.rule = rule
 
     @classmethod
-    def of(cls, rule: str, message: str) -> LayoutError:
-        """Return the error for something that breaks ``rule``; ``message`` says what."""
-        return cls(f"{message} (layout rule '{rule}')", rule=rule)
+    def of(cls, rule: str, message: str, **numbers: Any) -> LayoutError:
+        """Return the error for something that breaks ``rule``; ``message`` says what, with ``numbers`` as attributes."""
+        return cls(f"{message} (layout rule '{rule}')", rule=rule, **numbers)
 
 
 class NeverFits(BadInput):
@@ -103,12 +116,9 @@ class BadLine(BadInput):
     of the field that is wrong. Each is None where it is not known.
     """
 
-    def __init__(
-        self, message: str, *, path: str | None = None, line: int | None = None, field: str | None = None,
-        **of_base: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, message: str, *, path: str | None = None, line: int | None = None, **of_base: Any) -> None:
         super().__init__(message, **of_base)
-        self.path, self.line, self.field = path, line, field
+        self.path, self.line = path, line
 
 
 class NotOwned(BadInput):

@@ -244,7 +244,7 @@ class KVCache:
         prompt = as_tokens(token_ids, core.vocab_size)
         length = len(prompt)
         if not length:
-            raise BadInput("a request needs at least one token, got none")
+            raise BadInput("a request needs at least one token, got none", needed=1, available=0)
         first = length if capacity is None else whole_number(capacity, "capacity")
         most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
@@ -612,7 +612,8 @@ def _memory(
     need the bytes, none. Raises BadInput, and MissingExtra without torch."""
     if isinstance(device, str) and device == NO_DEVICE:
         if backing is not None:
-            raise BadInput("device='none' is a cache without memory; give it no memory=")
+            text = "device='none' is a cache without memory; give it no memory="
+            raise BadInput(text, field="memory", needed="memory")
         return NoMemory([group.layout.nbytes for group in plan.groups]) if has_tiers else RemoteMemory(plan, poison)
     lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
     with MissingExtra.unless("torch", lacking):

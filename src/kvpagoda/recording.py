@@ -202,7 +202,8 @@ class Recording:
     def follow(self, core: Core) -> None:
         """Begin to record ``core``, in which no request is yet. Raises BadInput if this records a cache already."""
         if self._end is not None:
-            raise BadInput("this recording belongs to a cache already; make a new one for each cache")
+            text = "this recording belongs to a cache already; make a new one for each cache"
+            raise BadInput(text, needed="recording")
         self._core, self._end = core, observe(core.parts, self._around, "a recording")
         self._file.begin(requests=[], cache=["evictions", "moves", "tiers"])
         self._count(self._clock())

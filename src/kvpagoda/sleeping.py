@@ -82,7 +82,7 @@ def sleep(lifecycle: Lifecycle, keep: Keep, nbytes: int | str | None, timeout: f
     """Give the memory of the cache of ``lifecycle`` back; see ``KVCache.sleep``."""
     core, deadline = lifecycle.core, monotonic() + real_number(timeout, "the timeout, in seconds,")
     if not isinstance(keep, str) or keep not in get_args(Keep):
-        raise BadInput(f"keep is one of {', '.join(get_args(Keep))}, got {shown(keep)}")
+        raise BadInput(f"keep is one of {', '.join(get_args(Keep))}, got {shown(keep)}", field="keep", needed=keep)
     most = core.plan.nbytes if nbytes is None else parse_bytes(nbytes)
     core.check_open()
     lifecycle.ending.close_dropped()

@@ -48,7 +48,8 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, str):
         match = _SIZE.match(size)
         if match is None:
-            raise BadInput(f"cannot read {shown(size)} as a size; write '512MiB', '2GiB' or a number of bytes")
+            text = f"cannot read {shown(size)} as a size; write '512MiB', '2GiB' or a number of bytes"
+            raise BadInput(text, needed=size)
         number, prefix, binary = match.groups()
         nbytes = float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
         size = int(min(nbytes, MOST))
@@ -89,8 +90,9 @@ def whole_number(
         if below is not None:
             wanted = f"whole number from {at_least:,} to {below - 1:,}"
         elif number is not None and number >= end:
-            raise error(f"{what} must be below 2^{bits}, got {shown(value)}", needed=value, available=end - 1)
-        raise error(f"{what} must be a {wanted}, got {shown(value)}", needed=value, available=at_least)
+            text = f"{what} must be below 2^{bits}, got {shown(value)}"
+            raise error(text, needed=value, available=end - 1, field=what)
+        raise error(f"{what} must be a {wanted}, got {shown(value)}", needed=value, available=at_least, field=what)
     return number
 
 
@@ -101,14 +103,15 @@ def real_number(value: object, what: str) -> float:
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value < MOST:  # type: ignore[operator]
-        raise BadInput(f"{what} must be a finite number of at least 0, got {shown(value)}", needed=value, available=0)
+        text = f"{what} must be a finite number of at least 0, got {shown(value)}"
+        raise BadInput(text, needed=value, available=0, field=what)
     return float(value)  # type: ignore[arg-type]
 
 
 def truth(value: object, what: str) -> bool:
     """Return ``value`` as a bool if it is one, of Python or numpy. Raises BadInput, which names ``what``."""
     if type(value).__name__ not in ("bool", "bool_"):  # of Python and numpy 2, of numpy 1
-        raise BadInput(f"{what} is True or False, got {shown(value)}")
+        raise BadInput(f"{what} is True or False, got {shown(value)}", field=what, needed=value)
     return bool(value)
 
 
@@ -120,7 +123,8 @@ def option(value: T | None, kind: type[T]) -> T:
 def instance_of(value: object, kind: type[T], what: str) -> T:
     """Return ``value`` if it is a ``kind``, a class of this library. Raises BadInput, which names ``what``."""
     if not isinstance(value, kind):
-        raise BadInput(f"{what} is a kvpagoda.{kind.__name__}, got {type(value).__name__}")
+        text = f"{what} is a kvpagoda.{kind.__name__}, got {type(value).__name__}"
+        raise BadInput(text, field=what, needed=type(value).__name__)
     return value
 
 
@@ -128,18 +132,20 @@ def utf8(text: object, what: str) -> bytes:
     """Return ``text`` as UTF-8. Raises BadInput, which names ``what``, for half a surrogate pair and for what is no
     text."""
     if not isinstance(text, str):
-        raise BadInput(f"{what} must be text, got {shown(text)}")
+        raise BadInput(f"{what} must be text, got {shown(text)}", field=what, needed=text)
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"{what} must be text that UTF-8 can hold, got {shown(text)}; give it as bytes") from None
+        raise BadInput(
+            f"{what} must be text that UTF-8 can hold, got {shown(text)}; give it as bytes", field=what, needed=text
+        ) from None
 
 
 def name_of(text: object, what: str) -> str:
     """Return ``text``, a name for the system or for another library: of a host, a socket, a folder. Raises BadInput, which
     names ``what``, for what is no text, for text that UTF-8 cannot hold, and for a zero byte, at which C ends a name."""
     if b"\0" in utf8(text, what):
-        raise BadInput(f"{what} must be text without a zero byte, got {shown(text)}", needed=text)
+        raise BadInput(f"{what} must be text without a zero byte, got {shown(text)}", needed=text, field=what)
     return str(text)
 
 
@@ -151,7 +157,10 @@ def path_of(path: object, what: str) -> Path:
     except (TypeError, ValueError):
         is_path = False
     if not is_path:
-        raise BadInput(f"{what} must be a path, as text without a zero byte or an os.PathLike, got {shown(path)}")
+        raise BadInput(
+            f"{what} must be a path, as text without a zero byte or an os.PathLike, got {shown(path)}",
+            field=what, needed=path,
+        )  # fmt: skip
     return Path(text)
 
 
@@ -172,6 +181,6 @@ def all_of(values: object, kind: type[T], what: str) -> tuple[T, ...]:
     items: list[T] = []
     for value in items_of(values):
         if not isinstance(value, kind):
-            raise BadInput(f"{what}, got {shown(value)}")
+            raise BadInput(f"{what}, got {shown(value)}", field=what, needed=value)
         items.append(value)
     return tuple(items)

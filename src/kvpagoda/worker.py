@@ -37,7 +37,8 @@ class Worker:
     def __init__(self, cache: KVCache) -> None:
         core = instance_of(cache, KVCache, "the cache").core
         if not core.memory.has_memory or core.tiers.levels or core.guard.aside is not None:
-            raise BadInput("a worker needs a cache with memory that is awake and has no tiers; make it with device=")
+            text = "a worker needs a cache with memory that is awake and has no tiers; make it with device="
+            raise BadInput(text, needed="memory")
         cache.close()
         self._cache, self._core, self._guard = cache, core, core.guard
         self._scheduler: str | None = None
@@ -100,7 +101,8 @@ class Worker:
         due, number = (self._resets, self._number), (given.resets, given.number)
         begins = given.resets > self._resets and not given.number
         if number < due:
-            raise StaleHandle(f"the copies of batch {number} (resets, number) were applied already; {due} is next")
+            text = f"the copies of batch {number} (resets, number) were applied already; {due} is next"
+            raise StaleHandle(text, needed=number, available=due)
         if number != due and not begins:
             hint = "apply those first, or close the scheduler's requests and reset() it"
             raise NeedsReset.with_hint(

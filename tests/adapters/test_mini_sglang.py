@@ -19,6 +19,7 @@ from rows import Rows, next_token  # noqa: E402
 
 from kvpagoda import BadInput, CheckFailed, NotOwned, OutOfBlocks, StaleHandle  # noqa: E402
 from kvpagoda.adapters.mini_sglang import CacheManager, PrefixCache  # noqa: E402
+from raises import raises  # noqa: E402
 
 
 def ids(*tokens: int) -> Any:
@@ -75,7 +76,7 @@ def test_what_has_no_room_changes_nothing() -> None:
     cache.cache_req(req, finished=False)
     before = cache.page_table.clone()
     more = SimpleNamespace(table_idx=1, cached_len=0, device_len=4)
-    with pytest.raises(OutOfBlocks, match=r"need 2 blocks, 1 free, 2 cached \(2 in use\) of 3"):
+    with raises(OutOfBlocks, needed=2, available=1):
         cache.allocate_paged([more])
     assert torch.equal(before, cache.page_table) and cache.available_size == 2
     cache.cache_req(req, finished=True)
@@ -87,19 +88,19 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
     with pytest.raises(BadInput):
         PrefixCache("cpu", 0)
     cache = manager()
-    with pytest.raises(BadInput, match="at least one token"):
+    with raises(BadInput, needed=1, available=0):
         cache.match_req(SimpleNamespace(input_ids=ids(), input_len=0))
     req = admit(cache, 0, 1, 2, 3)
     cache.cache_req(req, finished=True)
-    with pytest.raises(BadInput, match="not locked"):
+    with raises(BadInput, needed=0):
         cache.cache_req(req, finished=True)
-    with pytest.raises(BadInput, match="unlocked more often"):
+    with raises(BadInput, needed=2):
         cache.unlock(req.cache_handle)
     handle = cache.prefix_cache.match_prefix(ids(1, 2)).cuda_handle
     assert cache.prefix_cache.evict(1).tolist() == [0, 1]
-    with pytest.raises(StaleHandle, match="evicted"):
+    with raises(StaleHandle, needed=1, available=0):
         cache.lock(handle)
-    with pytest.raises(CheckFailed, match="7 free and 0 cached"):
+    with raises(CheckFailed, needed=8, available=7):
         cache.check_integrity()
 
 

@@ -19,6 +19,7 @@ from kvpagoda.compat.deepseek_v4 import (
 )
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.schema import NVFP4, RAW
+from raises import raises
 
 Tensor = torch.Tensor
 FLASH = DSV4Config.flash()
@@ -72,15 +73,15 @@ def test_other_forms_of_entries() -> None:
 
 
 def test_a_window_layer_has_no_paged_pool() -> None:
-    with pytest.raises(BadInput, match="SWA"):
+    with raises(BadInput, needed=0):
         PagedKVPool(layer("SWA"), 4, device="cpu")
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0])
 def test_pools_refuse_nonsense_sizes(count: Any) -> None:
-    with pytest.raises(BadInput, match="num_blocks"):
+    with raises(BadInput, field="num_blocks", needed=count, available=1):
         PagedKVPool(layer("CSA"), count, device="cpu")
-    with pytest.raises(BadInput, match="max_requests"):
+    with raises(BadInput, field="max_requests", needed=count, available=1):
         StateCachePool(layer("CSA"), count, device="cpu")
 
 
@@ -135,5 +136,5 @@ def test_reset_slot_clears_one_row() -> None:
 @pytest.mark.parametrize("slot", [-1, 3, True, "0"])
 def test_reset_slot_refuses_what_is_no_slot(slot: Any) -> None:
     pool = StateCachePool(layer("SWA"), 3, device="cpu")
-    with pytest.raises(NotOwned, match="request slots"):
+    with raises(NotOwned, field="an id of the request slots", needed=slot, available=0):
         pool.reset_slot(slot)

@@ -7,6 +7,7 @@ import torch
 from kvpagoda.compat.kv_pool import KVPool, make_full_attention_net_mem_pool
 from kvpagoda.compat.req_pool import make_req_to_token_pool
 from kvpagoda.errors import BadInput, NotOwned
+from raises import raises
 
 SHAPES = {"mha": (4, 8, 4, 8), "gqa": (2, 8, 2, 8), "mqa": (1, 16, 1, 16), "mla": (1, 24, 1, 16), "odd": (3, 5, 2, 7)}
 
@@ -100,7 +101,7 @@ def test_wrong_shapes_dtypes_and_layers_raise_before_anything_is_written():
             pool.set_kv_buffer(0, *args)
     for layer in (2, -1, "0", None, 1.0, True):
         for call in (lambda n: pool.set_kv_buffer(n, indices, k, v), pool.get_kv_buffer, pool.get_value_buffer):
-            with pytest.raises(BadInput, match="a whole number from 0 to 1"):
+            with raises(BadInput, field="a layer of this pool", needed=layer, available=0):
                 call(layer)
     assert not pool.arena.buffer.any()
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvpagoda.compat.slot_allocator import SlotAllocator
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
+from raises import raises
 
 
 def test_lowest_first_and_minus_one_when_full():
@@ -46,12 +47,12 @@ def test_occupy_takes_a_named_slot():
 def test_occupy_of_a_slot_in_use_and_free_of_a_free_slot_raise():
     slots = SlotAllocator(3)
     slots.alloc()
-    with pytest.raises(NotOwned, match="already held"):
+    with raises(NotOwned, needed=0, available="held"):
         slots.occupy(0)
-    with pytest.raises(NotOwned, match="not held"):
+    with raises(NotOwned, needed=1, available="free"):
         slots.free(1)
     slots.free(0)
-    with pytest.raises(NotOwned, match="freed twice"):
+    with raises(NotOwned, needed=0, available="free"):
         slots.free(0)
     slots.check()
     assert slots.free_count == 3
@@ -82,11 +83,11 @@ def test_no_slots():
 def test_check_sees_levels_and_counts_that_disagree():
     slots = SlotAllocator(200)
     slots._levels[1][0] &= ~0b10
-    with pytest.raises(CheckFailed, match=r"words \[1\] of 4"):
+    with raises(CheckFailed, needed=4, available=[1]):
         slots.check()
     slots = SlotAllocator(200)
     slots.free_count -= 1
-    with pytest.raises(CheckFailed, match="200 slots are free, 199 are counted"):
+    with raises(CheckFailed, needed=199, available=200):
         slots.check()
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip instal
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 
 from kvpagoda.events import EventLog, EventStream, Follower
+from raises import raises
 
 SCHEMA = Schema(
     tuple(
@@ -89,19 +90,19 @@ def test_what_memory_lacked_for_is_said_later(monkeypatch: pytest.MonkeyPatch) -
 
 def test_bad_input_is_told() -> None:
     for capacity in (0, True, 1.5):
-        with pytest.raises(BadInput, match="the capacity of a log is a number of records, at least 1"):
+        with raises(BadInput, needed=capacity, available=1):
             EventLog(capacity)  # type: ignore[arg-type]
     log = EventLog()
-    with pytest.raises(BadInput, match="this log has no cache yet"):
+    with raises(BadInput, needed="cache"):
         _ = log.followed
     cache_of(log)
-    with pytest.raises(BadInput, match="this log belongs to a cache already"):
+    with raises(BadInput, needed="log"):
         cache_of(log)
-    with pytest.raises(BadInput, match="keep, a number of batches, must be a positive whole number, got 0"):
+    with raises(BadInput, field="keep, a number of batches,", needed=0, available=1):
         EventStream(log, keep=0)
-    with pytest.raises(BadInput, match="only the newest weights; ask without epoch 0"):
+    with raises(BadInput, needed=0):
         Follower().resumable(range(3), Namespace(epoch=0))
-    with pytest.raises(BadInput, match="3 bytes are no batch of KV events"):
+    with raises(BadInput, needed=3):
         Follower().feed(0, b"abc")
-    with pytest.raises(BadInput, match="it is not from kvpagoda"):
+    with raises(BadInput, needed="publisher"):
         Follower().feed(0, b"\x92\xcb\x00\x00\x00\x00\x00\x00\x00\x00\x90")

@@ -13,11 +13,14 @@ from random_driver.schemas import SCHEMA_NAMES
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 
+from unittest.mock import ANY
+
 from hostile import Siege
 from traffic import Traffic
 
 from kvpagoda.errors import BadInput
 from kvpagoda.events import Follower
+from raises import raises
 
 
 def besiege(schema: str, seed: int, num_rounds: int) -> Siege:
@@ -68,5 +71,5 @@ def test_bytes_that_are_no_batch(payload: bytes) -> None:
         follower.feed(3, payload)
     assert follower.wanted == 0 and follower.num_blocks == 0
     for number in (-1, 2**63, "1", None, 0.5):
-        with pytest.raises(BadInput, match="the number of a batch"):
+        with raises(BadInput, field="the number of a batch", needed=number, available=ANY):
             follower.feed(number, payload)  # type: ignore[arg-type]

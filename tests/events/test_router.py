@@ -25,10 +25,13 @@ from kvpagoda.errors import BadInput
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 
+from unittest.mock import ANY
+
 from traffic import Traffic
 
 from kvpagoda.events import Encoding, Follower, Publisher, Router, RouterServer, Subscriber
 from kvpagoda.events.router import MOST_NBYTES
+from raises import raises
 
 LOCAL, PATIENCE = "tcp://127.0.0.1:*", 20.0
 NOBODY = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1")
@@ -282,9 +285,9 @@ def test_a_long_secret_is_refused_where_it_is_given(here: Any, tmp_path: Path) -
         Follower,
         lambda secret: Subscriber(*NOBODY, secret=secret),
     ):
-        with pytest.raises(BadInput, match=message):
+        with raises(BadInput, field="secret", needed=65, available=64):
             make(bytes(65))
-        with pytest.raises(BadInput, match="a secret is bytes, got str"):
+        with raises(BadInput, field="secret", needed="str"):
             make("secret")
     with Router({"a": NOBODY}, secret=bytes(64)) as router:
         assert router.answer("POST", "/score", b'{"tokens": [1]}').status == 200
@@ -305,15 +308,15 @@ def test_a_worker_that_is_not_kvpagoda_is_named() -> None:
 
 
 def test_bad_workers_are_told() -> None:
-    with pytest.raises(BadInput, match="at least one worker, got none"):
+    with raises(BadInput, needed=1, available=0):
         Router({})
-    with pytest.raises(BadInput, match="cannot connect to 'nowhere'"):
+    with raises(BadInput, needed="nowhere"):
         Router({"a": ("nowhere", "tcp://127.0.0.1:1")})
     with Router({"a": NOBODY}) as router:
         for host, port in (("203.0.113.7", 0), ("127.0.0.1", 70_000)):
             with pytest.raises(BadInput, match=f"cannot serve on {host}:{port}"):
                 RouterServer(router, host, port)
-        with pytest.raises(BadInput, match="token ids must be"):
+        with raises(BadInput, needed=ANY, available=[1]):
             router.scores(["a"])
         assert router.answer("POST", "/score", b'{"tokens": [1], "namespace": "nobody"}').body["cached"] == {"a": 0}
 

@@ -18,6 +18,7 @@ from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator, Sampling  # noqa: E402
 from kvpagoda.scheduling import LeastComputed  # noqa: E402
 from models import VOCAB, tiny_model  # noqa: E402
+from raises import raises  # noqa: E402
 
 NEW = 14
 
@@ -142,22 +143,22 @@ def test_a_step_that_fails_leaves_the_rows_of_the_draft_right(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "draft", "message"),
+    ("name", "draft", "figures"),
     [
-        ("inkling_text", "llama", "the model inkling_text keeps recurrent states"),
-        ("llama", "mamba", "the draft mamba keeps states"),
-        ("llama", "deepseek_v4", "the draft deepseek_v4 keeps states"),
+        ("inkling_text", "llama", {"needed": "inkling_text"}),
+        ("llama", "mamba", {"needed": "mamba"}),
+        ("llama", "deepseek_v4", {"needed": "deepseek_v4"}),
     ],
 )
-def test_drafts_that_cannot_go_back_are_refused(name: str, draft: str, message: str) -> None:
-    with pytest.raises(SchemaError, match=message):
+def test_drafts_that_cannot_go_back_are_refused(name: str, draft: str, figures: dict[str, Any]) -> None:
+    with raises(SchemaError, **figures):
         Generator(model_of(name), num_blocks=60, draft=draft_of(draft))
 
 
 def test_a_draft_for_shorter_texts_or_of_another_vocabulary_is_refused() -> None:
-    with pytest.raises(SchemaError, match="texts of 512 tokens"):
+    with raises(SchemaError, needed=960, available=512):
         Generator(model_of("llama"), num_blocks=60, draft=tiny_model("llama", max_position_embeddings=512))
-    with pytest.raises(SchemaError, match="vocabulary of 64 tokens"):
+    with raises(SchemaError, needed=64, available=128):
         Generator(model_of("llama"), num_blocks=60, draft=tiny_model("llama", vocab_size=64))
 
 

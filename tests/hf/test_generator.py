@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from kvpagoda.errors import BadInput, NeverFits  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from models import VOCAB, tiny_model  # noqa: E402
+from raises import raises  # noqa: E402
 
 EXACT = [
     "llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3", "kimi_linear", "bamba",
@@ -172,7 +173,7 @@ def test_what_the_generation_config_changes_is_changed(
 def test_guidance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     monkeypatch.setattr(model.generation_config, "guidance_scale", 1.5)
-    with pytest.raises(BadInput, match=r"guidance_scale=1.5"):
+    with raises(BadInput, needed=1.5):
         Generator(model, num_blocks=60).submit([1, 2])
 
 
@@ -193,27 +194,25 @@ def test_the_budget_is_kept(name: str) -> None:
 
 def test_bad_input_is_one_clear_error() -> None:
     generator = Generator(model_of("llama"), num_blocks=4, max_requests=2)
-    with pytest.raises(BadInput, match=r"token id 128 is outside the vocabulary 0\.\.127"):
+    with raises(BadInput, needed=128, available=127):
         generator.submit([1, 128])
-    with pytest.raises(BadInput, match="at least one token"):
+    with raises(BadInput, needed=1, available=0):
         generator.submit([])
     for bad in (0, 1.5, None):
-        with pytest.raises(BadInput, match="max_new_tokens must be a positive whole number"):
+        with raises(BadInput, field="max_new_tokens", needed=bad, available=1):
             generator.submit([1], bad)
-    with pytest.raises(NeverFits, match="69 tokens are more than the longest context of 64"):
+    with raises(NeverFits, needed=69, available=64):
         generator.submit([1] * 60, 10)
-    with pytest.raises(NeverFits, match="one request of up to 16 tokens needs"):
+    with raises(NeverFits, needed=24576, available=3072):
         Generator(model_of("llama"), "3KiB")
-    with pytest.raises(BadInput, match="several lists of token ids, got NoneType"):
+    with raises(BadInput, needed="NoneType"):
         generator.generate(None)
-    with pytest.raises(
-        BadInput, match="a model is a transformers causal language model, got None; pass a loaded model"
-    ):
+    with raises(BadInput, needed="NoneType"):
         Generator(None)
-    with pytest.raises(BadInput, match="prefill_chunk"):
+    with raises(BadInput, needed=(0, 0)):
         Generator(model_of("llama"), prefill_chunk=0)
     for device in ("none", "cuda:0"):
-        with pytest.raises(BadInput, match=f"the model is on cpu, so its cache cannot be on {device}"):
+        with raises(BadInput, needed=device, available="cpu"):
             Generator(model_of("llama"), device=device)
     assert Generator(model_of("llama"), "1MiB", device="cpu").generate([[1, 2]], 2) == generator.generate([[1, 2]], 2)
 

@@ -11,6 +11,7 @@ from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.scheduling import Youngest  # noqa: E402
 from models import tiny_model  # noqa: E402
+from raises import raises  # noqa: E402
 
 SYSTEM = [7 + n % 50 for n in range(40)]
 FIRST, SECOND = [*SYSTEM, *range(1, 31)], [*SYSTEM, *range(60, 90)]
@@ -64,6 +65,6 @@ def test_what_became_of_it_is_told_while_it_runs_and_after_it_was_preempted() ->
 @pytest.mark.parametrize("wrong", [[-1], [1.5], "end", [1 << 40]], ids=str)
 def test_wrong_positions_are_refused_before_anything_is_queued(wrong: object) -> None:
     generator = generator_of("llama")
-    with pytest.raises(BadInput, match="checkpoint"):
+    with raises(BadInput, needed=wrong):
         generator.submit(FIRST, 4, checkpoints=wrong)
     assert not generator.queue.waiting

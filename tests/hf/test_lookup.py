@@ -21,6 +21,7 @@ from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf import Generator, Sampling  # noqa: E402
 from kvpagoda.hf.generator import propose  # noqa: E402
 from models import VOCAB  # noqa: E402
+from raises import raises  # noqa: E402
 
 NEW = 14
 STATES = ["qwen3_next", "mamba2", "nemotron_h", "kimi_linear", "lfm2", "falcon_h1"]
@@ -222,5 +223,5 @@ def test_it_stops_at_an_accepted_end_of_text(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_lookup_is_a_number_of_tokens() -> None:
-    with pytest.raises(BadInput, match="lookup >= 0"):
+    with raises(BadInput, needed=(512, -1)):
         Generator(model_of("llama"), num_blocks=4, lookup=-1)

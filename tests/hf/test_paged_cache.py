@@ -25,6 +25,7 @@ from kvpagoda.errors import BadInput, MissingExtra, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache, cache_name  # noqa: E402
 from kvpagoda.hf.cache_name import CACHE_NAMES, OUTPUT_NAME, cache_name_of  # noqa: E402
 from more_models import MULTIMODAL  # noqa: E402
+from raises import raises  # noqa: E402
 
 NEW = 7
 PLAIN: dict[str, Any] = dict(do_sample=False, pad_token_id=0, max_new_tokens=NEW)
@@ -164,15 +165,15 @@ def test_the_model_is_itself_with_any_other_cache_and_so_is_a_copy() -> None:
 def test_a_model_whose_forward_was_replaced_is_refused() -> None:
     model = copy.deepcopy(model_of("llama"))
     model.forward = functools.partial(model.forward)
-    with pytest.raises(BadInput, match="forward of the LlamaForCausalLM must be bound methods"):
+    with raises(BadInput, needed=["forward"]):
         PagedCache(model, num_blocks=30)
 
 
 @pytest.mark.parametrize("make", [PagedCache, Generator])
 def test_a_name_in_place_of_a_model_says_what_to_pass(make: Any) -> None:
-    with pytest.raises(BadInput, match=r"got 'gpt2'; pass AutoModelForCausalLM.from_pretrained\('gpt2'\)"):
+    with raises(BadInput, needed="str"):
         make("gpt2")
-    with pytest.raises(BadInput, match="got 3; pass a loaded model"):
+    with raises(BadInput, needed="int"):
         make(3)
 
 
@@ -180,7 +181,7 @@ def test_the_cache_of_another_model_is_refused() -> None:
     model, text = model_of("llama"), prompts()[9]
     cache, twin = PagedCache(model, num_blocks=30), copy.deepcopy(model)
     for other in (twin, model_of("qwen3")):  # one that knows of such caches, one that does not
-        with pytest.raises(BadInput, match="belongs to a LlamaForCausalLM, another model or a copy"):
+        with raises(BadInput, needed="LlamaForCausalLM"):
             other.generate(**padded([text]), **{OUTPUT_NAME: cache}, **PLAIN)
 
 
@@ -262,21 +263,21 @@ def another_batch(model: Any, cache: PagedCache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "figures"),
     [
-        (right_padded, "row 1 has padding that is not on the left"),
-        (empty_row, "row 1 has padding that is not on the left"),
-        (in_chunks, "takes whole texts"),
-        (assisted, "assisted generation is not supported"),
-        (embedded, r"also given \['inputs_embeds'\]"),
-        (hidden, r"also given \['output_hidden_states'\]"),
-        (another_batch, r"expected token ids \[1, tokens\], got \[3, 1\]"),
+        (right_padded, {"needed": 1}),
+        (empty_row, {"needed": 1}),
+        (in_chunks, {"needed": "whole texts"}),
+        (assisted, {"needed": "lookup"}),
+        (embedded, {"needed": ["inputs_embeds"]}),
+        (hidden, {"needed": ["output_hidden_states"]}),
+        (another_batch, {"needed": [3, 1]}),
     ],
 )
-def test_what_it_does_not_do_is_told(call: Callable[[Any, PagedCache], None], told: str) -> None:
+def test_what_it_does_not_do_is_told(call: Callable[[Any, PagedCache], None], figures: dict[str, Any]) -> None:
     model = model_of("llama")
     cache = PagedCache(model, num_blocks=30)
-    with pytest.raises(BadInput, match=told):
+    with raises(BadInput, **figures):
         call(model, cache)
     cache.cache.check()
     assert generated(model, [prompts()[9]], cache)[0] == recomputed("llama")[9]
@@ -290,7 +291,7 @@ def test_a_batch_without_room_ends_and_the_cache_goes_on() -> None:
     cache.cache.check()
     assert cache.stats().running == 0
     assert generated(model, [text], cache)[0] == recomputed("llama")[9]
-    with pytest.raises(BadInput, match="prefill_chunk >= 1"):
+    with raises(BadInput, needed=0, available=1):
         PagedCache(model, prefill_chunk=0)
 
 

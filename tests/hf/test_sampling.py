@@ -12,6 +12,7 @@ from test_generator import EXACT, model_of, prompts  # noqa: E402
 
 from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf import Generator, Sampling  # noqa: E402
+from raises import raises  # noqa: E402
 
 NEW = 9
 LOGITS = np.array([2.0, -1.0, 0.5, 2.0, -np.inf, 1.0], np.float32)
@@ -61,7 +62,7 @@ def test_values_that_make_no_sense() -> None:
     for wrong in (dict(top_k=0), dict(seed=-1)):
         with pytest.raises(BadInput, match="seed >= 0"):
             Sampling(**wrong)
-    with pytest.raises(BadInput, match="n must be a positive whole number"):
+    with raises(BadInput, field="n", needed=0, available=1):
         Generator(model_of("llama"), num_blocks=4).submit([1], n=0)
 
 

@@ -20,6 +20,9 @@ from kvpagoda.tiers import host_tier
 sys.path.append(str(Path(__file__).parents[1] / "events"))
 from consumers import classes, package
 
+from kvpagoda.errors import BadInput
+from raises import raises
+
 FULL = Layer(0, "full", (Attention(1, 1, 1, "float16"),))
 WINDOW = Layer(1, "window", (Attention(1, 1, 1, "float16", Growth(window=8)),))
 STATE = Layer(2, "state", (Recurrent((Rows("recurrent", (2,), "float32"),)),))
@@ -463,5 +466,5 @@ def test_outcomes_that_nobody_fetches_are_dropped_and_counted() -> None:
 def test_hints_belong_to_one_cache() -> None:
     hints = Hints()
     KVCache(SCHEMAS["full"], num_blocks=4, device="none", hints=hints)
-    with pytest.raises(ValueError, match="another cache"):
+    with raises(BadInput, needed="hints"):
         KVCache(SCHEMAS["full"], num_blocks=4, device="none", hints=hints)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from test_layout import ORDERS
 
 from kvpagoda.errors import BadInput, LayoutError
 from kvpagoda.layouts import Layout, judge, named, names, read, reshard
+from raises import raises
 
 BY_NAME = {
     **{f"vllm_packed_{order}C": f"vllm-{order.lower()}c" for order in "LBHN LBNH LHBN BLHN BLNH BHLN".split()},
@@ -150,26 +153,42 @@ def test_sizes_follow_from_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rule", "message"),
+    ("arguments", "rule", "figures"),
     [
-        (dict(name="flashmla-v23"), "name", "did you mean 'flashmla-v32'"),
-        (dict(name="qqq"), "name", "there are flash-attention-2, "),
-        (dict(name=None), "name", "no layout is named None"),
-        (dict(name="trtllm", head_size=64), "size", "no size 'head_size'; it has blocks, head_dim, heads"),
-        (dict(name="flashmla-v32", heads=2), "size", "no size 'heads'"),
-        (dict(name="sglang-mha", blocks=2), "size", "no size 'blocks'"),
-        (dict(name="trtllm", tokens=32, blocks=2), "size", "not both"),
-        (dict(name="vllm-nvfp4", head_dim=24), "size", "multiple of 16, got 24"),
-        (dict(name="flashmla-v32", dtype="float16"), "dtype", "are encoded"),
-        (dict(name="trtllm", dtype="float12"), "dtype", "needs one of the dtypes"),
-        (dict(name="flashmla-dsv4", dialect="sglang"), "dialect", "the dialects flashmla, vllm, not 'sglang'"),
-        (dict(name="trtllm", dialect="vllm"), "dialect", r"the dialects \(none\)"),
-        (dict(name="vllm-flash-attention", block_stride=9), "stride", "no single stride of blocks"),
-        (dict(name="vllm-blhnc", block_stride=9), "stride", "the stride is at least"),
+        (dict(name="flashmla-v23"), "name", {"needed": "flashmla-v23", "rule": "name"}),
+        (dict(name="qqq"), "name", {"needed": "qqq", "rule": "name"}),
+        (dict(name=None), "name", {"rule": "name"}),
+        (dict(name="trtllm", head_size=64), "size", {"needed": "head_size", "available": ANY, "rule": "size"}),
+        (
+            dict(name="flashmla-v32", heads=2),
+            "size",
+            {"needed": "heads", "available": ("blocks", "layers", "page_size", "tokens"), "rule": "size"},
+        ),
+        (
+            dict(name="sglang-mha", blocks=2),
+            "size",
+            {"needed": "blocks", "available": ("head_dim", "heads", "layers", "tokens", "v_head_dim"), "rule": "size"},
+        ),
+        (dict(name="trtllm", tokens=32, blocks=2), "size", {"needed": "tokens or blocks", "rule": "size"}),
+        (
+            dict(name="vllm-nvfp4", head_dim=24),
+            "size",
+            {"field": "head_dim", "needed": 24, "available": 16, "rule": "size"},
+        ),
+        (dict(name="flashmla-v32", dtype="float16"), "dtype", {"needed": "float16", "rule": "dtype"}),
+        (dict(name="trtllm", dtype="float12"), "dtype", {"needed": "k[D]:float12", "available": ANY, "rule": "dtype"}),
+        (
+            dict(name="flashmla-dsv4", dialect="sglang"),
+            "dialect",
+            {"needed": "sglang", "available": ("flashmla", "vllm"), "rule": "dialect"},
+        ),
+        (dict(name="trtllm", dialect="vllm"), "dialect", {"needed": "vllm", "available": ("",), "rule": "dialect"}),
+        (dict(name="vllm-flash-attention", block_stride=9), "stride", {"needed": 2, "available": 1, "rule": "stride"}),
+        (dict(name="vllm-blhnc", block_stride=9), "stride", {"needed": 65536, "available": 9, "rule": "stride"}),
     ],
 )
-def test_what_a_name_does_not_have_is_refused(arguments: dict[str, object], rule: str, message: str) -> None:
-    with pytest.raises(LayoutError, match=message) as raised:
+def test_what_a_name_does_not_have_is_refused(arguments: dict[str, object], rule: str, figures: dict[str, Any]) -> None:
+    with raises(LayoutError, **figures) as raised:
         named(**arguments)  # type: ignore[arg-type]
     assert raised.value.rule == rule
 

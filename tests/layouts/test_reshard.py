@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from plain_layout import Content, Plain, made, random_content, random_plain
 
 from kvpagoda.errors import BadInput, LayoutError
 from kvpagoda.layouts import Layout, copying, named, reshard
+from raises import raises
 
 VECTORS = Path(__file__).parents[3] / "shared" / "vectors" / "tp_spans.npz"
 
@@ -128,27 +131,33 @@ PAIR = Layout.of("B N k[D]:uint8", B=2, N=4, D=8), Layout.of("N B k[D]:uint8", B
 
 
 @pytest.mark.parametrize(
-    ("sources", "targets", "message"),
+    ("sources", "targets", "figures"),
     [
-        (np.zeros(63, np.uint8), np.zeros(64, np.uint8), "has 63 bytes; its layout takes 64"),
-        (np.zeros(64, np.uint8), bytes(64), "read-only"),
-        (np.zeros(64, np.uint8), [np.zeros(64, np.uint8)] * 2, "a list of 1 memories"),
-        (np.zeros((8, 16), np.uint8)[:, ::2], np.zeros(64, np.uint8), "not one contiguous piece"),
-        (None, np.zeros(64, np.uint8), "is not host memory"),
+        (np.zeros(63, np.uint8), np.zeros(64, np.uint8), {"field": "source", "needed": 64, "available": 63}),
+        (np.zeros(64, np.uint8), bytes(64), {"needed": "writeable memory", "available": 0}),
+        (np.zeros(64, np.uint8), [np.zeros(64, np.uint8)] * 2, {"field": "target", "needed": 1}),
+        (
+            np.zeros((8, 16), np.uint8)[:, ::2],
+            np.zeros(64, np.uint8),
+            {"field": "source", "needed": 0, "available": "pieces"},
+        ),
+        (None, np.zeros(64, np.uint8), {"field": "source", "needed": 0}),
     ],
 )
-def test_memory_that_cannot_be_is_refused_before_anything_moves(sources: object, targets: object, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+def test_memory_that_cannot_be_is_refused_before_anything_moves(
+    sources: object, targets: object, figures: dict[str, Any]
+) -> None:
+    with raises(BadInput, **figures):
         reshard(*PAIR).run(sources, targets)
 
 
 def test_memory_that_overlaps_is_refused() -> None:
     memory = np.arange(100, dtype=np.uint8)
-    with pytest.raises(BadInput, match="overlaps a source or another"):
+    with raises(BadInput, needed="memory of its own", available=0):
         reshard(*PAIR).run(memory[:64], memory[30:94])
     rank = np.zeros(32, np.uint8)
     latent = Layout.of("T k[D]:uint8", T=4, D=8)
-    with pytest.raises(BadInput, match="target 1 overlaps"):
+    with raises(BadInput, needed="memory of its own", available=1):
         reshard(latent, latent.split(tp=2)).run(memory[:32].copy(), [rank, rank])
     assert np.array_equal(memory, np.arange(100))
 
@@ -165,7 +174,7 @@ def test_memory_may_be_a_tensor_or_a_buffer() -> None:
     plan.run(given, half)
     assert np.array_equal(half.view(torch.uint8).numpy().ravel(), wanted)
     for wrong in (half.t(), torch.zeros(64, dtype=torch.uint8, device="meta")):
-        with pytest.raises(BadInput, match="dense and on the CPU"):
+        with raises(BadInput, field="target", needed=0):
             plan.run(source, wrong)
     assert np.array_equal(tensor.numpy().view(np.uint8), wanted) and bytes(buffer) == wanted.tobytes()
 
@@ -185,24 +194,24 @@ def test_what_is_not_of_one_content_is_refused() -> None:
         with pytest.raises(LayoutError, match=message) as raised:
             reshard(layout, other)
         assert raised.value.rule == rule
-    with pytest.raises(BadInput, match="give a Layout"):
+    with raises(BadInput, needed="str"):
         reshard(layout, "vllm")  # type: ignore[arg-type]
 
 
 def test_ranks_that_do_not_add_up_are_refused() -> None:
     layout = Layout.of("L T H k[D]:uint8", L=2, T=8, H=4, D=8)
     ranks = layout.split(tp=2)
-    with pytest.raises(LayoutError, match="have 128 of its 512 elements") as raised:
+    with raises(LayoutError, needed=512, available=128, rule="shards") as raised:
         reshard(layout.split(tp=4)[:1], layout)
     assert raised.value.rule == "shards"
-    with pytest.raises(LayoutError, match="source ranks 0 and 1 overlap in"):
+    with raises(LayoutError, needed="k", rule="shards"):
         reshard([layout, ranks[0]], layout)
     assert {*reshard(ranks[1:], ranks[1:]).by_rank} == {(0, 0)}
 
 
 @pytest.mark.parametrize("slots", [[0, 8], [-1, 2], [1, 1], [[1]], [0.5], []])
 def test_slots_that_cannot_be_are_refused(slots: list[object]) -> None:
-    with pytest.raises(BadInput, match="source_slots"):
+    with raises(BadInput, field="source_slots", needed=ANY, available=ANY):
         reshard(*PAIR, source_slots=slots)
 
 
@@ -232,11 +241,11 @@ def test_transfers_are_bounded_slices_at_addresses() -> None:
     assert begins.tolist() == [1000, 1004, 1008, 1012, 1016, 1020, 1024, 1028, 1032]
     assert puts.tolist() == [5000, 5004, 5008, 5010, 5014, 5018, 5020, 5024, 5028] and nbytes.tolist() == [4, 4, 2] * 3
     assert [one.tolist() for one in plan.transfers((0, 0), 0, 0)] == [[0, 12, 24], [0, 10, 20], [10, 10, 10]]
-    with pytest.raises(BadInput, match="most must be a positive"):
+    with raises(BadInput, field="most", needed=0, available=1):
         plan.transfers((0, 0), 0, 0, most=0)
-    with pytest.raises(BadInput, match="1 sources and 1 targets"):
+    with raises(BadInput, needed=(0, 1), available=(1, 1)):
         plan.transfers((0, 1), 0, 0)
-    with pytest.raises(BadInput, match="threads must be a positive"):
+    with raises(BadInput, field="threads", needed=0, available=1):
         plan.run(bytes(36), bytearray(30), threads=0)
 
 
@@ -258,7 +267,7 @@ def test_transfers_between_lists_of_tensors() -> None:
     for address, part in zip(layers, np.split(wanted, 3)):
         assert np.array_equal(memory[address : address + len(part)], part)
     assert np.array_equal(reshard(source, source).transfers((0, 0), tensors, 0)[2], [source.nbytes // 6] * 6)
-    with pytest.raises(BadInput, match="are not 7 equal pieces"):
+    with raises(BadInput, needed=393216, available=7):
         plan.transfers((0, 0), 0, [0] * 7)
 
 

@@ -22,6 +22,7 @@ from kvpagoda.errors import BadInput, Exhausted, MissingExtra
 from kvpagoda.memory import virtual
 from kvpagoda.memory.virtual import VirtualMemory
 from kvpagoda.schema import Attention, Layer
+from raises import raises
 
 GRAIN = 1 << 16
 ONE = Schema((Layer(0, "full", (Attention(1, 4, 4, "float32"),)),), "one")
@@ -163,9 +164,7 @@ def test_a_cache_sleeps_and_wakes_at_the_same_addresses(driver: Driver) -> None:
     assert slept.given_back == size and not driver.handles and not driver.mapped and driver.reserved
     assert driver.calls[0] == "wait for cuda:0"
     driver.fail(1, Result.CUDA_ERROR_OUT_OF_MEMORY)
-    with pytest.raises(
-        Exhausted, match=r"cuMemCreate of .*KiB says CUDA_ERROR_OUT_OF_MEMORY; free memory of the device"
-    ):
+    with raises(Exhausted, needed=65536):
         cache.wake()
     assert cache.stats().is_asleep
     cache.wake()
@@ -247,11 +246,11 @@ def test_it_is_freed_with_the_last_tensor(driver: Driver, caplog: pytest.LogCapt
 
 
 def test_devices_that_have_none(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match="is on a cuda device, got cpu"):
+    with raises(BadInput, needed="cuda", available="cpu"):
         VirtualMemory("cpu", driver=driver)
     for n in (1, 2):
         driver.fail(n)
-        with pytest.raises(BadInput, match=r"cuda:0 has no memory that can be mapped: cu.* says CUDA_ERROR_UNKNOWN"):
+        with raises(BadInput, needed="cuda:0"):
             VirtualMemory("cuda:0", driver=driver)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingExtra, match=r"pip install 'kvpagoda\[cuda\]'"):

@@ -13,6 +13,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.replay import Request, Trace, replay
 from kvpagoda.replay import hinted as module
 from kvpagoda.replay.hinted import QUANTILE, Told, replay_hints, usual_times
+from raises import raises
 
 
 def agents(num_sessions: int = 12, turns: int = 8, seed: int = 0) -> Trace:
@@ -104,6 +105,6 @@ def test_hints_find_more_than_lru_and_less_than_the_bound(capacity: int) -> None
 
 
 def test_a_trace_without_sessions_is_refused() -> None:
-    with pytest.raises(BadInput, match="does not say which requests belong to one session"):
+    with raises(BadInput, needed="sessions"):
         replay_hints(replace(TRACE, sessions=None), 40)
     assert replay_hints([Request(0, 16, 1, np.array([1]), 16, 0, True)], 1).hits.tolist() == [0]

@@ -17,6 +17,7 @@ import pytest
 from json_schema import schema_of, violations
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.jobs import run_jobs
+from raises import raises
 
 pytest.importorskip("typer")
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -106,7 +107,7 @@ def test_each_job_ends_once_with_its_number(processes: int) -> None:
     assert found == {0: 13, 1: 11, 2: 12} and {number for number, _ in told} == {0, 1, 2}
     with pytest.raises(BadInput, match="no 10"):
         run_jobs([refuse, refuse], 10, processes, found.__setitem__)
-    with pytest.raises(BadInput, match="jobs must be a positive whole number"):
+    with raises(BadInput, field="jobs", needed=0, available=1):
         run_jobs(jobs, 10, 0, found.__setitem__)
 
 

@@ -19,6 +19,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.replay import Request, Trace, read_requests, replay, serve
 from kvpagoda.replay.live import SchemaAnswers, TreeAnswers, answer_lines, served_policy
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows, Schema
+from raises import raises
 
 LINES = schema_of("replay_lines")
 FULL = Layer(0, "full", (Attention(1, 8, 8, "float16"),))
@@ -119,7 +120,7 @@ def test_bad_lines_are_answered_and_change_nothing() -> None:
     ]
     assert wrong[0]["error"].startswith("-, line 2: not JSON")
     heard: list[Any] = []
-    with pytest.raises(BadLine, match="-, line 2: not JSON"):
+    with raises(BadLine, line=2):
         answer_lines(mixed, TreeAnswers(9), heard.append, strict=True)
     assert len(heard) == 2 and heard[1]["error"].startswith("-, line 2: not JSON"), "the answer comes before the end"
 
@@ -132,7 +133,7 @@ def test_lines_without_a_request_are_answered_too() -> None:
 
 def test_what_needs_the_whole_trace_is_refused() -> None:
     for policy in ("opt", "block-fifo"):
-        with pytest.raises(BadInput, match="cannot answer requests as they come"):
+        with raises(BadInput, needed=policy):
             served_policy(policy)
 
 

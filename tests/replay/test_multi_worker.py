@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tiers"))
 
 from servers import has_redis, redis_server
 
+from raises import raises
+
 FULL = Layer(0, "full", (Attention(2, 64, 64, "float16"),))
 STATE = Layer(1, "state", (Recurrent((Rows("r", (64, 64), "float32"),)),))
 SCHEMAS = {"full": Schema((FULL,), "full"), "hybrid": Schema((FULL, STATE), "hybrid")}
@@ -72,7 +74,7 @@ def test_the_command_shows_the_joint_hit_rate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, True, 1.5, 2000])
 def test_a_number_of_workers_that_cannot_be(workers: object) -> None:
-    with pytest.raises(BadInput, match="workers"):
+    with raises(BadInput, field="workers", needed=workers, available=1):
         serve_multi_worker(synthetic(2), SCHEMAS["full"], "64MiB", workers=workers)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -10,6 +11,7 @@ from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.schema import Attention, Growth, Latent, Layer, Recurrent, Rows, Schema
 from kvpagoda.schema.families import mtp_layers
 from kvpagoda.schema.presets import presets
+from raises import raises
 
 LLAMA: dict[str, Any] = dict(
     model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
@@ -45,8 +47,8 @@ def test_mtp_layers_lie_behind_the_models_own_in_the_same_blocks(name: str) -> N
 def test_as_many_mtp_layers_as_the_config_names() -> None:
     config = {**presets()["glm-4.5"]["config"], "num_nextn_predict_layers": 3}
     assert [layer.index for layer in Schema.from_hf_config(config, draft="mtp").draft_layers] == [92, 93, 94]
-    for number, message in ((0, "is 0; expected 1 to"), (None, "is missing"), ("2", "is '2'; expected a whole number")):
-        with pytest.raises(SchemaError, match=f"glm4_moe config: num_nextn_predict_layers {message}"):
+    for number, available in ((0, 1000), (None, None), ("2", 0)):
+        with raises(SchemaError, field="num_nextn_predict_layers", needed=number, available=available):
             Schema.from_hf_config({**config, "num_nextn_predict_layers": number}, draft="mtp")
 
 
@@ -57,7 +59,7 @@ def test_an_mtp_format_is_that_of_the_model() -> None:
 
 
 def test_mtp_layers_that_are_not_known_are_refused_by_name() -> None:
-    with pytest.raises(SchemaError, match="MTP layers of model type 'llama' are not known; they are for deepseek_v3, "):
+    with raises(SchemaError, needed="llama", available=ANY):
         Schema.from_hf_config(LLAMA, draft="mtp")
     assert "llama" not in mtp_layers()
 
@@ -90,7 +92,7 @@ def test_mtp_layers_of_kimi_and_mimo() -> None:
 
 
 def test_mtp_layers_that_no_engine_runs_are_refused_with_what_works() -> None:
-    with pytest.raises(SchemaError, match=r"'minimax_m2' are not supported: .* EAGLE head"):
+    with raises(SchemaError, needed="minimax_m2"):
         Schema.from_hf_config({**LLAMA, "model_type": "minimax_m2", "num_mtp_modules": 3}, draft="mtp")
 
 
@@ -136,11 +138,11 @@ def test_an_optional_law_is_another_group_and_another_fingerprint() -> None:
 
 
 def test_drafts_that_cannot_share_the_text_are_refused() -> None:
-    with pytest.raises(SchemaError, match="vocabulary of 64 tokens and llama one of 128"):
+    with raises(SchemaError, needed=64, available=128):
         Schema.from_hf_config(LLAMA, draft={**LLAMA, "vocab_size": 64})
-    with pytest.raises(SchemaError, match="the draft mamba keeps states and llama keeps none"):
+    with raises(SchemaError, needed="mamba"):
         Schema.from_hf_config(LLAMA, draft=MAMBA)
-    with pytest.raises(SchemaError, match="has 2 draft layers already"):
+    with raises(SchemaError, needed=0, available=2):
         Schema.from_hf_config(LLAMA, draft=LLAMA).drafted_by(Schema.from_hf_config(LLAMA))
     with pytest.raises(SchemaError):
         Schema.from_hf_config(LLAMA, draft={"model_type": "no such type"})
@@ -156,5 +158,5 @@ def test_ranks_divide_the_draft_and_the_last_stage_has_it() -> None:
     first, last = (schema.split(tp=2, pp=2, rank=rank) for rank in (0, 1))
     assert [layer.index for layer in first.layers] == [0] and [layer.index for layer in last.layers] == [1, 2]
     assert last.draft_layers[0].kinds == (Attention(2, 16, 16, "bfloat16"),)
-    with pytest.raises(BadInput, match="cannot split 2 layers"):
+    with raises(BadInput, needed=(1, 3, 0), available=2):
         schema.split(pp=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from kvpagoda import Schema
 from kvpagoda.cli import app
 from kvpagoda.errors import SchemaError
+from raises import raises
 
 S, F = "sliding_attention", "full_attention"
 LLAMA_70B: dict[str, Any] = dict(
@@ -90,7 +92,7 @@ def test_what_vllm_passes_over_is_raw_and_said(config: dict[str, Any], said: str
 )
 def test_schemes_that_vllm_refuses(change: dict[str, Any]) -> None:
     config = quantised("compressed-tensors", kv_cache_scheme={**FP8, **change})
-    with pytest.raises(SchemaError, match=r"^kv_cache_scheme of compressed-tensors is .* Give a kv_format"):
+    with raises(SchemaError, field="kv_cache_scheme", needed=ANY):
         Schema.from_hf_config(config)
     assert Schema.from_hf_config(config, kv_format="raw").bytes_per_token == 80 * 8 * 128 * 4
 
@@ -135,5 +137,5 @@ def test_the_plan_says_it_and_reads_the_file_beside_the_config(tmp_path: Path) -
     assert json.loads(run("--json"))["kv_scheme"] is None  # the config's own goes before the file beside it
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     (tmp_path / "hf_quant_config.json").write_text("[]")
-    with pytest.raises(SchemaError, match=r"hf_quant_config.json must hold a JSON object"):
+    with raises(SchemaError, needed="list"):
         Schema.from_hf_config(tmp_path)

@@ -28,6 +28,7 @@ from kvpagoda.schema import (
 )  # fmt: skip
 from kvpagoda.schema.sectors import sector_size
 from kvpagoda.units import format_bytes
+from raises import raises
 
 
 def schema_of(*kinds: LayerKind | tuple[LayerKind, ...]) -> Schema:
@@ -112,7 +113,7 @@ def test_layers_with_one_growth_law_share_blocks() -> None:
 def test_compressed_layers_decide_the_block_size() -> None:
     schema = schema_of(Compressed(64, 8, "bfloat16", 4, IndexKeys(16)), Compressed(64, 8, "bfloat16", 128))
     assert schema.block_size() == 128 and schema.block_size(256) == 256
-    with pytest.raises(BadInput, match="multiple of 128"):
+    with raises(BadInput, field="block_size", needed=64, available=128):
         schema.block_size(64)
 
 
@@ -122,7 +123,7 @@ def test_tensor_parallel_ranks_divide_heads_and_channels_and_replicate_latents()
     assert part.layers[0].block_rows()[0].shape == (2, 64) and part.layers[2] == schema.layers[2]
     assert [rows.shape for rows in part.layers[1].state_rows()] == [(10, 3), (2, 16, 16)]
     assert schema_of(FULL).split(tp=16).layers[0].block_rows()[0].shape == (1, 64)  # fewer heads than ranks: replicated
-    with pytest.raises(SchemaError, match="8 KV heads cannot be divided over 3"):
+    with raises(SchemaError, field="KV heads", needed=3, available=8):
         schema.split(tp=3)
 
 
@@ -130,16 +131,16 @@ def test_pipeline_stages_cover_every_layer_once() -> None:
     schema = schema_of(*[FULL] * 7)
     stages = [schema.split(pp=3, rank=rank) for rank in range(3)]
     assert [[layer.index for layer in stage.layers] for stage in stages] == [[0, 1, 2], [3, 4], [5, 6]]
-    with pytest.raises(BadInput, match="stage 3"):
+    with raises(BadInput, needed=(1, 3, 3), available=7):
         schema.split(pp=3, rank=3)
 
 
 def test_a_shared_layer_needs_an_owner_before_it() -> None:
-    with pytest.raises(SchemaError, match=r"layer 0 \(Shared\) shares layer 1"):
+    with raises(SchemaError, needed=1, available=0):
         schema_of(Shared(1), FULL)
-    with pytest.raises(SchemaError, match="at least one layer"):
+    with raises(SchemaError, needed=1, available=0):
         Schema(())
-    with pytest.raises(SchemaError, match="mixes growth laws"):
+    with raises(SchemaError, needed=1, available=2):
         schema_of((FULL, WINDOW))
 
 
@@ -186,12 +187,12 @@ def test_groups_of_equally_long_requests_fill_together() -> None:
 
 def test_a_budget_too_small_names_the_bytes_of_one_request() -> None:
     schema = schema_of(FULL, STATE)
-    with pytest.raises(NeverFits, match=r"one request of up to 16 tokens needs (\S+) bytes") as error:
+    with raises(NeverFits, needed=124560, available=10000) as error:
         schema.plan("10KB", 3, shared=False)
     need = int(str(error.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
     assert need == 2 * 16 * 2048 + (3 + 3 + 1) * schema.state_layout.nbytes  # requests, checkpoints, the dummy
     assert schema.plan(need, 3, shared=False).groups[0].num_blocks == 1
-    with pytest.raises(NeverFits, match=r"one request of up to 16 tokens needs (\S+) bytes") as error:
+    with raises(NeverFits, needed=98304, available=10000) as error:
         schema.plan("10KB", 3)
     need = int(str(error.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
     assert need == 3 * schema.plan(need, 3).sector_nbytes  # padding, a block, a state
@@ -259,9 +260,7 @@ def test_states_that_move_do_not_lie_beside_states_that_are_written_in_place() -
     for other in (ring, sinks):
         schema = schema_of(FULL, STATE, other)
         assert schema.rewindable(0) == schema
-        with pytest.raises(
-            SchemaError, match=r"layer 2 \(\w+\) 1, layer 1 \(Recurrent\) 4; give verify_width=0"
-        ) as refused:
+        with raises(SchemaError, needed=3, available=0) as refused:
             schema.rewindable(3)
         assert (refused.value.needed, refused.value.available) == (3, 0)
 
@@ -276,5 +275,5 @@ def test_every_kind_says_how_many_tokens_it_takes_back() -> None:
     states = schema_of(FULL, (WINDOW, STATE), STATE).rewindable(5)
     assert [layer.rewinds for layer in states.layers] == [None, 5, 5]
     for width in (-1, 1.5, True, None):
-        with pytest.raises(SchemaError, match="verify_width must be a whole number"):
+        with raises(SchemaError, field="verify_width", needed=width, available=0):
             schema.rewindable(width)

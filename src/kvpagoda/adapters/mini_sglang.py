@@ -110,7 +110,8 @@ class PrefixCache:
             handle.at = lease
             return
         if not handle.leases:
-            raise BadInput(f"a handle of {handle.cached_len} tokens is unlocked more often than it was locked")
+            text = f"a handle of {handle.cached_len} tokens is unlocked more often than it was locked"
+            raise BadInput(text, needed=handle.cached_len)
         self.tree.unpin(handle.leases.pop())
         if handle.leases:
             handle.at = handle.leases[-1]
@@ -211,7 +212,7 @@ class CacheManager:
     def match_req(self, req: Pending) -> MatchResult:
         """Match the cached prefix of ``req``, at most all but its last token. Changes nothing. Raises BadInput."""
         if req.input_len < 1:
-            raise BadInput("a request needs at least one token, got none")
+            raise BadInput("a request needs at least one token, got none", needed=1, available=0)
         return self.prefix_cache.match_prefix(req.input_ids[: req.input_len - 1])
 
     def lock(self, handle: Handle) -> None:
@@ -250,7 +251,8 @@ class CacheManager:
         """
         size, cache, handle = self.page_size, self.prefix_cache, req.cache_handle
         if not handle.leases:
-            raise BadInput(f"the request in row {req.table_idx} holds a handle that is not locked")
+            text = f"the request in row {req.table_idx} holds a handle that is not locked"
+            raise BadInput(text, needed=req.table_idx)
         row, lease = self.page_table[req.table_idx], handle.leases[-1]
         held, end = lease.num_blocks, req.cached_len // size
         own = cache.pages_of(row[held * size : req.cached_len])
@@ -275,7 +277,8 @@ class CacheManager:
         self._pages.check(num_running=0)
         num_free, num_cached = self._free.num_free, self._pages.num_cached
         if num_free + num_cached != self.num_pages:
-            raise CheckFailed(f"{num_free} free and {num_cached} cached pages of {self.num_pages}")
+            text = f"{num_free} free and {num_cached} cached pages of {self.num_pages}"
+            raise CheckFailed(text, needed=self.num_pages, available=num_free + num_cached)
 
     def _allocate(self, needed_pages: int) -> Tensor:
         """Take ``needed_pages`` pages and return the index of the first token of each, int32.

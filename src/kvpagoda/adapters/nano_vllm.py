@@ -99,13 +99,13 @@ class BlockManager:
         OutOfBlocks; nothing changed then. O(tokens).
         """
         if seq.block_table or seq.seq_id in self._running:
-            raise BadInput(f"sequence {seq.seq_id} has {len(seq.block_table)} blocks already; deallocate it first")
+            text = f"sequence {seq.seq_id} has {len(seq.block_table)} blocks already; deallocate it first"
+            raise BadInput(text, needed=seq.seq_id, available=len(seq.block_table))
         found = self._found
         match = found.match if found is not None and found.seq is seq else self._look_up(seq)
         if num_cached_blocks > match.num_blocks:
-            raise StaleHandle(
-                f"{match.num_blocks} blocks of it are cached, not {num_cached_blocks}; call can_allocate again"
-            )
+            text = f"{match.num_blocks} blocks of it are cached, not {num_cached_blocks}; call can_allocate again"
+            raise StaleHandle(text, needed=num_cached_blocks, available=match.num_blocks)
         lease = self._tree.pin(match, num_cached_blocks)
         try:
             own = self._blocks.take(self._columns(seq.num_tokens) - num_cached_blocks)
@@ -183,5 +183,5 @@ class BlockManager:
     def _lease_of(self, seq: Sequence) -> Lease:
         lease = self._running.get(seq.seq_id)
         if lease is None:
-            raise BadInput(f"sequence {seq.seq_id} has no blocks; allocate it first")
+            raise BadInput(f"sequence {seq.seq_id} has no blocks; allocate it first", needed=seq.seq_id)
         return lease

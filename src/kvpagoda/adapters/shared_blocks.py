@@ -71,5 +71,6 @@ class SharedBlocks:
         lost = cached[~self.free.are_held(cached)]
         if len(lost) or self.tree.num_leases != num_running:
             raise CheckFailed(
-                f"blocks both cached and free: {lost[:16].tolist()}; {self.tree.num_leases} leases of {num_running} requests"
-            )
+                f"blocks both cached and free: {lost[:16].tolist()}; {self.tree.num_leases} leases of {num_running} requests",
+                needed=num_running, available=self.tree.num_leases,
+            )  # fmt: skip

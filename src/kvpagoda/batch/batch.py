@@ -252,21 +252,24 @@ class LayerView:
     def arrays(self) -> GroupArrays:
         """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
         if self._group is None:
-            raise BadInput(f"{self._name} keeps no blocks, so it has no block table")
+            raise BadInput(f"{self._name} keeps no blocks, so it has no block table", needed=self._name)
         if self._batch is None:
             raise self._without_batch()
         return self._batch.arrays(self._group)
 
     def _without_batch(self) -> BadInput:
         return BadInput(
-            f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays"
+            f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays",
+            needed=self.layer.index,
         )
 
     def _check_memory(self, what: str) -> None:
         """Raise BadInput if the cache has no memory, so that this layer has no ``what``."""
         if not self._has_memory:
             text = f"this cache has no memory (device='none'), so {self._name} has no {what}"
-            raise BadInput.with_hint(text, "make a KVCache with another device=, such as 'cpu' or 'cuda'")
+            raise BadInput.with_hint(
+                text, "make a KVCache with another device=, such as 'cpu' or 'cuda'", needed=what, available=self._name
+            )
 
     def write(self, **rows: Tensor) -> None:
         """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
@@ -287,20 +290,21 @@ class LayerView:
         joined = rows if pool is None else pool.joined(rows)
         for name, values in joined.items():
             if name not in kept or kept[name].tokens_per_row > 1:
-                raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")
+                text = f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}"
+                raise BadInput(text, needed=name, available=(*kept,))
             shape = kept[name].shape
             inner = shape[1:] if shape[0] == 1 else shape
             if values.shape[values.ndim - len(inner) :] != inner or values.numel() != len(slots) * math.prod(shape):
                 got = ", ".join(f"{name} {[*one.shape]}" for name, one in rows.items())
-                raise BadInput(
-                    f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {got}"
-                )
+                text = f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {got}"
+                raise BadInput(text, needed=[len(slots), *shape], available=got)
         assert pool is not None  # a layer with a block table has one
         for name in joined:
             if not joined.keys() >= pool.together.get(name, frozenset()):
                 raise BadInput(
-                    f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*rows]}"
-                )
+                    f"{self._name} keeps {' and '.join(sorted(pool.together[name]))}; write them in one call, got {[*rows]}",
+                    needed=sorted(pool.together[name]), available=[*rows],
+                )  # fmt: skip
         for name, values in joined.items():
             pool.write_slots(name, slots, values.reshape(len(slots), *kept[name].shape))
 
@@ -313,7 +317,7 @@ class LayerView:
         self._check_memory(f"tensor of {shown(rows)}")
         pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
         if not pools:
-            raise BadInput(f"{self._name} has no rows {rows!r} in memory")
+            raise BadInput(f"{self._name} has no rows {rows!r} in memory", needed=rows, available=self._name)
         return pools[0].tensor(rows)
 
     def kernel_tensors(self, kernel: str) -> dict[str, Any]:
@@ -336,8 +340,9 @@ class LayerView:
         if not found:
             raise BadInput(
                 f"kernel {kernel!r} takes no rows of {self._name} as they are in memory; schema.plan(.., kernels={kernel!r}) "
-                "says why, and which layout fits"
-            )
+                "says why, and which layout fits",
+                needed=kernel, available=self._name,
+            )  # fmt: skip
         fitting = [
             tensors for row, tensors in found if len(found) > 1 and judge(row.name, tensors, arch).expect == "ok"
         ]
@@ -357,14 +362,16 @@ class LayerView:
         is_joined = all(row.is_joined for row in rows_named(kernel)[0] if {"k", "v"} in row.needed)
         if not is_joined or {*tensors} != {"k", "v"}:
             raise BadInput(
-                f"kernel {kernel!r} takes {' and '.join(tensors)}, not one tensor; kernel_tensors({kernel!r}) has them"
-            )
+                f"kernel {kernel!r} takes {' and '.join(tensors)}, not one tensor; kernel_tensors({kernel!r}) has them",
+                needed=tuple(tensors), available=kernel,
+            )  # fmt: skip
         k, v = tensors["k"], tensors["v"]
         apart, size = v.data_ptr() - k.data_ptr(), k.element_size()
         if (k.shape, k.stride(), k.dtype) != (v.shape, v.stride(), v.dtype) or apart <= 0 or apart % size:
             raise BadInput(
-                f"K and V of {self._name} have other shapes or strides, so they are no one tensor; take kernel_tensors"
-            )
+                f"K and V of {self._name} have other shapes or strides, so they are no one tensor; take kernel_tensors",
+                needed=list(k.shape), available=list(v.shape),
+            )  # fmt: skip
         strides = (k.stride(0), apart // size, *k.stride()[1:])
         return k.as_strided((k.shape[0], 2, *k.shape[1:]), strides)
 
@@ -381,7 +388,8 @@ class LayerView:
         assert self._group is not None  # else there is no table
         last = self._group.plan.num_rows * self._group.plan.layout.kernel_pages * size - 1
         if last >= 2 ** (8 * rows.dtype.itemsize - 1):
-            raise BadInput(f"flat indices of {self._name} go up to {last}, past {rows.dtype}; give rows as int64")
+            text = f"flat indices of {self._name} go up to {last}, past {rows.dtype}; give rows as int64"
+            raise BadInput(text, needed=last, available=rows.dtype)
         index = rows.clip(0)
         one = index * 0 + 1  # in the dtype of rows
         is_chosen = (rows >= 0) * one
@@ -508,7 +516,7 @@ class Batch:
         core, noted = self.core, self.noted
         if noted is None and not core.memory.has_memory:
             hint = "keep the cache in the process that has the memory, or leave out tiers"
-            raise BadInput(f"what tiers load and store, a worker's memory lacks; {hint}", hint=hint)
+            raise BadInput(f"what tiers load and store, a worker's memory lacks; {hint}", hint=hint, needed="memory")
         if noted is None:
             return Copies(core.agreement, "", 0, 0, ())
         if noted.operations is None:
@@ -560,9 +568,8 @@ class Batch:
     def check_current(self) -> None:
         """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""
         if not self._is_current():
-            raise StaleHandle(
-                "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
-            )
+            text = "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
+            raise StaleHandle(text, needed="batch", available="over")
 
     def _is_current(self) -> bool:
         core, stopped = self.core, self._stopped
@@ -595,16 +602,18 @@ def batch_of(
         raise BadInput(f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}")
     rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1, bits=ROW_BITS)
     if rows < len(requests):
-        raise BadInput(f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch")
+        text = f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch"
+        raise BadInput(text, needed=len(requests), available=rows)
     if len({*requests}) != len(requests):
-        raise BadInput("a sequence appears twice in the batch")
+        raise BadInput("a sequence appears twice in the batch", needed=len(requests), available=len({*requests}))
     ends: list[int] = []
     starts = [request.length for request in requests] if firsts is None else _starts(requests, firsts)
     for request, start, new in zip(requests, starts, counts):
         request.check_running()
         ends.append(start + new)
         if ends[-1] > (capacity := request.capacity):
-            raise BadInput(f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first")
+            text = f"slot {request.slot} has room for {capacity} tokens, not {start} + {new}; extend first"
+            raise BadInput(text, needed=ends[-1], available=capacity)
     padding = rows - len(requests)
     slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
     step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests), goes_back=firsts is not None)

@@ -90,15 +90,17 @@ class PersistentBatch:
         members, requests = (*self._members, *sequences), requests_of(sequences, self._core)
         if len(members) > self.num_rows or len({*members}) < len(members):
             raise BadInput(
-                f"cannot add {len(sequences)} sequences to {len(self._members)}: {self.num_rows} rows, each sequence once"
-            )
+                f"cannot add {len(sequences)} sequences to {len(self._members)}: {self.num_rows} rows, each sequence once",
+                needed=len(members), available=self.num_rows,
+            )  # fmt: skip
         for request in requests:
             request.check_running()
             if request.length < request.prompt_length - 1:
                 raise BadInput(
                     f"slot {request.slot} has {request.length} of {request.prompt_length} prompt tokens; commit all but the "
-                    f"last first"
-                )
+                    f"last first",
+                    needed=request.prompt_length - 1, available=request.length,
+                )  # fmt: skip
         self._steps.clear()
         self._rows.alone.update(requests)
         self._rows.row_of.update(zip(requests, range(len(self._members), len(members))))
@@ -111,7 +113,8 @@ class PersistentBatch:
         Raises BadInput if one is not here; then none is removed.
         """
         if len({*requests_of(sequences, self._core)} & {*self._requests}) < len(sequences):
-            raise BadInput(f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here")
+            text = f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here"
+            raise BadInput(text, needed=len(sequences), available=len(self._members))
         rows, members = self._rows, [*self._members]
         for sequence in sequences:
             members[members.index(sequence)] = members[-1]
@@ -189,8 +192,9 @@ class PersistentBatch:
             most = int(each.max())
         if len(tokens) != num_tokens or full:
             raise BadInput(
-                f"{len(tokens)} tokens for {n} sequences, {num_tokens} in all, of which {full} have no room; extend first"
-            )
+                f"{len(tokens)} tokens for {n} sequences, {num_tokens} in all, of which {full} have no room; extend first",
+                needed=num_tokens, available=len(tokens),
+            )  # fmt: skip
         cells = self._cells(before, after, most)
         if self._in_prompt:
             self._check_prompts(tokens, before, after)
@@ -216,7 +220,8 @@ class PersistentBatch:
             or given.shape != (n,)
             or (n and (given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= MOST_TOKENS))
         ):
-            raise BadInput(f"counts are {n} whole numbers of at least 0, one for each sequence, got {shown(counts)}")
+            text = f"counts are {n} whole numbers of at least 0, one for each sequence, got {shown(counts)}"
+            raise BadInput(text, needed=n, available=counts)
         each = np.zeros(self.num_rows, np.int64)
         each[:n] = given
         return each
@@ -256,9 +261,9 @@ class PersistentBatch:
             differs = (tokens[first : first + end - at] != request.tokens[at:end]).nonzero()[0]
             if len(differs):
                 i = differs[0]
-                raise BadInput(
-                    f"commit names token {tokens[first + i]} at {at + i} of row {row}, the prompt has {request.tokens[at + i]}"
-                )
+                named, known = int(tokens[first + i]), int(request.tokens[at + i])
+                text = f"commit names token {named} at {at + i} of row {row}, the prompt has {known}"
+                raise BadInput(text, needed=named, available=known)
 
     def _settle_due(self) -> None:
         """Settle the requests that the last commit brought to ``settle_at``. If an interrupt stops this, the next call
@@ -279,7 +284,8 @@ class PersistentBatch:
             ("are suspended; resume or remove", [one for one in rows.alone if one.state is State.SUSPENDED]),
         ):
             if stopped:
-                raise StaleHandle(f"the sequences of rows {sorted(rows.row_of[one] for one in stopped)} {what} them")
+                text = f"the sequences of rows {sorted(rows.row_of[one] for one in stopped)} {what} them"
+                raise StaleHandle(text, needed=sorted(rows.row_of[one] for one in stopped))
         n = len(self._members)
         slots, lengths = self._slots.copy(), rows.lengths.copy()  # copies: the last batch keeps the old arrays
         slots[n:], lengths[n:] = -1, 0

@@ -32,7 +32,8 @@ class FreeStack:
     def __init__(self, num_ids: SupportsIndex, first: int = 0, what: str = "ids") -> None:
         count = whole_number(num_ids, f"the number of {what}")
         if first < 0 or first + count >= 2**31:
-            raise BadInput(f"a free list holds 0 to 2^31 - 1 {what}, got {count} from {first}")
+            text = f"a free list holds 0 to 2^31 - 1 {what}, got {count} from {first}"
+            raise BadInput(text, needed=count, available=first)
         self.first, self.num_ids, self.what = first, count, what
         self.num_free = count
         self._stack: Ids = np.arange(first + count - 1, first - 1, -1, dtype=np.int32)
@@ -108,12 +109,12 @@ class FreeStack:
         free, end = self._stack[: max(0, self.num_free)], self.first + self.num_ids
         outside = free[(free < self.first) | (free >= end)]
         if len(outside) or not 0 <= self.num_free <= self.num_ids:
-            raise CheckFailed(
-                f"{self.what}: {self.num_free} free of {self.num_ids}; out of range: {outside[:16].tolist()}"
-            )
+            text = f"{self.what}: {self.num_free} free of {self.num_ids}; out of range: {outside[:16].tolist()}"
+            raise CheckFailed(text, needed=self.num_ids, available=outside[:16].tolist())
         twice = np.flatnonzero(np.bincount(free, minlength=end) > 1)
         if len(twice):
-            raise CheckFailed(f"{self.what}: free more than once: {twice[:16].tolist()}")
+            text = f"{self.what}: free more than once: {twice[:16].tolist()}"
+            raise CheckFailed(text, needed="once", available=twice[:16].tolist())
 
 
 class FreeList(FreeStack):
@@ -178,7 +179,8 @@ class FreeList(FreeStack):
         super().check()
         wrong = np.setxor1d(super().held_ids(), np.concatenate((self.held_ids(), waiting)))
         if len(wrong) or len(np.unique(waiting)) < len(waiting):
-            raise CheckFailed(f"{self.what}: not exactly one of free, waiting and held: {wrong[:16].tolist()}")
+            text = f"{self.what}: not exactly one of free, waiting and held: {wrong[:16].tolist()}"
+            raise CheckFailed(text, needed="one of free, waiting and held", available=wrong[:16].tolist())
 
 
 class IdPool:

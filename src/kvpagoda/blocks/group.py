@@ -320,7 +320,8 @@ class BlockGroup:
         named[self.free.held_ids()] -= 1
         if named.any():
             odd = np.flatnonzero(named)[:16].tolist()
-            raise CheckFailed(f"{self.name}: tables and free list disagree about blocks {odd}")
+            text = f"{self.name}: tables and free list disagree about blocks {odd}"
+            raise CheckFailed(text, available=odd, group=self.name)
         if self.num_held != self.free.num_ids - self.free.num_free - len(absent):
             raise CheckFailed(f"{self.name}: {self.num_held} blocks are counted as held")
         kept = np.zeros(self.plan.num_rows, np.bool_)
@@ -334,4 +335,5 @@ class BlockGroup:
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
         outstanding = int(self._outstanding(np.arange(len(self.end))).sum())
         if outstanding != self.outstanding:
-            raise CheckFailed(f"{self.name}: {outstanding} blocks are outstanding, {self.outstanding} are counted")
+            text = f"{self.name}: {outstanding} blocks are outstanding, {self.outstanding} are counted"
+            raise CheckFailed(text, needed=outstanding, available=self.outstanding, group=self.name)

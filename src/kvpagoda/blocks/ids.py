@@ -46,7 +46,8 @@ class IdSet:
         Raises NotOwned naming the first id that is not, and BadInput for an array that is not a vector of integers.
         """
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise BadInput(f"ids of {self.what} must be a vector of integers, got {ids.dtype} {list(ids.shape)}")
+            text = f"ids of {self.what} must be a vector of integers, got {ids.dtype} {list(ids.shape)}"
+            raise BadInput(text, needed=ids.dtype, available=list(ids.shape))
         n = len(ids)
         if n == 0:
             return ids.astype(np.int32)
@@ -55,10 +56,12 @@ class IdSet:
         narrow = ids.astype(np.int32, copy=False)
         held = self.flags[narrow]
         if not held.all():
-            raise NotOwned(f"id {narrow[np.argmin(held)]} of {self.what} is not held: freed twice, or never handed out")
+            text = f"id {narrow[np.argmin(held)]} of {self.what} is not held: freed twice, or never handed out"
+            raise NotOwned(text, needed=int(narrow[np.argmin(held)]))
         positions = np.arange(n, dtype=np.int32)
         self._mark[narrow] = positions
         is_repeated = self._mark[narrow] != positions
         if is_repeated.any():
-            raise NotOwned(f"id {narrow[np.argmax(is_repeated)]} of {self.what} is named twice in one call")
+            text = f"id {narrow[np.argmax(is_repeated)]} of {self.what} is named twice in one call"
+            raise NotOwned(text, needed=int(narrow[np.argmax(is_repeated)]), available="twice")
         return narrow

@@ -92,7 +92,8 @@ class PlaceTable(FixedPlaces):
     def check(self) -> None:
         wrong = np.flatnonzero(self._name_at[self._place_of] != np.arange(len(self._place_of)))
         if len(wrong) or self._place_of[0]:
-            raise CheckFailed(f"blocks {wrong[:16].tolist()} have a place that names another block")
+            text = f"blocks {wrong[:16].tolist()} have a place that names another block"
+            raise CheckFailed(text, available=wrong[:16].tolist())
 
 
 def places_for(num_rows: int, *, may_move: bool) -> FixedPlaces:

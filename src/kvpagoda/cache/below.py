@@ -57,7 +57,7 @@ class NoTiers:
         self, namespace: bytes, tokens: Ids, media_ids: Mapping[int, int], num_cached: int, resumable: int
     ) -> Any:
         """Begin to read what tiers have of a text, ``tokens``, for ``find``. Raises BadInput without tiers."""
-        raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
+        raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]", needed="tiers")
 
     def published(self, request: Request, begin: int, source: Hit | None = None) -> None:
         """Store blocks ``begin ..`` of ``request``, which are cached from now on, in the levels that write at commit.
@@ -130,4 +130,4 @@ class NoHandOvers:
 
     def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool, upto: int | None) -> Any:
         """Hand ``request`` over; see ``Sequence.hand_over``. Raises BadInput without a sender."""
-        raise BadInput("this cache hands nothing over; make a sender first: cache.sender(transfer)")
+        raise BadInput("this cache hands nothing over; make a sender first: cache.sender(transfer)", needed="sender")

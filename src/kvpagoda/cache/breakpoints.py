@@ -61,5 +61,5 @@ def positions_of(checkpoints: TokenIds) -> tuple[int, ...]:
         asked: tuple[int, ...] = tuple(as_tokens(checkpoints).tolist())
     except BadInput:
         text = f"checkpoints are positions in tokens, whole numbers of at least 0, got {shown(checkpoints)}"
-        raise BadInput(text) from None
+        raise BadInput(text, needed=checkpoints) from None
     return asked

@@ -88,11 +88,11 @@ class Core:
         )
         grid = settings.limits.hit_grid
         if grid > 1 and grid % plan.block_size:
-            raise BadInput(f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}")
+            text = f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}"
+            raise BadInput(text, needed=grid, available=plan.block_size)
         if settings.retention.rounds_states and grid < 2:
-            raise BadInput(
-                "rounds_states rounds at multiples of Limits.hit_grid, which is 1; set it to the prefill chunk"
-            )
+            text = "rounds_states rounds at multiples of Limits.hit_grid, which is 1; set it to the prefill chunk"
+            raise BadInput(text, needed="hit_grid", available=grid)
         has_states = any(group.growth.is_state for group in self.groups)
         points = ResumePoints.of(plan.block_size, grid, settings.retention.checkpoint_every, has_states=has_states)
         self.prefix = PrefixCache(
@@ -159,7 +159,7 @@ class Core:
     def check_open(self) -> None:
         """Raise StaleHandle if the cache is closed."""
         if not self.is_open:
-            raise StaleHandle("this cache is closed")
+            raise StaleHandle("this cache is closed", needed="cache", available="closed")
 
     def set_epoch(self, request: Request, epoch: int | None) -> None:
         """Bind the new ``request`` to the weights of ``epoch`` until it ends; None: to the newest weights, which may

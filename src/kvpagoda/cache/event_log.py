@@ -133,7 +133,8 @@ class EventLog(NoEvents):
 
     def __init__(self, capacity: int = 65_536) -> None:
         if type(capacity) is not int or capacity < 1:
-            raise BadInput(f"the capacity of a log is a number of records, at least 1, got {capacity!r}")
+            text = f"the capacity of a log is a number of records, at least 1, got {capacity!r}"
+            raise BadInput(text, needed=capacity, available=1)
         self.capacity = capacity
         self.num_restarts = 0  #: how often the log restarted: it was full, or out of memory
         self._records: deque[Record | Freed | _Raw] = deque()
@@ -145,14 +146,14 @@ class EventLog(NoEvents):
         """Make this the log of ``prefix``, in which nothing is cached yet. Raises BadInput if it is the log of a cache
         already."""
         if self._followed is not None:
-            raise BadInput("this log belongs to a cache already; make a new EventLog for each cache")
+            raise BadInput("this log belongs to a cache already; make a new EventLog for each cache", needed="log")
         self._prefix, self._namespaces, self._media, self._followed = prefix, namespaces, media, followed
 
     @property
     def followed(self) -> Followed:
         """What a follower must know of the cache. Raises BadInput if the log has no cache yet."""
         if self._followed is None:
-            raise BadInput("this log has no cache yet; make one first: KVCache(..., events=log)")
+            raise BadInput("this log has no cache yet; make one first: KVCache(..., events=log)", needed="cache")
         return self._followed
 
     def take(self) -> list[Record]:

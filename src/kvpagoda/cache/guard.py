@@ -78,7 +78,7 @@ class Guard:
     def raise_refused(self, call: str) -> None:
         """Raise what says why ``lock`` could not be taken. ``call``: the name of the refused method."""
         if self.lock is not self.own:
-            raise Asleep.with_hint(f"this cache sleeps, so {call} has no memory", "call wake() first")
+            raise Asleep.with_hint(f"this cache sleeps, so {call} has no memory", "call wake() first", needed=call)
         self.raise_busy(call)
 
     def raise_busy(self, call: str) -> None:

@@ -79,7 +79,7 @@ def _check_request(core: Core, request: Request) -> None:
         return
     if not request.lease.is_open or request.lease.num_blocks > request.own_length // core.block_size:
         text = f"its lease covers {request.lease.num_blocks} blocks, it has {request.own_length} tokens itself"
-        raise CheckFailed(f"{where}: {text}")
+        raise CheckFailed(f"{where}: {text}", needed=request.lease.num_blocks, available=request.own_length)
     for group in core.groups:
         first, end = group.first[request.slot], group.end[request.slot]
         if first * group.block_size > group.growth.first_needed(
@@ -106,18 +106,19 @@ def _check_row(request: Request, rows: DecodeRows) -> None:
     The tokens that both have must be equal: those that an interrupted ``flush`` appended, and those of the prompt."""
     row, own = rows.row_of.get(request), request.own_length
     if row is None or request in rows.alone:
-        raise CheckFailed(f"slot {request.slot}: its persistent batch does not know it, or has still to read it")
+        text = f"slot {request.slot}: its persistent batch does not know it, or has still to read it"
+        raise CheckFailed(text, needed="row", available=request.slot)
     known, length, width = int(rows.known[row]), int(rows.lengths[row]), rows.newest.shape[1]
     if not known <= own <= length <= known + width:
         raise CheckFailed(
             f"slot {request.slot}: row {row} of its persistent batch has tokens {known} .. {length - 1} in {width} "
-            f"columns, and the request has {own}"
-        )
+            f"columns, and the request has {own}",
+            needed=own, available=(known, length),
+        )  # fmt: skip
     both = max(own, min(length, request.prompt_length))
     if not np.array_equal(rows.newest[row, : both - known], request.tokens[known:both]):
-        raise CheckFailed(
-            f"slot {request.slot}: row {row} of its persistent batch has other tokens from {known} to {both - 1}"
-        )
+        text = f"slot {request.slot}: row {row} of its persistent batch has other tokens from {known} to {both - 1}"
+        raise CheckFailed(text, needed="newest tokens", available=request.slot)
 
 
 def _check_published(core: Core, request: Request, where: str) -> None:
@@ -126,11 +127,13 @@ def _check_published(core: Core, request: Request, where: str) -> None:
     while node.parent is not None:
         first, n = node.start, end - node.start
         if not np.array_equal(node.tokens[: n * size], request.keys(first * size, end * size)):
-            raise CheckFailed(f"{where}: its blocks {first} .. {end - 1} are published under other tokens than it has")
+            text = f"{where}: its blocks {first} .. {end - 1} are published under other tokens than it has"
+            raise CheckFailed(text, needed="published tokens", available=(first, end))
         if core.full is not None:
             published, read = node.ids[0, :n], core.full.names_between(request.slot, first, end)
             if not np.array_equal(published, read):
-                raise CheckFailed(f"{where}: it reads blocks {read.tolist()}, published are {published.tolist()}")
+                text = f"{where}: it reads blocks {read.tolist()}, published are {published.tolist()}"
+                raise CheckFailed(text, needed=published.tolist(), available=read.tolist())
         node, end = node.parent, first
     if node.root is None or node.root[1] != request.namespace:
-        raise CheckFailed(f"{where}: its lease is in another namespace, {node.root}")
+        raise CheckFailed(f"{where}: its lease is in another namespace, {node.root}", needed=request.namespace)

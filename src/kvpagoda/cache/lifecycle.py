@@ -105,7 +105,8 @@ class Lifecycle:
             same = known == (ids if count <= left else ids[:left])
             index = same.argmin()
             if not same[index]:
-                raise BadInput(f"commit names token {ids[index]} at {length + index}, the prompt has {known[index]}")
+                text = f"commit names token {ids[index]} at {length + index}, the prompt has {known[index]}"
+                raise BadInput(text, needed=int(ids[index]), available=int(known[index]))
         written = None if checkpoints is None else self._written(request, checkpoints, end)
         if count > left:
             request.append(ids)

@@ -49,7 +49,7 @@ def _field(part: Any) -> bytes:
     if part is None:
         return b"n"
     if not isinstance(part, str | bytes):
-        raise BadInput(f"a namespace is made of text, bytes and None, got {shown(part)}")
+        raise BadInput(f"a namespace is made of text, bytes and None, got {shown(part)}", needed=part)
     content = utf8(part, "a namespace") if isinstance(part, str) else part
     return (b"s" if isinstance(part, str) else b"b") + len(content).to_bytes(8, "little") + content
 
@@ -110,7 +110,8 @@ class Namespaces:
         try:
             known = self._known.get(namespace)
         except TypeError:  # a list, say
-            raise BadInput(f"a namespace is made of text, bytes and None, got {shown(namespace)}") from None
+            text = f"a namespace is made of text, bytes and None, got {shown(namespace)}"
+            raise BadInput(text, needed=namespace) from None
         if known is not None:
             return known
         epoch = namespace.epoch if isinstance(namespace, Namespace) else None
@@ -194,9 +195,11 @@ def checked_media(media: Mapping[int, bytes] | None, num_tokens: int) -> dict[in
     for offset, digest in media.items():
         at = whole_number(offset, "an offset of media")
         if at >= num_tokens:
-            raise BadInput(f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {at}")
+            text = f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {at}"
+            raise BadInput(text, needed=at, available=num_tokens - 1)
         if not isinstance(digest, bytes) or len(digest) < 16:
-            raise BadInput(f"a digest of media is at least 16 bytes, got {shown(digest)} at token {at}")
+            text = f"a digest of media is at least 16 bytes, got {shown(digest)} at token {at}"
+            raise BadInput(text, needed=digest, available=16)
         placed[at] = digest
     return placed
 

@@ -49,7 +49,7 @@ def observe(parts: Iterable[object], around: Around, kind: str = "an observer") 
         if getattr(method, "is_observable", False)
     ]
     if any(kind in vars(part).get("observers", ()) for part, _ in places):
-        raise BadInput(f"the calls of this cache are observed by {kind} already; end that first")
+        raise BadInput(f"the calls of this cache are observed by {kind} already; end that first", needed=kind)
     for (part, name), call in [(place, around(place[1], getattr(*place))) for place in places]:
         vars(part).setdefault("observers", {})[kind] = around
         setattr(part, name, call)

@@ -37,7 +37,8 @@ class Retention:
         checked_format(self.checkpoint_format)
         object.__setattr__(self, "rounds_states", truth(self.rounds_states, "rounds_states"))
         if self.rounds_states and self.checkpoint_format is None:
-            raise BadInput("rounds_states rounds as checkpoint_format does, and there is none; give one")
+            text = "rounds_states rounds as checkpoint_format does, and there is none; give one"
+            raise BadInput(text, needed="checkpoint_format")
         if self.checkpoints is not None:
             _whole(self, "checkpoints", 0)
 
@@ -60,7 +61,8 @@ class Identity:
         _whole(self, "num_ranks", 1)
         _whole(self, "rank", 0, below=self.num_ranks)
         if not isinstance(self.secret, bytes) or len(self.secret) > 64:
-            raise BadInput(f"secret is at most 64 bytes, got {shown(self.secret)}")
+            text = f"secret is at most 64 bytes, got {shown(self.secret)}"
+            raise BadInput(text, field="secret", needed=self.secret, available=64)
 
 
 @dataclass(frozen=True)

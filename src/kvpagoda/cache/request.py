@@ -210,9 +210,8 @@ class Request:
         """Raise StaleHandle if the request does not run."""
         if self.state is not State.RUNNING:
             is_aside = self.state is State.SUSPENDED
-            raise StaleHandle(
-                f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}"
-            )
+            text = f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}"
+            raise StaleHandle(text, needed="sequence", available="suspended" if is_aside else "closed")
 
 
 def buffer_of(prompt: Tokens, num_tokens: int, block_size: int) -> Tokens:

@@ -54,7 +54,8 @@ class Reuse:
         core = self._core
         epoch = None if weights is None else utf8(weights, "weights, a digest of them,")
         if weights is not None and namespaces:
-            raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
+            text = f"new weights are those of all namespaces, got {len(namespaces)} of them; give none"
+            raise BadInput(text, needed=0, available=len(namespaces))
         self._lifecycle.settler.settle_waiting()
         requests = [*core.running.values(), *core.suspended]
         in_use = core.prefix.tree.namespaces() | {request.namespace for request in requests}

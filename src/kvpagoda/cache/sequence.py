@@ -221,7 +221,8 @@ class Sequence:
         request = self._request
         if request.state is not State.SUSPENDED:
             request.check_running()
-            raise BadInput(f"the sequence in slot {request.slot} runs; suspend it first")
+            text = f"the sequence in slot {request.slot} runs; suspend it first"
+            raise BadInput(text, needed="suspended", available="running")
         length = request.own_length
         self._lifecycle.admission.resume(
             request,
@@ -281,7 +282,8 @@ def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Re
     requests = []
     for sequence in items_of(sequences):
         if not isinstance(sequence, Sequence) or sequence._lifecycle.core is not core:
-            raise BadInput(f"expected sequences that this cache opened, got {shown(sequence)}")
+            text = f"expected sequences that this cache opened, got {shown(sequence)}"
+            raise BadInput(text, needed=type(sequence).__name__)
         requests.append(sequence._request)
     return requests
 

@@ -165,7 +165,8 @@ class Swap:
         named = np.bincount(np.concatenate([np.empty(0, np.int32), *rows]), minlength=self._rows.num_ids)
         named[self._rows.held_ids()] -= 1
         if named.any():
-            raise CheckFailed(f"swap: requests and free list disagree about rows {np.flatnonzero(named)[:16].tolist()}")
+            text = f"swap: requests and free list disagree about rows {np.flatnonzero(named)[:16].tolist()}"
+            raise CheckFailed(text, available=np.flatnonzero(named)[:16].tolist())
 
     def _columns(self, slot: int, length: int, whole: bool) -> list[tuple[int, int]]:
         """Return for each group the columns (begin, end) to copy out: all of an optional group, whose blocks are the first

@@ -198,7 +198,8 @@ class CacheEngine:
         pairs = _proven_pairs(pairs, source.num_blocks, target.num_blocks)
         both = set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()) if source is target else ()
         if both:
-            raise NotOwned(f"overlapping copy: blocks {sorted(both)[:16]} are both source and destination")
+            text = f"overlapping copy: blocks {sorted(both)[:16]} are both source and destination"
+            raise NotOwned(text, needed=sorted(both)[:16])
         if not len(pairs):
             return
         planes = torch.arange(len(source.rows) // source.num_blocks)  # of all layers
@@ -233,13 +234,15 @@ def _proven_pairs(pairs: Tensor, num_src: int, num_dst: int) -> Tensor:
     """Return ``pairs`` on the host. Raises BadInput, and NotOwned for ids out of range or a destination named twice."""
     if not isinstance(pairs, torch.Tensor) or pairs.dtype != torch.int64 or pairs.ndim != 2 or pairs.shape[1] != 2:
         given = f"{pairs.dtype} {list(pairs.shape)}" if isinstance(pairs, torch.Tensor) else type(pairs).__name__
-        raise BadInput(f"block pairs must be an int64 tensor [n, 2], got {given}")
+        raise BadInput(f"block pairs must be an int64 tensor [n, 2], got {given}", needed=given)
     pairs = pairs.cpu()
     for column, name, limit in ((0, "source", num_src), (1, "destination", num_dst)):
         ids = pairs[:, column]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
-            raise NotOwned(f"{name} blocks {int(ids.min())}..{int(ids.max())} are not all in 0..{limit - 1}")
+            text = f"{name} blocks {int(ids.min())}..{int(ids.max())} are not all in 0..{limit - 1}"
+            raise NotOwned(text, field=name, needed=[int(ids.min()), int(ids.max())], available=limit - 1)
     found, counts = torch.unique(pairs[:, 1], return_counts=True)
     if len(found) != len(pairs):
-        raise NotOwned(f"destination blocks named twice: {found[counts > 1].tolist()[:16]}")
+        text = f"destination blocks named twice: {found[counts > 1].tolist()[:16]}"
+        raise NotOwned(text, needed=found[counts > 1].tolist()[:16])
     return pairs

@@ -53,7 +53,8 @@ class PagedKVPool(Pool):
 
     def __init__(self, schema: LayerSchema, num_blocks: int, device: Device = None) -> None:
         if not schema.entries_per_block:
-            raise BadInput(f"layer {schema.layer_idx} ({schema.attn.name}) has no compressed entries, so no paged pool")
+            text = f"layer {schema.layer_idx} ({schema.attn.name}) has no compressed entries, so no paged pool"
+            raise BadInput(text, needed=schema.layer_idx)
         (self.num_blocks,) = positive_numbers(num_blocks=num_blocks)
         arena = Arena(schema.block_layout(), self.num_blocks + 1, device=device, order="layer")
         super().__init__(arena, schema.layer_idx, schema.kind.block_rows(), num_hidden=1)

@@ -93,7 +93,8 @@ class GDNPool:
         Raises BadInput.
         """
         if whole_number(gdn_layer_idx, "a GDN layer") >= self.num_gdn_layers:
-            raise BadInput(f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool")
+            text = f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool"
+            raise BadInput(text, needed=gdn_layer_idx, available=self.num_gdn_layers)
         return self.recurrent_state[gdn_layer_idx].transpose(-1, -2), self.conv_state[gdn_layer_idx]
 
     def reset_states(self, req_pool_indices: Slots) -> None:

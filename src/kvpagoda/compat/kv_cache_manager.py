@@ -93,7 +93,8 @@ class KVCacheManager:
         num_csa = whole_number(num_blocks_per_csa_layer, "num_blocks_per_csa_layer", least.get(AttentionType.CSA, 0))
         num_hca = whole_number(num_blocks_per_hca_layer, "num_blocks_per_hca_layer", least.get(AttentionType.HCA, 0))
         if not schedule or any(spec.layer_idx != i for i, spec in enumerate(schedule)):
-            raise BadInput(f"layer i of the schedule must have layer_idx i, got {[s.layer_idx for s in schedule]}")
+            text = f"layer i of the schedule must have layer_idx i, got {[s.layer_idx for s in schedule]}"
+            raise BadInput(text, needed=[s.layer_idx for s in schedule])
         self.device = default_device(device)
         self.config, self.schedule = config, tuple(schedule)
         self.schemas = tuple(build_schema(config, spec) for spec in schedule)
@@ -199,11 +200,16 @@ class KVCacheManager:
         given = {"request_slots": request_slots, "positions": positions, "request_ids": request_ids}
         for name, tensor in given.items():
             if not isinstance(tensor, Tensor):
-                raise BadInput(f"{name} must be an int32 tensor [n], got {type(tensor).__name__}")
+                raise BadInput(
+                    f"{name} must be an int32 tensor [n], got {type(tensor).__name__}",
+                    field=name, needed=type(tensor).__name__,
+                )  # fmt: skip
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
-                raise BadInput(f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)}")
+                text = f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)}"
+                raise BadInput(text, field=name, needed=tensor.dtype, available=list(tensor.shape))
             if tensor.device != device:
-                raise BadInput(f"{name} must be on {device}, where the cache is, got {tensor.device}")
+                text = f"{name} must be on {device}, where the cache is, got {tensor.device}"
+                raise BadInput(text, field=name, needed=tensor.device, available=device)
         kind, table = self.schemas[layer_idx].kind, self.block_tables[layer_idx]
         step = Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1)
         return LayerCacheHandle(kind, self.paged_pools[layer_idx], self.state_pools[layer_idx], table, step)
@@ -235,9 +241,11 @@ class KVCacheManager:
         self._check_layer(layer_idx)
         blocks = self._blocks[layer_idx]
         if blocks is None:
-            raise BadInput(f"layer {layer_idx} is {self.schemas[layer_idx].attn.name}: it keeps no blocks")
+            text = f"layer {layer_idx} is {self.schemas[layer_idx].attn.name}: it keeps no blocks"
+            raise BadInput(text, needed=layer_idx)
         return blocks
 
     def _check_slot(self, slot: int) -> None:
         if not self._slots.is_held(slot):
-            raise NotOwned(f"slot {slot!r} is not admitted: released already, or never handed out by admit_request")
+            text = f"slot {slot!r} is not admitted: released already, or never handed out by admit_request"
+            raise NotOwned(text, needed=slot)

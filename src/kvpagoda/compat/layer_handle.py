@@ -279,9 +279,10 @@ class LayerCacheHandle:
     def _blocks(self, name: str) -> Pool:
         """Return the pool with rows ``name`` by block. Raises BadInput if this layer has none."""
         if self.paged is None:
-            raise BadInput("this layer keeps a sliding window only; it has no compressed entries")
+            text = "this layer keeps a sliding window only; it has no compressed entries"
+            raise BadInput(text, needed="compressed entries")
         if name not in self.paged:
-            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
+            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys", needed=name)
         return self.paged
 
     def _shown(self, name: str) -> tuple[torch.dtype, tuple[Tensor, ...], Tensor, Tensor, int]:
@@ -333,7 +334,8 @@ class LayerCacheHandle:
 
 def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
     if not isinstance(rows, Tensor) or tuple(rows.shape) != (count, dim):
-        raise BadInput(f"{what} must be a tensor [{count}, {dim}], got {list(getattr(rows, 'shape', [])) or rows!r}")
+        text = f"{what} must be a tensor [{count}, {dim}], got {list(getattr(rows, 'shape', [])) or rows!r}"
+        raise BadInput(text, field=what, needed=(count, dim), available=tuple(getattr(rows, "shape", ())))
 
 
 def dequantize_swa(view: SWAView) -> Tensor:

@@ -102,7 +102,8 @@ class PrefixCacheManager:
         key = as_tokens(token_ids).tobytes()
         leases = self._leases.get(key)
         if not leases:
-            raise NotOwned(f"no reference on these {len(key) // 4} tokens: released twice, or never pinned")
+            text = f"no reference on these {len(key) // 4} tokens: released twice, or never pinned"
+            raise NotOwned(text, needed=len(key) // 4)
         self._tree.unpin(leases.pop())
         if not leases:
             del self._leases[key]
@@ -125,7 +126,8 @@ class PrefixCacheManager:
             getattr(cache, "detach", lambda cache=cache: cache)() for cache in kv_cache
         ]  # tensors without a graph
         if len(caches) != 2:
-            raise BadInput(f"kv_cache must be the K and the V cache, got {len(caches)}")
+            text = f"kv_cache must be the K and the V cache, got {len(caches)}"
+            raise BadInput(text, needed=2, available=len(caches))
         for cache in caches:
             if len(cache.shape) < 3 or any(size < least for size, least in zip(cache.shape, wanted)):
                 raise BadInput(f"cache of shape {list(cache.shape)} lacks [slot, position, layer] below {list(wanted)}")
@@ -155,7 +157,8 @@ class PrefixCacheManager:
         tokens = as_tokens(token_ids)
         match = self._tree.match(tokens)
         if match.num_tokens < len(tokens):
-            raise NotOwned(f"only {match.num_tokens} of these {len(tokens)} tokens are cached; find says how many are")
+            text = f"only {match.num_tokens} of these {len(tokens)} tokens are cached; find says how many are"
+            raise NotOwned(text, needed=len(tokens), available=match.num_tokens)
         return match
 
     def _place(self, match: Match) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class SlotAllocator:
     def occupy(self, i: SupportsIndex) -> None:
         """Take the free slot ``i``; its version does not change. Raises NotOwned if it is in use or out of range."""
         if not self.is_free(i):
-            raise NotOwned(f"slot {i} is already held")
+            raise NotOwned(f"slot {i} is already held", needed=i, available="held")
         self.free_count -= 1
         at = int(i)
         for words in self._levels:
@@ -69,7 +69,7 @@ class SlotAllocator:
     def free(self, i: SupportsIndex) -> None:
         """Free slot ``i``; its version does not change. Raises NotOwned if it is free already or out of range."""
         if self.is_free(i):
-            raise NotOwned(f"slot {i} is not held: freed twice, or never handed out")
+            raise NotOwned(f"slot {i} is not held: freed twice, or never handed out", needed=i, available="free")
         self.free_count += 1
         at = int(i)
         for words in self._levels:
@@ -91,11 +91,13 @@ class SlotAllocator:
         """Prove that ``alloc`` finds every free slot and counts them right. Raises CheckFailed. O(max_slots)."""
         free = sum(word.bit_count() for word in self._levels[0])
         if free != self.free_count:
-            raise CheckFailed(f"{free} slots are free, {self.free_count} are counted")
+            text = f"{free} slots are free, {self.free_count} are counted"
+            raise CheckFailed(text, needed=self.free_count, available=free)
         for words, above in zip(self._levels, self._levels[1:]):
             lost = [at for at, word in enumerate(words) if bool(word) != bool(above[at // _BITS] >> at % _BITS & 1)]
             if lost:
-                raise CheckFailed(f"words {lost[:16]} of {len(words)}: the level above does not know their free slots")
+                text = f"words {lost[:16]} of {len(words)}: the level above does not know their free slots"
+                raise CheckFailed(text, needed=len(words), available=lost[:16])
 
     def _in_range(self, i: SupportsIndex) -> int:
         return whole_number(i, "a slot", error=NotOwned, below=self.max_slots)

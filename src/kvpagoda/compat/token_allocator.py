@@ -44,7 +44,8 @@ class TokenToKVPoolAllocator:
     def __init__(self, size: int, device: Device = None, page_size: int = 1, need_sort: bool = True) -> None:
         self.size, self.page_size = whole_number(size, "size"), whole_number(page_size, "page_size", at_least=1)
         if self.size >= 2**31:
-            raise BadInput(f"KV indices are int32: size must be below 2^31, got {size}")
+            text = f"KV indices are int32: size must be below 2^31, got {size}"
+            raise BadInput(text, needed=self.size, available=2**31 - 1)
         self.device, self.need_sort = default_device(device), need_sort
         self._staging = Staging(self.device)
         self.num_pages = self.size // self.page_size

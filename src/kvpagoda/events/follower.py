@@ -33,7 +33,8 @@ def namespace_name(namespace: Namespace | str | bytes | None = None, secret: byt
     Raises BadInput, also for a namespace with an epoch: events describe only the newest weights.
     """
     if isinstance(namespace, Namespace) and namespace.epoch is not None:
-        raise BadInput(f"events describe only the newest weights; ask without epoch {namespace.epoch}")
+        text = f"events describe only the newest weights; ask without epoch {namespace.epoch}"
+        raise BadInput(text, needed=namespace.epoch)
     return prefix_root(namespace_key(namespace), secret)
 
 
@@ -100,7 +101,8 @@ class Follower:
             except BadInput as error:
                 self._next = 0 if self._refused == batch_number else wanted
                 self._refused, self._last = batch_number, max(self._last, batch_number)
-                raise BadInput(f"batch {batch_number} does not follow those before it: {error}") from None
+                text = f"batch {batch_number} does not follow those before it: {error}"
+                raise BadInput(text, needed=batch_number, available=wanted) from None
             wanted = self._next = batch_number + 1
             self._refused = None
         return lost
@@ -168,7 +170,8 @@ def _read(payload: bytes) -> EventBatch:
     """Return the batch in ``payload``. Raises BadInput if it is none of kvpagoda."""
     batch = decode(payload)
     if not batch.events or batch.events[0].instance is None:
-        raise BadInput("this batch does not name its publisher; it is not from kvpagoda, or without its own fields")
+        text = "this batch does not name its publisher; it is not from kvpagoda, or without its own fields"
+        raise BadInput(text, needed="publisher")
     for number, event in enumerate(batch.events):
         if isinstance(event, AllBlocksCleared):
             if number or event.cache is None:

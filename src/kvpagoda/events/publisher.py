@@ -249,4 +249,5 @@ def _open(socket: Any, endpoint: str, is_bound: bool) -> None:
         socket.ipv6 = "::" in endpoint  # only then, for ``*`` would become ``[::]`` otherwise
         (socket.bind if is_bound else socket.connect)(endpoint)
     except zmq.ZMQError as error:
-        raise BadInput(f"cannot {'bind' if is_bound else 'connect to'} {endpoint!r}: {error}") from None
+        text = f"cannot {'bind' if is_bound else 'connect to'} {endpoint!r}: {error}"
+        raise BadInput(text, needed=endpoint) from None

@@ -40,7 +40,7 @@ class RouterServer:
         try:
             self._server = _Server((host, port), handler)
         except (OSError, OverflowError) as error:
-            raise BadInput(f"cannot serve on {host}:{port}: {error}") from None
+            raise BadInput(f"cannot serve on {host}:{port}: {error}", needed=(host, port)) from None
         self.url = f"http://{host}:{self._server.server_address[1]}"
         self._ended = Event()
         self._thread = Thread(target=self._serve, name="kvpagoda-http", daemon=True)

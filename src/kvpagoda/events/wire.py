@@ -226,7 +226,7 @@ def decode(payload: bytes) -> EventBatch:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         with_arrays = _from_arrays(payload)
         if with_arrays is None:
-            raise BadInput(f"{len(payload)} bytes are no batch of KV events: {error}") from None
+            raise BadInput(f"{len(payload)} bytes are no batch of KV events: {error}", needed=len(payload)) from None
         return with_arrays
 
 

@@ -49,7 +49,8 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
     if encoding.name == "raw":
         return (x,)
     if x.ndim == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise BadInput(f"encode takes bfloat16, float16 or float32 rows [..., dim], got {x.dtype} {list(x.shape)}")
+        text = f"encode takes bfloat16, float16 or float32 rows [..., dim], got {x.dtype} {list(x.shape)}"
+        raise BadInput(text, needed=x.dtype, available=list(x.shape))
     if encoding.is_scaled:
         return (to_codes(encoding, x),)
     return encode_by(encoding.rule, encoding, x.to(torch.bfloat16) if encoding.is_packed else x)
@@ -135,5 +136,5 @@ def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Siz
         wanted = [(getattr(torch, dtype), (*lead, *shape)) for _, shape, dtype in encoding.vector(dim)]
     if wanted != [(part.dtype, tuple(part.shape)) for part in parts]:
         expected = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in wanted)
-        raise BadInput(f"{encoding.name!r} parts must be {expected}; got {given}")
+        raise BadInput(f"{encoding.name!r} parts must be {expected}; got {given}", needed=expected, available=given)
     return lead, dim

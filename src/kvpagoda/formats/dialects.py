@@ -243,7 +243,6 @@ def dialect_for_heads(format: str, dialect: str | None = None, head_dim: int | N
     packing = chosen.packing
     group = packing.group if packing.groups > 1 else head_dim
     if not packing.has_heads or whole_number(head_dim, "head_dim", at_least=1) % group:
-        raise LayoutError.of(
-            "size", f"{format} has no heads of {head_dim} elements; leave head_dim out, or give a multiple of {group}"
-        )
+        text = f"{format} has no heads of {head_dim} elements; leave head_dim out, or give a multiple of {group}"
+        raise LayoutError.of("size", text, needed=head_dim, available=group)
     return replace(chosen, packing=replace(packing, coded=head_dim, group=group))

@@ -103,16 +103,16 @@ class Encoding:
         """Return the scale, 1.0 if none was given, as a float32. Raises SchemaError."""
         scale = 1.0 if self.scale is None else self.scale
         if not self.is_scaled:
-            raise SchemaError(
-                f"encoding {self.name!r} has no scale for a whole tensor, got {shown(scale)}; leave it out"
-            )
+            text = f"encoding {self.name!r} has no scale for a whole tensor, got {shown(scale)}; leave it out"
+            raise SchemaError(text, field=self.name, needed=scale)
         given: Any = scale
         is_number = isinstance(given, Real) and not isinstance(given, bool)
         exact = struct.unpack("f", struct.pack("f", float(scale)))[0] if is_number and abs(scale) <= MOST_SCALE else 0.0
         if not exact > 0:
             raise SchemaError(
-                f"the scale of {self.name!r} is {shown(scale)}; expected a finite number above 0 that float32 can hold"
-            )
+                f"the scale of {self.name!r} is {shown(scale)}; expected a finite number above 0 that float32 can hold",
+                field=self.name, needed=scale, available=0,
+            )  # fmt: skip
         return float(exact)
 
     @property
@@ -261,8 +261,9 @@ def _packing(encoding: Encoding, dim: int) -> Packing:
     if coded <= 0 or coded % group or coded % per_byte:
         raise SchemaError(
             f"encoding {encoding.name!r} cannot hold a row of {dim} elements: "
-            f"{coded} to encode is not a positive multiple of {max(group, per_byte)}"
-        )
+            f"{coded} to encode is not a positive multiple of {max(group, per_byte)}",
+            field=encoding.name, needed=dim, available=max(group, per_byte),
+        )  # fmt: skip
     groups = coded // group
     pad = align_up(groups, TABLE["inline"][encoding.name].get("scales_multiple", 1)) - groups
     return Packing(coded, group, 8 // per_byte, rule.scale_nbytes, pad, kept=encoding.kept)

@@ -187,7 +187,7 @@ def _header(lease: RankLease) -> bytes:
 def _check_header(lease: RankLease, giver: int, memory: Bytes) -> None:
     """Raise HandoverMiss unless ``memory`` begins as ``lease`` does."""
     if memory[:HEADER_NBYTES].tobytes() != _header(lease):
-        raise HandoverMiss(f"the lease of rank {giver} has ended at the sender; open the request instead")
+        raise HandoverMiss(f"the lease of rank {giver} has ended at the sender; open the request instead", needed=giver)
 
 
 def _check_seal(ticket: Ticket, giver: int, memory: Bytes, checksums: Bytes, wrong: int) -> None:

@@ -159,7 +159,9 @@ class Sender(NoHandOvers):
         if len(epochs) > 1 or names.is_renewed(request.namespace, epochs[0][1]):
             what = "its namespace was invalidated" if len(epochs) == 1 else f"{len(epochs)} versions of the weights"
             text = f"a request of {request.own_length} tokens was computed while things changed: {what}"
-            raise BadInput.with_hint(text, "hand over what is all of one version; let this request end here")
+            raise BadInput.with_hint(
+                text, "hand over what is all of one version; let this request end here", needed=request.own_length
+            )
 
     def _ticket(self, lease: _Lease, name: bytes, extent: Extent, expires: float, *, by_layer: bool) -> Ticket:
         request, known = lease.request, len(lease.tokens)
@@ -218,7 +220,8 @@ class Sender(NoHandOvers):
             names = self._core.namespaces
             self._check_version(request)
             if names.name_of(epochs[0][1]) != lease.weights:
-                raise BadInput.with_hint("its tokens are of other weights than the ticket", "give the ticket up")
+                text = "its tokens are of other weights than the ticket"
+                raise BadInput.with_hint(text, "give the ticket up", needed=lease.weights)
         self._complete(lease)
 
     @staticmethod
@@ -263,7 +266,7 @@ class Sender(NoHandOvers):
         if lease is None or lease.export is None or self._clock() >= lease.until:
             raise _ended()
         if not sealed and lease.is_sealed:
-            raise BadInput("all layers of this ticket are done: it is complete")
+            raise BadInput("all layers of this ticket are done: it is complete", needed="layer")
         return lease, lease.export
 
     # -- leases ----------------------------------------------------------------------------------------------------------
@@ -357,5 +360,6 @@ class Sender(NoHandOvers):
 
 def _ended() -> StaleHandle:
     return StaleHandle(
-        "the lease of this ticket has ended: it was fetched, given up, or it expired, or its request stopped"
+        "the lease of this ticket has ended: it was fetched, given up, or it expired, or its request stopped",
+        needed="lease",
     )

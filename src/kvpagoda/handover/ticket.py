@@ -155,12 +155,16 @@ class Ticket:
                     needed=data["kvpagoda_ticket"], available=VERSION,
                 )  # fmt: skip
             if key and not hmac.compare_digest(_signature(data, key), str(signature)):
-                raise TicketRefused("the ticket is not signed with the key of this side: it was changed or forged")
+                raise TicketRefused(
+                    "the ticket is not signed with the key of this side: it was changed or forged", needed="signature"
+                )
             return replace(cls._read(data), key=key)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, TicketRefused):
                 raise
-            raise TicketRefused(f"this is no ticket: {type(error).__name__} {shown(str(error))}") from None
+            raise TicketRefused(
+                f"this is no ticket: {type(error).__name__} {shown(str(error))}", needed=type(error).__name__
+            ) from None
 
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> Ticket:

@@ -29,8 +29,8 @@ def _output_name() -> str:
     raise MissingExtra(
         f"outputs of transformers {transformers.__version__} have no field for a cache: none of {', '.join(CACHE_NAMES)}; "
         f"kvpagoda.hf is tested with transformers {VERSIONS}",
-        name="transformers",
-    )
+        name="transformers", needed=CACHE_NAMES,
+    )  # fmt: skip
 
 
 OUTPUT_NAME = _output_name()
@@ -47,4 +47,5 @@ def cache_name_of(model: Any) -> str:
         f"{type(model).__name__} takes no cache in its forward pass: none of {', '.join(CACHE_NAMES)} is an argument of it "
         f"in transformers {transformers.__version__}",
         f"kvpagoda.hf is tested with transformers {VERSIONS}",
+        needed=CACHE_NAMES,
     )

@@ -29,12 +29,14 @@ def check_draft(schema: Schema, draft: Schema) -> None:
     if any(layer.rewinds == 0 for layer in schema.layers):
         raise SchemaError(
             f"the model {schema.name} keeps recurrent states, which cannot go back to before a rejected token; decode "
-            f"without a draft"
+            f"without a draft",
+            needed=schema.name,
         )
     if draft.state_layout.nbytes:
         raise SchemaError(
             f"the draft {draft.name} keeps states, which cannot go back to before a rejected token; choose a draft with "
-            f"attention or MLA alone"
+            f"attention or MLA alone",
+            needed=draft.name,
         )
 
 
@@ -52,8 +54,9 @@ class Drafter:
         if draft.max_positions is not None and draft.max_positions < cache.max_context:
             raise SchemaError(
                 f"the draft {draft.name} takes texts of {draft.max_positions:,} tokens and this cache has texts of up to "
-                f"{cache.max_context:,}; set limits=Limits(max_context={draft.max_positions}) or choose another draft"
-            )
+                f"{cache.max_context:,}; set limits=Limits(max_context={draft.max_positions}) or choose another draft",
+                needed=cache.max_context, available=draft.max_positions,
+            )  # fmt: skip
 
     def begin(self, running: Many[tuple[Sequence, Tokens]]) -> None:
         """Compute the rows that optional groups lack of what the sequences of ``running``, with their texts, started

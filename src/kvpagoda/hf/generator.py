@@ -169,7 +169,8 @@ class Generator:
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1 or lookup < 0:
-            raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
+            text = f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}"
+            raise BadInput(text, needed=(prefill_chunk, lookup))
         if draft is not None:
             lookup = lookup or DRAFTED
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
@@ -217,7 +218,7 @@ class Generator:
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
         if len(ids) == 0:
-            raise BadInput("a request needs at least one token, got none")
+            raise BadInput("a request needs at least one token, got none", needed=1, available=0)
         max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
         total = len(ids) + max_new_tokens
         self.cache.plan.blocks_wanted(total - 1, min(self._chunk, len(ids)), self.cache.max_context)
@@ -276,7 +277,9 @@ class Generator:
         ``on_step`` is called with the cache's counters after each step. On an error these requests are aborted.
         """
         if not isinstance(prompts, Iterable):
-            raise BadInput(f"prompts are several lists of token ids, got {type(prompts).__name__}")
+            raise BadInput(
+                f"prompts are several lists of token ids, got {type(prompts).__name__}", needed=type(prompts).__name__
+            )
         requests: list[Request] = []
         try:
             for prompt in prompts:

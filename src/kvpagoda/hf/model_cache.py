@@ -30,7 +30,8 @@ def check_model(model: Any) -> None:
     """Raise BadInput, which says what to pass, unless ``model`` is a loaded transformers model."""
     if not hasattr(model, "config") or not hasattr(model, "forward"):
         hint = f"AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str) else "a loaded model"
-        raise BadInput(f"a model is a transformers causal language model, got {shown(model)}; pass {hint}", hint=hint)
+        text = f"a model is a transformers causal language model, got {shown(model)}; pass {hint}"
+        raise BadInput(text, hint=hint, needed=type(model).__name__)
 
 
 def schema_of(config: Any, **given: Any) -> Schema:
@@ -77,7 +78,8 @@ def runner_of(
     schema = schema if layout is None else schema.laid_out(layout)
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
-        raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")
+        text = f"the model is on {model.device}, so its cache cannot be on {device}; move the model"
+        raise BadInput(text, needed=device, available=model.device.type)
     identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))
@@ -89,7 +91,8 @@ def runner_of(
         raise BadInput.with_hint(
             f"step_checkpoints is {limits.step_checkpoints}, but {why}, so no step leaves states inside",
             "leave step_checkpoints out: then steps end where a checkpoint is due",
-        )
+            needed=limits.step_checkpoints, available=0,
+        )  # fmt: skip
     if limits.step_checkpoints is None and can_leave:
         limits = replace(limits, step_checkpoints=STEP_CHECKPOINTS)
     cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)

@@ -93,7 +93,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1:
-            raise BadInput(f"need prefill_chunk >= 1 tokens, got {prefill_chunk}")
+            raise BadInput(f"need prefill_chunk >= 1 tokens, got {prefill_chunk}", needed=prefill_chunk, available=1)
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         check_model(model)
         _route(model)
@@ -134,7 +134,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     def error_of_another_model(self) -> BadInput:
         """Return the error for a model that is given the cache of another model."""
         return BadInput(
-            f"this PagedCache belongs to a {type(self.model).__name__}, another model or a copy of this one"
+            f"this PagedCache belongs to a {type(self.model).__name__}, another model or a copy of this one",
+            needed=type(self.model).__name__,
         )
 
     def reset(self) -> None:
@@ -169,7 +170,8 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         raise BadInput(
-            "assisted generation is not supported by PagedCache; kvpagoda.hf.Generator(lookup=..) verifies proposed tokens"
+            "assisted generation is not supported by PagedCache; kvpagoda.hf.Generator(lookup=..) verifies proposed tokens",
+            needed="lookup",
         )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -201,7 +203,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         float ``[B, 1, vocab]`` after the last token of each row. Raises BadInput; on any error all rows end."""
         ids = input_ids.cpu().numpy()
         if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):
-            raise BadInput(f"expected token ids [{len(self._rows) or 'rows'}, tokens], got {list(ids.shape)}")
+            raise BadInput(
+                f"expected token ids [{len(self._rows) or 'rows'}, tokens], got {list(ids.shape)}",
+                needed=list(ids.shape),
+            )
         try:
             if self._rows:
                 logits = self._append([as_tokens(row) for row in ids])
@@ -269,7 +274,8 @@ def _texts(ids: np.ndarray[Any, Any], attention_mask: Tensor | None) -> list[Tok
     first = real.argmax(axis=1)
     for i, row in enumerate(real):
         if not row[-1] or not row[first[i] :].all():
-            raise BadInput(f"row {i} has padding that is not on the left; set the tokenizer's padding_side to 'left'")
+            text = f"row {i} has padding that is not on the left; set the tokenizer's padding_side to 'left'"
+            raise BadInput(text, needed=i)
     return [as_tokens(row[begin:]) for row, begin in zip(ids, first)]
 
 
@@ -284,9 +290,8 @@ def _route(model: Any) -> None:
     bound = {name: method for name, method in methods.items() if isinstance(method, MethodType)}
     replaced = [name for name in ("forward", "prepare_inputs_for_generation") if name not in bound]
     if replaced:
-        raise BadInput(
-            f"{' and '.join(replaced)} of the {type(model).__name__} must be bound methods, but were replaced"
-        )
+        text = f"{' and '.join(replaced)} of the {type(model).__name__} must be bound methods, but were replaced"
+        raise BadInput(text, needed=replaced)
     for name, method in bound.items():
         if not hasattr(method, "is_kvpagoda_route"):
             setattr(model, name, MethodType(routes[name](method.__func__), model))
@@ -306,7 +311,8 @@ def _forward(own: Any) -> Any:
             raise cache.error_of_another_model()
         unknown = [name for name, value in given.items() if name not in _READ | _PLAIN and _says_something(value)]
         if unknown or given.get("input_ids") is None:
-            raise BadInput(f"PagedCache takes input_ids alone; it was also given {sorted(unknown)}")
+            text = f"PagedCache takes input_ids alone; it was also given {sorted(unknown)}"
+            raise BadInput(text, needed=sorted(unknown))
         return cache.forward(given["input_ids"], given.get("attention_mask"))
 
     forward.is_kvpagoda_route = True  # type: ignore[attr-defined]
@@ -325,9 +331,8 @@ def _prepare(own: Any) -> Any:
         mask, whole = kwargs.pop("attention_mask", None), kwargs.pop("next_sequence_length", None)
         if kwargs.pop("is_first_iteration", False):
             if whole is None and "attention_mask" in inspect.signature(self.forward).parameters:
-                raise BadInput(
-                    "PagedCache takes whole texts: do not set prefill_chunk_size, and do not give new tokens alone"
-                )
+                text = "PagedCache takes whole texts: do not set prefill_chunk_size, and do not give new tokens alone"
+                raise BadInput(text, needed="whole texts")
             cache.reset()
             ids = input_ids
         else:

@@ -37,9 +37,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0 and 0 < self.top_p <= 1):
-            raise BadInput(f"need temperature >= 0 and 0 < top_p <= 1, got {self.temperature} and {self.top_p}")
+            text = f"need temperature >= 0 and 0 < top_p <= 1, got {self.temperature} and {self.top_p}"
+            raise BadInput(text, needed=(self.temperature, self.top_p))
         if (self.top_k is not None and self.top_k < 1) or (self.seed is not None and self.seed < 0):
-            raise BadInput(f"need top_k >= 1 and seed >= 0, or None, got {self.top_k} and {self.seed}")
+            text = f"need top_k >= 1 and seed >= 0, or None, got {self.top_k} and {self.seed}"
+            raise BadInput(text, needed=(self.top_k, self.seed))
 
     def stream(self, number: int) -> np.random.Generator:
         """Return the random stream of answer ``number`` of a request; ``draw`` uses one number for each token."""

@@ -43,7 +43,8 @@ def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
     """
     files = sorted(path_of(folder, "the folder of a checkpoint").glob("*.safetensors"))
     if not files:
-        raise BadInput(f"{str(folder)!r} holds no *.safetensors file; give the folder of a checkpoint")
+        text = f"{str(folder)!r} holds no *.safetensors file; give the folder of a checkpoint"
+        raise BadInput(text, needed=str(folder))
     found: dict[int, dict[str, tuple[str, float]]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -54,9 +55,8 @@ def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
                 scale = _number(name, tensors.get_tensor(name))
                 other, before = found.setdefault(layer, {}).setdefault(whose, (name, scale))
                 if before != scale:
-                    raise SchemaError(
-                        f"{name} is {scale!r} and {other} is {before!r}; a layer has one scale of {whose}"
-                    )
+                    text = f"{name} is {scale!r} and {other} is {before!r}; a layer has one scale of {whose}"
+                    raise SchemaError(text, field=name, needed=scale, available=before)
     scales = {layer: pair for layer, each in found.items() if (pair := _pair(each)) is not None}
     needed = [layer.index for layer in schema.layers if any(rows.encoding.is_scaled for rows in layer.rows())]
     if lacking := [layer for layer in needed if layer not in scales]:
@@ -89,10 +89,15 @@ def calibrated_scales(
         if rows.encoding.is_scaled
     }
     if not tops:
-        raise SchemaError(f"kv_format {shown(kv_format)} gives no layer of {schema.name} one scale a tensor")
+        raise SchemaError(
+            f"kv_format {shown(kv_format)} gives no layer of {schema.name} one scale a tensor", needed=kv_format
+        )
     pieces = [np.asarray(text, dtype=np.int32) for text in texts]
     if not pieces or not all(len(text) for text in pieces):
-        raise BadInput(f"calibration needs texts of at least one token, got {[len(text) for text in pieces][:8]}")
+        raise BadInput(
+            f"calibration needs texts of at least one token, got {[len(text) for text in pieces][:8]}",
+            needed=[len(text) for text in pieces][:8],
+        )
     most = dict.fromkeys(tops, 0.0)
     blocks = -(-max(map(len, pieces)) // schema.block_size()) + step // schema.block_size() + 2
     for text in pieces:
@@ -112,8 +117,9 @@ def calibrated_scales(
     for (layer, name), amax in most.items():
         if not 0 < amax < math.inf:
             raise SchemaError(
-                f"the largest |{name.upper()}| of layer {layer} is {amax} in {len(pieces)} texts; no scale fits"
-            )
+                f"the largest |{name.upper()}| of layer {layer} is {amax} in {len(pieces)} texts; no scale fits",
+                field=name, needed=amax, available=layer,
+            )  # fmt: skip
     layers = dict.fromkeys(layer for layer, _ in tops)
     return {layer: (most[layer, "k"] / tops[layer, "k"], most[layer, "v"] / tops[layer, "v"]) for layer in layers}
 
@@ -130,10 +136,11 @@ def _place(name: str) -> tuple[int, str] | None:
 def _number(name: str, tensor: Any) -> float:
     """Return the one number of ``tensor``. Raises SchemaError unless it is finite and above 0."""
     if tensor.numel() != 1:
-        raise SchemaError(f"{name} has shape {list(tensor.shape)}; expected one scale for the whole tensor")
+        text = f"{name} has shape {list(tensor.shape)}; expected one scale for the whole tensor"
+        raise SchemaError(text, field=name, needed=1, available=list(tensor.shape))
     scale = float(tensor.float().item())
     if not 0 < scale < math.inf:
-        raise SchemaError(f"{name} is {scale}; expected a finite scale above 0")
+        raise SchemaError(f"{name} is {scale}; expected a finite scale above 0", field=name, needed=scale)
     return scale
 
 

@@ -37,7 +37,8 @@ class TimeSteps:
     def __init__(self, model: Any) -> None:
         limits = {_limit_of(part): part for part in model.modules() if hasattr(part, "time_step_limit")}
         if len(limits) > 1:
-            raise SchemaError(f"the layers of this {type(model).__name__} have different time_step_limit: {[*limits]}")
+            text = f"the layers of this {type(model).__name__} have different time_step_limit: {[*limits]}"
+            raise SchemaError(text, field="time_step_limit", needed=[*limits])
         self.limit = next(iter(limits), None)
         if self.limit is not None:
             _wrap_update(limits[self.limit], self.limit)
@@ -68,7 +69,8 @@ def _wrap_update(part: torch.nn.Module, limit: Limit) -> None:
             f"{type(part).__name__} has time_step_limit {limit}, but {file.__name__} has no {UPDATE} in which "
             f"the time steps of single tokens could be clamped to it",
             "take a version of transformers that has this function",
-        )
+            field="time_step_limit", needed=limit,
+        )  # fmt: skip
     if not hasattr(own, "is_kvpagoda_clamp"):
         setattr(file, UPDATE, _clamping(own))
 

@@ -80,7 +80,7 @@ class Hints:
     def attach(self, core: Core, reuse: Reuse) -> None:
         """Called by the cache that these hints are for. Raises BadInput if there was one before."""
         if hasattr(self, "_core"):
-            raise BadInput("these hints are those of another cache; make new ones")
+            raise BadInput("these hints are those of another cache; make new ones", needed="hints")
         self._core, self._promises = core, Promises(core, reuse, self.limits, self.clock, self._tell)
         core.texts_elsewhere.append(self._sessions.texts)
 

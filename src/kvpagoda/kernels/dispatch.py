@@ -46,11 +46,12 @@ def backend(device_type: str, has_numba: bool = False) -> str:
         usual = "numba"
     chosen = os.environ.get(VARIABLE) or usual
     if chosen not in ("reference", "triton", "numba"):
-        raise BadInput(f"{VARIABLE} is 'reference', 'numba' or 'triton', got {chosen!r}")
+        raise BadInput(f"{VARIABLE} is 'reference', 'numba' or 'triton', got {chosen!r}", field=VARIABLE, needed=chosen)
     if chosen == "triton" and triton is None:
-        raise BadInput(f"{VARIABLE}=triton, but Triton is not installed; pip install 'kvpagoda[triton]'")
+        text = f"{VARIABLE}=triton, but Triton is not installed; pip install 'kvpagoda[triton]'"
+        raise BadInput(text, needed="triton")
     if chosen == "numba" and not HAS_NUMBA:
-        raise BadInput(f"{VARIABLE}=numba, but numba is not installed; pip install 'kvpagoda[cpu]'")
+        raise BadInput(f"{VARIABLE}=numba, but numba is not installed; pip install 'kvpagoda[cpu]'", needed="numba")
     return "reference" if chosen == "numba" and (device_type != "cpu" or not has_numba) else chosen
 
 

@@ -47,14 +47,14 @@ def flatten_table(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, bl
         if tensor.dtype != torch.int32 or tensor.shape != shape or tensor.device != table.device:
             raise BadInput(
                 f"flatten_table: {name} must be int32 {list(shape)} on {table.device}, "
-                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            )
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}",
+                field=name, needed=list(shape), available=list(tensor.shape),
+            )  # fmt: skip
     if block_size < 1 or any(
         tensor.shape[-1] > 1 and tensor.stride(-1) != 1 for tensor in (table, starts, indptr, out)
     ):
-        raise BadInput(
-            f"flatten_table needs contiguous cells and block_size >= 1, got {table.stride()} and {block_size}"
-        )
+        text = f"flatten_table needs contiguous cells and block_size >= 1, got {table.stride()} and {block_size}"
+        raise BadInput(text, needed=table.stride(), available=block_size)
     if out.numel() and table.numel():
         run = _triton if backend(table.device.type) == "triton" else _reference
         run(table, starts, indptr, out, block_size)

@@ -65,7 +65,7 @@ def append_rows(
     """
     form = _checked("append_rows", rows, slots, pages, format, page_size, dialect, head_dim)
     if rows.dtype != torch.bfloat16:
-        raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}")
+        raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}", field="rows", needed=rows.dtype)
     if len(rows) and backend(rows.device.type) == "triton":
         launch("append", rows, slots, pages, len(pages) * page_size, form)
     else:
@@ -90,7 +90,7 @@ def gather_rows(
     """
     form = _checked("gather_rows", out, slots, pages, format, page_size, dialect, head_dim)
     if out.dtype not in (torch.bfloat16, torch.float32):
-        raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}")
+        raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}", field="out", needed=out.dtype)
     if len(out) and backend(out.device.type) == "triton":
         how = "gather half" if out.dtype == torch.bfloat16 else "gather"
         launch(how, out, slots, pages, len(pages) * page_size, form)
@@ -255,14 +255,17 @@ def _checked(
     how = (name, rows.shape[1:], rows.stride(), pages.shape[1:], pages.stride(), pages.dtype)
     form = _page_form(*how, format, page_size, dialect, head_dim)
     if slots.dtype not in (torch.int32, torch.int64) or slots.shape != rows.shape[:1]:
-        raise BadInput(f"{name}: slots must be int32 or int64 [{len(rows)}], got {slots.dtype} {list(slots.shape)}")
+        text = f"{name}: slots must be int32 or int64 [{len(rows)}], got {slots.dtype} {list(slots.shape)}"
+        raise BadInput(text, field="slots", needed=list(slots.shape), available=slots.dtype)
     if not rows.device == slots.device == pages.device:
-        raise BadInput(f"{name}: tensors must be on one device, got {rows.device}, {slots.device}, {pages.device}")
+        text = f"{name}: tensors must be on one device, got {rows.device}, {slots.device}, {pages.device}"
+        raise BadInput(text, field="device")
     if (len(slots) > 1 and slots.stride(0) != 1) or pages.storage_offset() % 4:
         raise BadInput(
             f"{name}: slots must be contiguous, and pages begin at multiples of 4 bytes, got a stride of "
-            f"{slots.stride(0)} and {pages.storage_offset()}"
-        )
+            f"{slots.stride(0)} and {pages.storage_offset()}",
+            needed=(pages.stride(0), pages.storage_offset()), available=4,
+        )  # fmt: skip
     return form
 
 
@@ -276,19 +279,23 @@ def _page_form(
     packing = encoding.rules.packing
     width = packing.width
     if page_size < 1 or len(row) != 1 or row[0] < width or row[0] % width:
-        raise BadInput(f"{name}: rows are [n, {width}], page_size at least 1; got {['n', *row]}, {page_size}")
+        text = f"{name}: rows are [n, {width}], page_size at least 1; got {['n', *row]}, {page_size}"
+        raise BadInput(text, field="rows", needed=[*row], available=[page_size, width])
     heads = row[0] // width
     if heads > 1 and not packing.has_heads:
-        raise BadInput(f"{name}: rows of this format are [n, {width}], got {['n', *row]}")
+        text = f"{name}: rows of this format are [n, {width}], got {['n', *row]}"
+        raise BadInput(text, field="rows", needed=[*row], available=width)
     payload = packing.payload_nbytes(page_size, heads)
     if dtype != torch.uint8 or len(page) != 1 or page[0] < payload:
         raise BadInput(
-            f"{name}: pages must be uint8 [pages, at least {payload}] for {page_size} rows, got {dtype} {['n', *page]}"
-        )
+            f"{name}: pages must be uint8 [pages, at least {payload}] for {page_size} rows, got {dtype} {['n', *page]}",
+            field="pages", needed=payload, available=[*page],
+        )  # fmt: skip
     if row_strides[1] != 1 or strides[1] != 1 or strides[0] % 4:
         raise BadInput(
-            f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {row_strides}, {strides}"
-        )
+            f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {row_strides}, {strides}",
+            needed=(strides[0], row_strides[1]), available=4,
+        )  # fmt: skip
     one = torch.empty_strided((1, page[0]), strides, dtype=torch.uint8, device="meta")
     return Form.of(views(one, packing, page_size, heads), encoding)
 
@@ -364,8 +371,9 @@ def warm_up_parts(parts: Parts, how: str) -> None:
 def _misaligned(width: int) -> BadInput:
     return BadInput(
         f"heads of {width} elements: their scales do not begin at multiples of 4 bytes; set KVPAGODA_KERNELS=reference for "
-        f"them"
-    )
+        f"them",
+        needed=width, available=4,
+    )  # fmt: skip
 
 
 def constants_of(form: Form, how: str, casts: int = 0, is_large: bool = False) -> Constants:

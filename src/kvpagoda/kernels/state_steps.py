@@ -148,7 +148,8 @@ def _check(states: Tensor, record: tuple[int, ...], x: Tensor, reads: Tensor, wr
     ):  # fmt: skip
         raise BadInput(
             f"states {[*states.shape]} are to be {['records', *record]}, reads {[*reads.shape]}, writes "
-            f"{[*writes.shape]} and indptr {[*indptr.shape]} integers of as many rows, all on {x.device}"
+            f"{[*writes.shape]} and indptr {[*indptr.shape]} integers of as many rows, all on {x.device}",
+            needed=[*states.shape],
         )
 
 

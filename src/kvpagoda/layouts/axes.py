@@ -61,11 +61,11 @@ class Axis:
         if not self.pieces or ways == 1:
             return self
         if (self.first, self.size) != (0, self.total):
-            raise LayoutError.of("divide", f"axis {self.name!r} is a rank's part already; split the whole layout")
+            text = f"axis {self.name!r} is a rank's part already; split the whole layout"
+            raise LayoutError.of("divide", text, needed=ways, available=1)
         if self.pieces % ways and ways % self.pieces:
-            raise LayoutError.of(
-                "divide", f"{self.pieces} pieces of axis {self.name!r} cannot be divided over {ways} ranks"
-            )
+            text = f"{self.pieces} pieces of axis {self.name!r} cannot be divided over {ways} ranks"
+            raise LayoutError.of("divide", text, needed=ways, available=self.pieces)
         each = self.total // self.pieces
         return replace(self, first=rank * self.pieces // ways * each, size=max(1, self.pieces // ways) * each)
 
@@ -76,9 +76,8 @@ class Axis:
         more stages than indices.
         """
         if stages > self.size:
-            raise LayoutError.of(
-                "divide", f"{self.size} indices of axis {self.name!r} cannot be divided over {stages} stages"
-            )
+            text = f"{self.size} indices of axis {self.name!r} cannot be divided over {stages} stages"
+            raise LayoutError.of("divide", text, needed=stages, available=self.size)
         short, longer = divmod(self.size, stages)
         first = rank * short + min(rank, longer)
         return replace(self, first=self.first + first, size=short + (rank < longer))
@@ -124,14 +123,14 @@ class Sizes:
         pages = {"B": (page * kernel_pages, 0), "P": (page, kernel_pages), "N": (1, page)}
         if axis in pages:
             if match[2] or match[3]:
-                raise LayoutError.of("fold", f"{word!r} folds a digit of the tokens; fold the axis {TOKENS!r} itself")
+                text = f"{word!r} folds a digit of the tokens; fold the axis {TOKENS!r} itself"
+                raise LayoutError.of("fold", text, needed=word)
             axis, (step, count) = TOKENS, pages[axis]
         if axis not in self.axes:
-            raise LayoutError.of(
-                "axis", f"{word!r} has no size; sizes are given for: {', '.join(self.axes) or 'nothing'}"
-            )
+            text = f"{word!r} has no size; sizes are given for: {', '.join(self.axes) or 'nothing'}"
+            raise LayoutError.of("axis", text, needed=word)
         if step < 1:
-            raise LayoutError.of("fold", f"the step of {word!r} must be at least 1")
+            raise LayoutError.of("fold", f"the step of {word!r} must be at least 1", needed=word)
         count = count or ceil_div(self.axes[axis].size, step)
         return Fold(word.split("@")[0], axis, step, count), None if stride is None else int(stride)
 
@@ -150,9 +149,9 @@ def check_folds(part: str, folds: Iterable[Fold], axes: Mapping[str, Axis]) -> N
                     "fold",
                     f"part {part!r}: the digits {', '.join(one.word for one in digits)} of axis {name!r} do not number its "
                     f"{axes[name].size} indices once: {fold.word!r} has step {fold.step}, the digits below it cover {covered}",
-                )
+                    needed=covered, available=fold.step,
+                )  # fmt: skip
             covered *= fold.count
         if covered < axes[name].size:
-            raise LayoutError.of(
-                "fold", f"part {part!r}: its digits of axis {name!r} cover {covered} of {axes[name].size} indices"
-            )
+            text = f"part {part!r}: its digits of axis {name!r} cover {covered} of {axes[name].size} indices"
+            raise LayoutError.of("fold", text, needed=axes[name].size, available=covered)

@@ -111,20 +111,21 @@ class Parser:
         while expression[at:].strip():
             match = _TOKEN.match(expression, at)
             if match is None:
-                raise LayoutError.of("syntax", f"cannot read {expression[at:].strip()[:24]!r} in {expression!r}")
+                text = f"cannot read {expression[at:].strip()[:24]!r} in {expression!r}"
+                raise LayoutError.of("syntax", text, needed=expression[at:].strip()[:24])
             self.tokens.append(match[1])
             at = match.end()
         if len(self.tokens) > LONGEST:
-            raise LayoutError.of("syntax", f"an expression has at most {LONGEST} words, this one {len(self.tokens)}")
+            text = f"an expression has at most {LONGEST} words, this one {len(self.tokens)}"
+            raise LayoutError.of("syntax", text, needed=len(self.tokens), available=LONGEST)
         self.at = 0
 
     def tree(self) -> Node:
         """Return the tree of the whole expression."""
         node = self._items()
         if self.at < len(self.tokens):
-            raise LayoutError.of(
-                "syntax", f"{self.tokens[self.at]!r} is not expected after {self._read()!r} in {self.text!r}"
-            )
+            text = f"{self.tokens[self.at]!r} is not expected after {self._read()!r} in {self.text!r}"
+            raise LayoutError.of("syntax", text, needed=self.tokens[self.at])
         return node
 
     def _read(self) -> str:
@@ -150,19 +151,21 @@ class Parser:
         if word == "(":
             body = self._items()
             if self._next() != ")":
-                raise LayoutError.of("syntax", f"a ')' is missing after {self._read()!r} in {self.text!r}")
+                raise LayoutError.of("syntax", f"a ')' is missing after {self._read()!r} in {self.text!r}", needed=")")
             self.at += 1
             align = self._next()
             if not align.startswith("^"):
                 return body
             self.at += 1
             if int(align[1:]) < 1:
-                raise LayoutError.of("align", f"cannot pad to a multiple of {align[1:]} bytes in {self.text!r}")
+                text = f"cannot pad to a multiple of {align[1:]} bytes in {self.text!r}"
+                raise LayoutError.of("align", text, needed=int(align[1:]), available=1)
             return Beside(body.items if isinstance(body, Beside) and body.align == 1 else (body,), int(align[1:]))
         if ":" in word:
             return self._part(word)
         if not word or not word[0].isalpha():
-            raise LayoutError.of("syntax", f"a part or a digit is missing after {self._read()!r} in {self.text!r}")
+            text = f"a part or a digit is missing after {self._read()!r} in {self.text!r}"
+            raise LayoutError.of("syntax", text, needed="part")
         fold, stride = self.sizes.fold(word)
         return Each(fold, self._item(), stride)
 
@@ -170,7 +173,8 @@ class Parser:
         """Return the tree of a part, ``name[dims]:dtype``."""
         match = _PART.match(word)
         if match is None or match[3] not in ITEMSIZE:
-            raise LayoutError.of("dtype", f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}")
+            text = f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}"
+            raise LayoutError.of("dtype", text, needed=word, available=tuple(ITEMSIZE))
         node: Node = Part(match[1], match[3])
         dims = [dim.strip() for dim in match[2].split(",")] if match[2] else []
         for number, dim in reversed([*enumerate(dims)]):
@@ -216,7 +220,8 @@ def stride_of(node: Each) -> int:
         raise LayoutError.of(
             "stride",
             f"{node.fold.word}@{node.stride} would lay {body} bytes on top of each other; the stride is at least {body}",
-        )
+            needed=body, available=node.stride,
+        )  # fmt: skip
     return body if node.stride is None else node.stride
 
 
@@ -236,18 +241,18 @@ def check_parts(found: tuple[Place, ...], sizes: Sizes) -> None:
     """Raise LayoutError unless parts have different names, complete axes, and aligned offsets and strides."""
     names = [place.name for place in found if place.name not in PADS]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise LayoutError.of("part", f"part {twice[0]!r} is given twice; give every part a name of its own")
+        text = f"part {twice[0]!r} is given twice; give every part a name of its own"
+        raise LayoutError.of("part", text, needed=twice[0])
     if not names:
-        raise LayoutError.of("part", "a layout has at least one part that is content")
+        raise LayoutError.of("part", "a layout has at least one part that is content", needed=1, available=0)
     for place in found:
         check_folds(place.name, (fold for fold, _ in place.strides), sizes.axes)
         size = place.itemsize
         odd = [f"stride {stride} of {fold.word}" for fold, stride in place.strides if stride % size and fold.count > 1]
         if odd or place.offset % size:
             where = odd[0] if odd else f"offset {place.offset}"
-            raise LayoutError.of(
-                "align", f"part {place.name!r} ({place.dtype}): {where} is not a multiple of {size} bytes"
-            )
+            text = f"part {place.name!r} ({place.dtype}): {where} is not a multiple of {size} bytes"
+            raise LayoutError.of("align", text, needed=size, available=where)
 
 
 def drawing(tree: Node, offset: int) -> list[str]:

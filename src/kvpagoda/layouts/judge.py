@@ -97,7 +97,8 @@ def judge(
     if isinstance(tensors, type) or not (isinstance(tensors, Mapping) or hasattr(tensors, "kernel_tensors")):
         wanted = " or ".join(" and ".join(sorted(needed)) for needed in row.needed if needed) or "none"
         raise BadInput(
-            f"tensors are a mapping from names to tensors ({row.name}: {wanted}) or a LayerView, got {shown(tensors)}"
+            f"tensors are a mapping from names to tensors ({row.name}: {wanted}) or a LayerView, got {shown(tensors)}",
+            needed=wanted,
         )
     given = dict(tensors if isinstance(tensors, Mapping) else tensors.kernel_tensors(name))
     facts = {**(given.pop("declared", None) or {}), **(declared or {})}
@@ -138,11 +139,13 @@ def _specs(row: Kernel, given: Mapping[str, Any]) -> dict[str, TensorSpec]:
     for called, spec in given.items():
         tensor = _own_name(called, other_names("tensors"), row.tensors)
         if tensor not in row.tensors or tensor in specs:
-            raise BadInput(f"{row.name} takes the tensors {', '.join(row.tensors)}, each once; got {', '.join(given)}")
+            text = f"{row.name} takes the tensors {', '.join(row.tensors)}, each once; got {', '.join(given)}"
+            raise BadInput(text, needed=tensor, available=tuple(row.tensors))
         specs[tensor] = spec if isinstance(spec, TensorSpec) else _spec(called, spec)
     if not any(needed <= specs.keys() for needed in row.needed):
         wanted = " or ".join(" and ".join(sorted(needed)) for needed in row.needed)
-        raise BadInput(f"{row.name} needs the tensors {wanted}; got {', '.join(given) or 'none'}")
+        text = f"{row.name} needs the tensors {wanted}; got {', '.join(given) or 'none'}"
+        raise BadInput(text, needed=wanted, available=tuple(given))
     return specs
 
 
@@ -158,18 +161,22 @@ def _spec(name: str, given: Any) -> TensorSpec:
     if all(hasattr(given, part) for part in ("data_ptr", "stride", "shape", "dtype")):
         given = _described(given)
     if not isinstance(given, Mapping):
-        raise BadInput(f"tensor {name!r} is a tensor, a TensorSpec or a description, got {shown(given)}")
+        text = f"tensor {name!r} is a tensor, a TensorSpec or a description, got {shown(given)}"
+        raise BadInput(text, field=name, needed=type(given).__name__)
     missing = [part for part in ("shape", "strides", "dtype") if part not in given]
     if missing:
-        raise BadInput(f"tensor {name!r} has no {missing[0]}; give shape, strides (in elements) and dtype")
+        text = f"tensor {name!r} has no {missing[0]}; give shape, strides (in elements) and dtype"
+        raise BadInput(text, field=name, needed=missing[0])
     shape = tuple(whole_number(n, f"an extent of {name!r}") for n in given["shape"])
     strides = tuple(whole_number(n, f"a stride of {name!r}") for n in given["strides"])
     dtype = str(given["dtype"]).removeprefix("torch.")
     if dtype not in ITEMSIZE:
-        raise BadInput(f"tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}")
+        text = f"tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}"
+        raise BadInput(text, field=name, needed=dtype)
     axes = tuple(given["axes"]) if given.get("axes") else None
     if len(shape) != len(strides) or (axes and len(axes) != len(shape)):
-        raise BadInput(f"tensor {name!r} has {len(shape)} extents, {len(strides)} strides and the axes {axes}")
+        text = f"tensor {name!r} has {len(shape)} extents, {len(strides)} strides and the axes {axes}"
+        raise BadInput(text, field=name, needed=len(shape), available=len(strides))
     base = given.get("base_alignment")
     if base is not None:
         base = whole_number(base, f"the base alignment of {name!r} in bytes", at_least=1)

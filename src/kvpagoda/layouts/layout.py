@@ -107,9 +107,15 @@ class Layout:
         check_parts(self.places, self._sizes)
         used = {axis for place in self.places for axis in place.axes}
         if self.nbytes >= 2**63:
-            raise LayoutError.of("size", f"{self.nbytes:,} bytes are more than an address of 64 bits can count")
+            raise LayoutError.of(
+                "size",
+                f"{self.nbytes:,} bytes are more than an address of 64 bits can count",
+                needed=self.nbytes, available=2**63 - 1,
+            )  # fmt: skip
         if unused := sorted({*names} - used):
-            raise LayoutError.of("axis", f"{', '.join(unused)} has a size, but no place in {self.expression!r}")
+            raise LayoutError.of(
+                "axis", f"{', '.join(unused)} has a size, but no place in {self.expression!r}", needed=unused
+            )
 
     @classmethod
     def of(
@@ -133,9 +139,8 @@ class Layout:
             blocks = sizes.pop("B")
             tokens = sizes.setdefault(TOKENS, blocks * page * kernel_pages)
             if ceil_div(tokens, page * kernel_pages) != blocks:
-                raise LayoutError.of(
-                    "size", f"{tokens} tokens are not {blocks} blocks of {page * kernel_pages}; give one of B, T"
-                )
+                text = f"{tokens} tokens are not {blocks} blocks of {page * kernel_pages}; give one of B, T"
+                raise LayoutError.of("size", text, needed=tokens, available=blocks)
         pieces = {"H": sizes.get("H", 0)} if pieces is None else pieces
         axes = tuple(Axis(axis, size, size, 0, pieces.get(axis, 0)) for axis, size in sizes.items())
         return cls(expression, axes, page, kernel_pages, **(values or {}))
@@ -181,7 +186,8 @@ class Layout:
     def axis(self, name: str) -> Axis:
         """Return the axis ``name``. Raises LayoutError, which lists the known names."""
         if name not in self._sizes.axes:
-            raise LayoutError.of("axis", f"no axis {name!r}; there are {', '.join(self._sizes.axes)}")
+            text = f"no axis {name!r}; there are {', '.join(self._sizes.axes)}"
+            raise LayoutError.of("axis", text, needed=name, available=tuple(self._sizes.axes))
         return self._sizes.axes[name]
 
     def place(self, part: str) -> Place:
@@ -189,7 +195,8 @@ class Layout:
         for place in self.places:
             if place.name == part:
                 return place
-        raise LayoutError.of("part", f"no part {part!r}; there are {', '.join(place.name for place in self.places)}")
+        text = f"no part {part!r}; there are {', '.join(place.name for place in self.places)}"
+        raise LayoutError.of("part", text, needed=part)
 
     def strides(self, part: str) -> dict[str, int]:
         """Return digit -> bytes from value to value, for the digits of a part, outermost first. Raises LayoutError."""
@@ -207,11 +214,11 @@ class Layout:
         digits = {fold.word: (fold.count, stride) for fold, stride in place.strides}
         for word in (*words, *fixed):
             if word not in digits:
-                raise LayoutError.of("axis", f"part {part!r} has no digit {word!r}; it has {', '.join(digits)}")
+                text = f"part {part!r} has no digit {word!r}; it has {', '.join(digits)}"
+                raise LayoutError.of("axis", text, needed=word, available=tuple(digits))
             if not 0 <= fixed.get(word, 0) < digits[word][0]:
-                raise LayoutError.of(
-                    "size", f"digit {word!r} of part {part!r} is 0 to {digits[word][0] - 1}, not {fixed[word]}"
-                )
+                text = f"digit {word!r} of part {part!r} is 0 to {digits[word][0] - 1}, not {fixed[word]}"
+                raise LayoutError.of("size", text, needed=fixed[word], available=digits[word][0] - 1)
         shape, strides = [digits[word][0] for word in words], [digits[word][1] // place.itemsize for word in words]
         for dim in reversed(range(len(shape))):
             if shape[dim] == 1:  # this stride is never used as an address, but TMA descriptors contain it (vllm#40737)
@@ -246,7 +253,8 @@ class Layout:
             sizes[TOKENS] = sizes.pop("B") * page * kernel_pages
         changed = {name: self.axis(name) for name in sizes}
         if parts := [name for name, axis in changed.items() if axis.size != axis.total]:
-            raise LayoutError.of("size", f"axis {parts[0]!r} is a rank's part; resize the whole layout, then split it")
+            text = f"axis {parts[0]!r} is a rank's part; resize the whole layout, then split it"
+            raise LayoutError.of("size", text, needed=parts[0])
         axes = []
         for axis in self.axes:
             size = sizes.get(axis.name, axis.size)
@@ -262,7 +270,8 @@ class Layout:
         """
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         if pp > 1 and "L" not in {axis.name for axis in self.axes}:
-            raise LayoutError.of("divide", f"pipeline stages divide layers, and {self.expression!r} has no axis L")
+            text = f"pipeline stages divide layers, and {self.expression!r} has no axis L"
+            raise LayoutError.of("divide", text, needed="L")
 
         def part(axis: Axis, stage: int, rank: int) -> Axis:
             return axis.stage(stage, pp) if axis.name == "L" else axis.piece(rank, tp)
@@ -331,7 +340,9 @@ class Layout:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, LayoutError):
                 raise
-            raise LayoutError.of("descriptor", f"this text is not a layout: {type(error).__name__} {error}") from None
+            raise LayoutError.of(
+                "descriptor", f"this text is not a layout: {type(error).__name__} {error}", needed=type(error).__name__
+            ) from None
         if wrong := [key for key, value in claimed.items() if follows.get(key) != value]:
             raise LayoutError.of("descriptor", f"{', '.join(wrong)} does not follow from {layout.expression!r}")
         return layout

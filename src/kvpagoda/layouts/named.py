@@ -44,11 +44,12 @@ def named(
     given = table()["aliases"].get(given, given)
     if given not in table()["layouts"]:
         hint = did_you_mean(given, names()) or f"there are {', '.join(names())}"
-        raise LayoutError.of("name", f"no layout is named {name!r}; {hint}")
+        raise LayoutError.of("name", f"no layout is named {name!r}; {hint}", needed=name)
     entry = table()["layouts"][given]
     known = {*entry["defaults"], *(["blocks"] if "N" in entry["sizes"] else [])}
     if unknown := sorted(sizes.keys() - known):
-        raise LayoutError.of("size", f"{name!r} has no size {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        text = f"{name!r} has no size {unknown[0]!r}; it has {', '.join(sorted(known))}"
+        raise LayoutError.of("size", text, needed=unknown[0], available=tuple(sorted(known)))
     letters = {letter: _size(entry, sizes, wanted) for letter, wanted in entry["sizes"].items()}
     whole = entry.get("pieces", {"H": "heads"} if "H" in letters else {})
     pieces = {axis: _size(entry, sizes, wanted) for axis, wanted in whole.items()}
@@ -56,14 +57,16 @@ def named(
     if "dtype" in entry:
         expression = expression.replace("{dtype}", dtype or entry["dtype"])
     elif dtype is not None:
-        raise LayoutError.of("dtype", f"the rows of {name!r} are encoded; their dtypes cannot be chosen")
+        raise LayoutError.of("dtype", f"the rows of {name!r} are encoded; their dtypes cannot be chosen", needed=dtype)
     if block_stride is not None:
         expression, count = re.subn(r"\bB\b", f"B@{whole_number(block_stride, 'block_stride', 1)}", expression)
         if count != 1:
-            raise LayoutError.of("stride", f"{name!r} has no single stride of blocks: {entry['expression']!r}")
+            text = f"{name!r} has no single stride of blocks: {entry['expression']!r}"
+            raise LayoutError.of("stride", text, needed=count, available=1)
     dialects = entry.get("dialects", [""])
     if dialect is not None and dialect not in dialects:
-        raise LayoutError.of("dialect", f"{name!r} has the dialects {', '.join(dialects) or '(none)'}, not {dialect!r}")
+        text = f"{name!r} has the dialects {', '.join(dialects) or '(none)'}, not {dialect!r}"
+        raise LayoutError.of("dialect", text, needed=dialect, available=tuple(dialects))
     values = {
         "format": entry.get("format", "raw"),
         "dialect": dialects[0] if dialect is None else dialect,
@@ -78,14 +81,15 @@ def _size(entry: Mapping[str, Any], sizes: Mapping[str, int], wanted: str) -> in
     what, _, divisor = wanted.partition("/")
     if what == "tokens" and "blocks" in sizes:
         if "tokens" in sizes:
-            raise LayoutError.of("size", "give tokens or blocks, not both")
+            raise LayoutError.of("size", "give tokens or blocks, not both", needed="tokens or blocks")
         return whole_number(sizes["blocks"], "blocks", 1) * _size(entry, sizes, "page_size")
     value = entry["defaults"][what]
     if what not in sizes and isinstance(value, str):  # the default is the value of another size
         return _size(entry, sizes, value)
     number = whole_number(sizes.get(what, value), what, at_least=1)
     if divisor and number % int(divisor):
-        raise LayoutError.of("size", f"{what} must be a multiple of {divisor}, got {number}")
+        text = f"{what} must be a multiple of {divisor}, got {number}"
+        raise LayoutError.of("size", text, field=what, needed=number, available=int(divisor))
     return number // int(divisor or 1)
 
 
@@ -100,7 +104,9 @@ def read(text: str) -> tuple[Layout, ...]:
     for word in given:
         key, _, value = word.partition("=")
         if not key or not value:
-            raise LayoutError.of("syntax", f"cannot read {word!r} in {text!r}; write NAME,size=number,size=number")
+            raise LayoutError.of(
+                "syntax", f"cannot read {word!r} in {text!r}; write NAME,size=number,size=number", needed=word
+            )
         sizes[key.strip()] = int(value) if value.strip().isdecimal() else value.strip()
     ranks = {ways: sizes.pop(ways, 1) for ways in ("tp", "pp")}
     if not name.endswith(".json"):

@@ -92,11 +92,13 @@ def unpack(
         many = " * heads" if packing.has_heads else ""
         raise BadInput(
             f"{format} pages of {page_size} rows are uint8 [pages, {one_head}{many}], "
-            f"got {pages.dtype} {list(pages.shape)}; cut off the padding of the pages"
-        )
+            f"got {pages.dtype} {list(pages.shape)}; cut off the padding of the pages",
+            needed=[page_size, one_head], available=list(pages.shape),
+        )  # fmt: skip
     heads = pages.shape[1] // one_head
     if heads > 1 and not packing.has_heads:
-        raise BadInput(f"{format} pages of {page_size} rows have {one_head} bytes, got {pages.shape[1]}")
+        text = f"{format} pages of {page_size} rows have {one_head} bytes, got {pages.shape[1]}"
+        raise BadInput(text, needed=one_head, available=pages.shape[1])
     parts = views(pages, packing, page_size, heads)
     flat = {part: view.reshape(len(pages) * page_size, *view.shape[2:]) for part, view in parts.items()}
     return decode_rows(flat, encoding, packing.vector, dtype).view(len(pages), page_size, heads * packing.width)
@@ -167,8 +169,9 @@ def _check_rows(rows: Tensor, format: str, packing: Packing, page_size: int) -> 
         many = " * heads" if packing.has_heads else ""
         raise BadInput(
             f"{format} packs bfloat16 rows [pages, {page_size}, {width}{many}], got {rows.dtype} {list(rows.shape)}: "
-            f"give exactly the elements that the format holds"
-        )
+            f"give exactly the elements that the format holds",
+            needed=[page_size, width], available=list(rows.shape),
+        )  # fmt: skip
     return rows.shape[2] // width
 
 
@@ -178,5 +181,6 @@ def _refuse(bad: Tensor, why: str) -> None:
         page, row, element = bad.nonzero()[0].tolist()
         raise BadInput(
             f"{why}: {int(bad.any(-1).sum())} rows, the first is page {page}, row {row}, at element {element}; "
-            f"mend the rows, or choose another dialect"
-        )
+            f"mend the rows, or choose another dialect",
+            field=why, needed=(page, row, element),
+        )  # fmt: skip

@@ -57,6 +57,7 @@ def recode_of(source: Layout, target: Layout) -> Recode | None:
                 "dialect",
                 f"rows of {target.format!r} cannot change from dialect {source.dialect!r} to {target.dialect!r}: "
                 f"there is no codec for {dialect!r}; there are {', '.join(sorted(known.keys() & pages)) or 'none'}",
+                needed=dialect,
             )
     if known[source.dialect].rule == known[target.dialect].rule:
         return None

@@ -82,7 +82,8 @@ class ReshardPlan:
         bytes of one transfer. Raises BadInput for unknown ranks and for pieces that are not equal.
         """
         if not (0 <= ranks[0] < len(self.sources) and 0 <= ranks[1] < len(self.targets)):
-            raise BadInput(f"no ranks {ranks}; there are {len(self.sources)} sources and {len(self.targets)} targets")
+            text = f"no ranks {ranks}; there are {len(self.sources)} sources and {len(self.targets)} targets"
+            raise BadInput(text, needed=ranks, available=(len(self.sources), len(self.targets)))
         spans = self.by_rank.get(ranks, np.empty((0, 3), np.int64))
         if most is not None:
             spans = cut(spans, whole_number(most, "most", at_least=1), 0 * spans[:, 0])
@@ -91,9 +92,8 @@ class ReshardPlan:
         for column, (layout, given) in enumerate(sides):
             addresses = np.atleast_1d(np.asarray(given, np.int64))
             if not len(addresses) or layout.nbytes % len(addresses):
-                raise BadInput(
-                    f"{layout.nbytes:,} bytes are not {len(addresses)} equal pieces; give an address for each"
-                )
+                text = f"{layout.nbytes:,} bytes are not {len(addresses)} equal pieces; give an address for each"
+                raise BadInput(text, needed=layout.nbytes, available=len(addresses))
             pieces.append((addresses, layout.nbytes // len(addresses)))
             spans = cut(spans, pieces[-1][1], spans[:, column])
         begins, puts = (
@@ -115,9 +115,10 @@ class ReshardPlan:
         given = _memories(sources, self.sources, "source"), _memories(targets, self.targets, "target")
         for number, target in enumerate(given[1]):
             if not target.flags.writeable:
-                raise BadInput(f"target {number} is read-only memory")
+                raise BadInput(f"target {number} is read-only memory", needed="writeable memory", available=number)
             if any(np.may_share_memory(memory, target) for memory in (*given[0], *given[1][:number])):
-                raise BadInput(f"target {number} overlaps a source or another target; copy into other memory")
+                text = f"target {number} overlaps a source or another target; copy into other memory"
+                raise BadInput(text, needed="memory of its own", available=number)
         if threads is not None:
             threads = whole_number(threads, "threads", at_least=1)
         else:
@@ -202,7 +203,8 @@ def _ranks(given: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
     """Return one layout, or layouts by rank, as a tuple. Raises BadInput."""
     ranks = (given,) if isinstance(given, Layout) else tuple(given)
     if not ranks or not all(isinstance(one, Layout) for one in ranks):
-        raise BadInput(f"give a Layout, or a list of them by rank, not {type(given).__name__} {str(given)[:40]!r}")
+        text = f"give a Layout, or a list of them by rank, not {type(given).__name__} {str(given)[:40]!r}"
+        raise BadInput(text, needed=type(given).__name__)
     return ranks
 
 
@@ -212,11 +214,14 @@ def _slots(given: Slots, layout: Layout, name: str) -> Ints | None:
         return None
     slots, most = np.asarray(given), layout.axis(TOKENS).size
     if slots.ndim != 1 or not np.issubdtype(slots.dtype, np.integer) or not len(slots):
-        raise BadInput(f"{name} must be a vector of whole numbers, got {slots.dtype} {list(slots.shape)}")
+        text = f"{name} must be a vector of whole numbers, got {slots.dtype} {list(slots.shape)}"
+        raise BadInput(text, field=name, needed=slots.dtype, available=list(slots.shape))
     if not 0 <= slots.min() <= slots.max() < most:
-        raise BadInput(f"{name} {slots.min()}..{slots.max()} are not all in 0..{most - 1}")
+        text = f"{name} {slots.min()}..{slots.max()} are not all in 0..{most - 1}"
+        raise BadInput(text, field=name, needed=[int(slots.min()), int(slots.max())], available=most - 1)
     if len(np.unique(slots)) < len(slots):
-        raise BadInput(f"{name} contain a slot twice; give every token a slot of its own")
+        text = f"{name} contain a slot twice; give every token a slot of its own"
+        raise BadInput(text, field=name, needed=len(slots), available=len(np.unique(slots)))
     return slots.astype(np.int64)
 
 
@@ -251,21 +256,19 @@ def _alike(
                     "content",
                     f"{where} has the parts {', '.join(found)}; the target has {', '.join(wanted)}: "
                     f"{', '.join(sorted(missing))} not in both",
+                    needed=sorted(missing),
                 )
             if differing := sorted(parts - {*keys}):
                 source_text, target_text = _said(found[differing[0]]), _said(wanted[differing[0]])
                 hint = "lay out the same content on both sides: resize one, or name the slots of the tokens that move"
-                raise LayoutError.of(
-                    "content", f"{where}: part {differing[0]!r} is {source_text}; in the target {target_text}; {hint}"
-                )
+                text = f"{where}: part {differing[0]!r} is {source_text}; in the target {target_text}; {hint}"
+                raise LayoutError.of("content", text, needed=differing[0])
             if layout.dialect != layouts[0].dialect:
-                raise LayoutError.of(
-                    "dialect", f"{where} has dialect {layout.dialect!r}, rank 0 has {layouts[0].dialect!r}"
-                )
+                text = f"{where} has dialect {layout.dialect!r}, rank 0 has {layouts[0].dialect!r}"
+                raise LayoutError.of("dialect", text, needed=layouts[0].dialect, available=layout.dialect)
             if layout.format != targets[0].format:
-                raise LayoutError.of(
-                    "content", f"{where} has rows of format {layout.format!r}, the target {targets[0].format!r}"
-                )
+                text = f"{where} has rows of format {layout.format!r}, the target {targets[0].format!r}"
+                raise LayoutError.of("content", text, needed=targets[0].format, available=layout.format)
     return keys
 
 
@@ -329,14 +332,12 @@ def _givers(part: str, sources: Sequence[Held], target: Held, rank: int, ways: i
     for left, right in combinations(alike, 2):
         if all(a.start < b.stop and b.start < a.stop for a, b in zip(left, right)):
             ranks = f"{alike[left][0]} and {alike[right][0]}"
-            raise LayoutError.of(
-                "shards", f"source ranks {ranks} overlap in {part!r} ({wants}) without holding the same range"
-            )
+            text = f"source ranks {ranks} overlap in {part!r} ({wants}) without holding the same range"
+            raise LayoutError.of("shards", text, needed=part)
     found, wanted = sum(prod(map(len, ranges)) for ranges in alike), prod(axis.size for axis in target.values())
     if found < wanted:
-        raise LayoutError.of(
-            "shards", f"target rank {rank} needs {wants} of {part!r}; the sources have {found} of its {wanted} elements"
-        )
+        text = f"target rank {rank} needs {wants} of {part!r}; the sources have {found} of its {wanted} elements"
+        raise LayoutError.of("shards", text, needed=wanted, available=found)
     return sorted(chosen)
 
 
@@ -344,18 +345,21 @@ def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
     """Return the memory of each rank as a uint8 vector. Raises BadInput."""
     several = isinstance(given, list | tuple)
     if (several and len(given) != len(layouts)) or (not several and len(layouts) != 1):
-        raise BadInput(f"give a list of {len(layouts)} memories, one for each {side} rank")
+        text = f"give a list of {len(layouts)} memories, one for each {side} rank"
+        raise BadInput(text, field=side, needed=len(layouts))
     memories = []
     for rank, (buffer, layout) in enumerate(zip(given if several else [given], layouts)):
         try:
             memory = _tensor_bytes(buffer) if hasattr(buffer, "data_ptr") else np.asarray(memoryview(buffer))
         except (TypeError, ValueError) as error:
-            raise BadInput(f"{side} rank {rank} is not host memory: {error}") from None
+            raise BadInput(f"{side} rank {rank} is not host memory: {error}", field=side, needed=rank) from None
         if not memory.flags.c_contiguous:
-            raise BadInput(f"{side} rank {rank} is not one contiguous piece of memory")
+            text = f"{side} rank {rank} is not one contiguous piece of memory"
+            raise BadInput(text, field=side, needed=rank, available="pieces")
         memories.append(memory.reshape(-1).view(np.uint8))
         if memories[-1].nbytes < layout.nbytes:
-            raise BadInput(f"{side} rank {rank} has {memories[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
+            text = f"{side} rank {rank} has {memories[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}"
+            raise BadInput(text, field=side, needed=layout.nbytes, available=memories[-1].nbytes)
     return memories
 
 

@@ -122,7 +122,8 @@ class Arena:
         """
         field, size = place.field, itemsize(place.field.dtype)
         if any(step % size for step in (start + place.offset, stride, *place.strides)):
-            raise BadInput(f"packed memory would misalign {field.name!r} ({field.dtype}): byte {start + place.offset}")
+            text = f"packed memory would misalign {field.name!r} ({field.dtype}): byte {start + place.offset}"
+            raise BadInput(text, needed=size, available=start + place.offset)
         memory = self.buffer[start + place.offset :]
         typed = memory[: len(memory) // size * size].view(getattr(torch, field.dtype))
         strides = [step // size for step in (stride, *place.strides)]

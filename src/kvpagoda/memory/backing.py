@@ -61,7 +61,8 @@ def backing_of(memory: Backing | None, device: torch.device) -> Backing:
         return OwnMemory(device)
     lacking = [name for name in ("allocate", "give_back", "get_again") if not callable(getattr(memory, name, None))]
     if lacking:
-        raise BadInput(f"memory= needs allocate, give_back and get_again; {shown(memory)} lacks {', '.join(lacking)}")
+        text = f"memory= needs allocate, give_back and get_again; {shown(memory)} lacks {', '.join(lacking)}"
+        raise BadInput(text, needed=lacking)
     return memory
 
 
@@ -73,4 +74,5 @@ def checked(memory: torch.Tensor, nbytes: int, device: torch.device) -> torch.Te
         if is_right and memory.device.type == device.type:
             return memory
         found = f"{memory.dtype} {list(memory.shape)} on {memory.device}"
-    raise BadInput(f"allocate({nbytes}) of memory= must return contiguous uint8 [{nbytes}] on {device}, got {found}")
+    text = f"allocate({nbytes}) of memory= must return contiguous uint8 [{nbytes}] on {device}, got {found}"
+    raise BadInput(text, needed=nbytes, available=found)

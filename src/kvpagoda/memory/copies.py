@@ -154,7 +154,7 @@ def _check(one: Copy, plan: Plan, swap_rows: int, row_nbytes: int) -> None:
     else:
         is_possible = group is into or (one.kind == "state" and group.growth.is_state and into.growth.is_state)
     if not is_possible:
-        raise BadInput(f"there is no copy {one.kind!r} from {group.name} into {into.name}")
+        raise BadInput(f"there is no copy {one.kind!r} from {group.name} into {into.name}", needed=one.kind)
     blocks, host = (group.first_id, group.num_rows), (0, swap_rows)
     source, target = (blocks, (into.first_id, into.num_rows)) if one.kind in _COPYING else (_NOWHERE, blocks)
     num_sources = len(one.target) if one.kind in _COPYING else 0

@@ -170,7 +170,8 @@ class Pool:
         """
         page, memory = self.arena.page(self.layer, name)
         if (whole := page.whole) is None:
-            raise BadInput(f"rows {', '.join(page.rows)} are separate tensors; take the fields {[*self.fields]}")
+            text = f"rows {', '.join(page.rows)} are separate tensors; take the fields {[*self.fields]}"
+            raise BadInput(text, needed=tuple(page.rows))
         dtype = getattr(torch, whole.dtype)
         typed = memory.view(dtype) if whole.dtype != "uint8" else memory
         shape, strides = (len(typed), *whole.shape), (typed.stride(0), *whole.strides)

@@ -34,7 +34,8 @@ class VirtualMemory:
     def __init__(self, device: torch.device | str = "cuda", *, driver: Any = None) -> None:
         asked = torch.device(device)
         if asked.type != "cuda":
-            raise BadInput(f"memory that the CUDA driver maps is on a cuda device, got {asked}")
+            text = f"memory that the CUDA driver maps is on a cuda device, got {asked}"
+            raise BadInput(text, needed="cuda", available=asked.type)
         self._driver, self._ranges = _driver() if driver is None else driver, list[_Range]()
         try:
             _call(self._driver, "cuInit", 0)
@@ -44,7 +45,7 @@ class VirtualMemory:
                 self._driver, "cuMemGetAllocationGranularity", self._kind(), flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
             )
         except (RuntimeError, AssertionError) as error:  # no driver, no device, a torch without CUDA
-            raise BadInput(f"{asked} has no memory that can be mapped: {error}") from error
+            raise BadInput(f"{asked} has no memory that can be mapped: {error}", needed=str(asked)) from error
         self._granularity = int(least)
 
     def allocate(self, nbytes: int) -> torch.Tensor:

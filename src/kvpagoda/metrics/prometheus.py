@@ -51,7 +51,8 @@ class CacheCollector(Collector):
     ) -> None:
         unknown = [source for source in sources if not isinstance(source, KVCache | RunQueue)]
         if unknown or not sources:
-            raise BadInput(f"a collector takes one or more caches or run queues, got {unknown[:1] or 'none'}")
+            text = f"a collector takes one or more caches or run queues, got {unknown[:1] or 'none'}"
+            raise BadInput(text, needed=unknown[:1])
         self._sources, self._model_name, self._vllm = sources, model_name, vllm
         self._namespaces = {namespace_key(space): name for space, name in (namespaces or {}).items()}
         sample = whole_number(sample, "sample", at_least=0)

@@ -163,14 +163,16 @@ def read(source: str, vllm: str = VLLM) -> Figures:
     if "://" not in address:
         return figures(text_in(Path(source)), source, vllm)
     if not address.startswith(("http://", "https://")):
-        raise BadInput(f"{source!r} is neither an http address of metrics, such as localhost:9100, nor a file")
+        raise BadInput(
+            f"{source!r} is neither an http address of metrics, such as localhost:9100, nor a file", needed=source
+        )
     if address.count("/") < 3:
         address += "/metrics"
     try:
         with urlopen(address, timeout=_TIMEOUT) as answer:
             text = answer.read().decode()
     except (HTTPException, OSError, OverflowError, ValueError) as error:
-        raise BadInput(f"{address} gives no metrics: {getattr(error, 'reason', error)}") from None
+        raise BadInput(f"{address} gives no metrics: {getattr(error, 'reason', error)}", needed=address) from None
     return figures(text, source, vllm)
 
 
@@ -180,11 +182,14 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
     try:
         samples = _Samples(text, vllm)
     except (ValueError, KeyError, IndexError):
-        raise BadInput(f"{source} does not hold metrics in the text form of Prometheus") from None
+        raise BadInput(
+            f"{source} does not hold metrics in the text form of Prometheus", needed="metrics", available=source
+        ) from None
     if not samples.by("kvpagoda_cache_bytes"):
         raise BadInput(
-            f"{source} has no metrics of kvpagoda: register a kvpagoda.metrics.CacheCollector where it is served"
-        )
+            f"{source} has no metrics of kvpagoda: register a kvpagoda.metrics.CacheCollector where it is served",
+            needed="kvpagoda_cache_bytes", available=source,
+        )  # fmt: skip
     blocks = samples.by("kvpagoda_blocks", "group", "state")
     nbytes = samples.by("kvpagoda_cache_bytes", "model_name", "engine")
     sizes = samples.by("kvpagoda_block_bytes", "group", of=max)
@@ -278,7 +283,8 @@ def run(sources: Sequence[str], every: float, *, once: bool, as_json: bool, vllm
     of JSON each time instead. A source that cannot be read is tried again. Raises BadInput, OSError if at first none can be
     read."""
     if not 0.1 <= every < 3600:
-        raise BadInput(f"--every must be at least 0.1 and less than 3600 seconds, got {every}")
+        text = f"--every must be at least 0.1 and less than 3600 seconds, got {every}"
+        raise BadInput(text, needed=every, available=0.1)
     watches = [Watch(source, vllm) for source in dict.fromkeys(sources)]
     _look(watches)
     if (error := watches[0].error) is not None and all(watch.figures is None for watch in watches):

@@ -386,7 +386,8 @@ class Offloader(NoTiers):
             *({*chain(*self._due.values())} - known),
         ]
         if loose:
-            raise CheckFailed(f"blocks or checkpoints that are not cached have hashes: {loose[:16]}")
+            text = f"blocks or checkpoints that are not cached have hashes: {loose[:16]}"
+            raise CheckFailed(text, available=loose[:16])
         for level in self.levels:
             level.check()
 
@@ -427,6 +428,7 @@ def _proven(specs: Many[TierSpec], identity: RecordIdentity) -> Many[TierSpec]:
     if shared and not identity.weights:
         raise BadInput(
             f"other processes can read tier {shared[0]!r}, and must know with which weights its records were computed: "
-            f"give Identity(weights=...), a digest of the weights (kvpagoda.hf.weights_digest)"
-        )
+            f"give Identity(weights=...), a digest of the weights (kvpagoda.hf.weights_digest)",
+            needed="weights", available=shared[0],
+        )  # fmt: skip
     return specs

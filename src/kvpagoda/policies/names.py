@@ -34,7 +34,7 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     if not isinstance(policy, str):
         _check(policy)
         if id(policy) in _TAKEN:
-            raise BadInput(f"{policy!r} serves a tree already, and knows its blocks; make another one")
+            raise BadInput(f"{policy!r} serves a tree already, and knows its blocks; make another one", needed="policy")
         number = id(policy)
         try:
             _TAKEN[number] = ref(policy, lambda _: _TAKEN.pop(number))
@@ -48,7 +48,8 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
         return _PLAIN[name]()
     if name in _SIZED:
         if capacity < 1:
-            raise BadInput(f"{name} needs the number of blocks that the cache holds, at least 1, got {capacity}")
+            text = f"{name} needs the number of blocks that the cache holds, at least 1, got {capacity}"
+            raise BadInput(text, field=name, needed=1, available=capacity)
         return _SIZED[name](capacity)
     raise unknown_name("eviction policy", policy, POLICY_NAMES)
 
@@ -57,7 +58,8 @@ def _check(policy: str | EvictionPolicy) -> None:
     """Raise BadInput for what is neither a name nor an object with the methods of a policy."""
     lacking = [name for name in _METHODS if not callable(getattr(policy, name, None))]
     if not isinstance(policy, str) and (lacking or isinstance(policy, type)):
-        raise BadInput(f"{shown(policy)} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}")
+        text = f"{shown(policy)} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}"
+        raise BadInput(text, needed=tuple(lacking or _METHODS))
 
 
 def copied(policy: str | EvictionPolicy) -> str | EvictionPolicy:

@@ -108,7 +108,8 @@ class Ring:
         seams = sum(a >= b for a, b in pairwise(places))
         linked = all(self.next[self._before[key]] == key for key in keys)
         if len(set(keys)) != len(self.place) or seams > 1 or (seams and places[-1] >= places[0]) or not linked:
-            raise CheckFailed(f"a circle of {len(keys)} keys with {seams} seams is broken")
+            text = f"a circle of {len(keys)} keys with {seams} seams is broken"
+            raise CheckFailed(text, needed=len(self.place), available=len(keys))
 
     def _gap(self, key: int, after: int) -> int:
         """Return the distance of the labels of ``key`` and ``after``, the next key; a large number across the seam."""

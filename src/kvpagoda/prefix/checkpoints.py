@@ -30,7 +30,7 @@ class Checkpoints:
         Raises NotOwned for a state id that is a checkpoint already.
         """
         if state_id in self.by_state:
-            raise NotOwned(f"state {state_id} is a checkpoint already")
+            raise NotOwned(f"state {state_id} is a checkpoint already", needed=state_id, available="checkpoint")
         if node.checkpoints is not None and depth in node.checkpoints:
             return False
         checkpoint = self.by_state[state_id] = Checkpoint(state_id, depth)
@@ -42,7 +42,7 @@ class Checkpoints:
     def find(self, state_id: int) -> Checkpoint:
         """Return the checkpoint with this state id. Raises NotOwned."""
         if state_id not in self.by_state:
-            raise NotOwned(f"state {state_id} is not a checkpoint of this tree")
+            raise NotOwned(f"state {state_id} is not a checkpoint of this tree", needed=state_id)
         return self.by_state[state_id]
 
     def is_held(self, state_id: int) -> bool:

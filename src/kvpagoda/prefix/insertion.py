@@ -38,12 +38,14 @@ class OwnedIds:
         for group, row in enumerate(ids):
             owned = self.flags[group, row]
             if owned.any():
-                raise NotOwned(f"the tree owns id {row[owned][0]} of group {group} already; a block is in one place")
+                text = f"the tree owns id {row[owned][0]} of group {group} already; a block is in one place"
+                raise NotOwned(text, needed=int(row[owned][0]), available="owned")
             if len(row) > 1:
                 named = np.sort(row)
                 again = named[1:][(named[1:] == named[:-1]) & (named[1:] > 0)]
                 if len(again):
-                    raise NotOwned(f"id {again[0]} is named twice in group {group}; a block is in one place")
+                    text = f"id {again[0]} is named twice in group {group}; a block is in one place"
+                    raise NotOwned(text, needed=int(again[0]), available="twice")
 
     def add(self, ids: Ids) -> None:
         """Mark ``ids``, which were proven new, as owned."""

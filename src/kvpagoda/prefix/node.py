@@ -263,7 +263,7 @@ class Roots(dict[bytes, Node]):
         It is added when something is pinned or cached in its namespace.
         """
         if not isinstance(namespace, bytes):
-            raise BadInput(f"a namespace is bytes, got {namespace!r}")
+            raise BadInput(f"a namespace is bytes, got {namespace!r}", needed=namespace)
         self._num_made += 1
         no_ids = np.empty((self._num_rows, 0), np.int32)
         return Node(None, 0, self._block_size, np.empty(0, np.int32), no_ids, 0, root=(-self._num_made, namespace))

@@ -37,16 +37,19 @@ def as_tokens(token_ids: TokenIds, vocab_size: int | None = None) -> Ids:
             raise OverflowError(f"{len(token_ids):,} are too many")
         array = np.asarray(token_ids)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise BadInput(f"token ids must be a vector of integers on the host: {error}") from None
+        text = f"token ids must be a vector of integers on the host: {error}"
+        raise BadInput(text, needed=type(error).__name__) from None
     if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         unsigned = array.view(_UINT32)  # one pass checks both bounds: negative values are large as uint32
         if not len(array) or unsigned.item(unsigned.argmax()) < (vocab_size or 2**31):
             return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise BadInput(f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}")
+        text = f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}"
+        raise BadInput(text, needed=array.dtype, available=list(array.shape))
     if array.size:
         low, high = int(array.min()), int(array.max())
         top = (vocab_size or 2**31) - 1
         if low < 0 or high > top:
-            raise BadInput(f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}")
+            text = f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}"
+            raise BadInput(text, needed=low if low < 0 else high, available=top)
     return np.ascontiguousarray(array, np.int32)

@@ -264,7 +264,8 @@ class PrefixTree:
         roots = [root for name, root in self._roots.items() if namespace is None or name == namespace]
         if any(root.pins for root in roots):
             num_open = sum(len(node.leases) for root in roots for node in nodes_below(root))
-            raise RetryLater(f"{num_open} leases are open in what is to be cleared; unpin them first")
+            text = f"{num_open} leases are open in what is to be cleared; unpin them first"
+            raise RetryLater(text, needed=0, available=num_open)
         ids, states = eviction.clear(self._order, self.checkpoints, roots, self._num_rows)
         self.num_cached -= ids.shape[1]
         for root in roots:
@@ -307,7 +308,7 @@ class PrefixTree:
             raise BadInput(f"{num_blocks} blocks are not within the {at.num_blocks} that are covered")
         if isinstance(at, Lease):
             if not at.is_open or at.tree is not self:
-                raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
+                raise StaleHandle("this lease is not open: unpinned twice, or of another tree", needed="lease")
             return at.node if depth == at.num_blocks else at.node.up_to(depth), depth
         if at.node is not None and at.removals == self._removals:
             return at.node.up_to(depth), depth
@@ -329,7 +330,8 @@ class PrefixTree:
 
 def _vector(tokens: Ids) -> Ids:
     if not isinstance(tokens, np.ndarray) or tokens.dtype != _INT32 or tokens.ndim != 1:
-        raise BadInput(f"tokens are an int32 vector, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+        text = f"tokens are an int32 vector, got {getattr(tokens, 'dtype', type(tokens).__name__)}"
+        raise BadInput(text, needed=type(tokens).__name__)
     return tokens if tokens.flags.c_contiguous else np.ascontiguousarray(tokens)
 
 
@@ -344,5 +346,6 @@ def _found_again(root: Node, match: Match, num_groups: int) -> Node:
     """Return the node below ``root`` where the whole blocks of ``match`` end now. Raises StaleHandle if any is gone."""
     way = descend(root, 0, match.tokens[: match.num_blocks * root.block_size])
     if way.depth < match.num_blocks or not np.array_equal(way.ids(num_groups), match.ids):
-        raise StaleHandle("blocks of this match were evicted since; match again")
+        text = "blocks of this match were evicted since; match again"
+        raise StaleHandle(text, needed=match.num_blocks, available=way.depth)
     return way.node

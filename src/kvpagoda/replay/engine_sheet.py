@@ -34,7 +34,9 @@ def engine_from_text(text: str) -> tuple[str, dict[str, Any]]:
     except (KeyError, ValueError) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"{text!r} is not an engine NAME[,SETTING=VALUE..] with {', '.join(_SETTINGS)}") from None
+        raise BadInput(
+            f"{text!r} is not an engine NAME[,SETTING=VALUE..] with {', '.join(_SETTINGS)}", needed=text
+        ) from None
 
 
 def measured(source: Source, sizes: Sequence[int], text: str, jobs: int | None = None, quiet: bool = False) -> Sheet:

@@ -66,7 +66,8 @@ def usual_times(trace: Trace) -> Told:
     session is retained for the time that tools usually took up to then; when it is the user's turn, nothing is promised.
     Raises BadInput for a trace without sessions."""
     if trace.sessions is None or trace.calls_tool is None:
-        raise BadInput(f"{trace.name} does not say which requests belong to one session; hints need a trace that does")
+        text = f"{trace.name} does not say which requests belong to one session; hints need a trace that does"
+        raise BadInput(text, needed="sessions")
     last = {session: number for number, session in enumerate(trace.sessions.tolist()) if session >= 0}
     told, times = Told(np.zeros(len(trace)), np.zeros(len(trace), np.bool_)), _ToolTimes()
     told.is_over[[*last.values()]] = True

@@ -38,7 +38,9 @@ def served_policy(text: str) -> str | EvictionPolicy:
     """Return the policy ``text``, a name or "FILE.py:CLASS". Raises BadInput, also for one that needs the whole trace."""
     policy = policy_from_text(text)
     if known_policy(policy) in (BOUND, BLOCK_FIFO):
-        raise BadInput(f"{text} cannot answer requests as they come: it needs the whole trace or has no tree")
+        raise BadInput(
+            f"{text} cannot answer requests as they come: it needs the whole trace or has no tree", needed=text
+        )
     return fresh(policy)
 
 

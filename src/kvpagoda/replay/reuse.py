@@ -188,12 +188,13 @@ def working_set(trace: Trace, window: float) -> WorkingSet:
     Denning, "The working set model for program behavior", CACM 11(5), 1968.
     """
     if not (window > 0 and math.isfinite(window)):
-        raise BadInput(f"window must be a time in seconds above 0, got {window!r}")
+        raise BadInput(f"window must be a time in seconds above 0, got {window!r}", needed=window)
     if not len(trace):
         return WorkingSet(window, np.empty(0, np.float64), *(np.empty(0, np.int64) for _ in range(3)))
     origin = float(trace.arrivals.min())
     if (trace.arrivals.max() - origin) / window > 10_000_000:
-        raise BadInput(f"{trace.arrivals.max() - origin:.0f} s have more than 10 million windows of {window} s")
+        text = f"{trace.arrivals.max() - origin:.0f} s have more than 10 million windows of {window} s"
+        raise BadInput(text, needed=window, available=float(trace.arrivals.max() - origin))
     index = ((trace.arrivals - origin) // window).astype(np.int64)
     num = int(index.max()) + 1
     last_window = np.full(int(trace.blocks.max(initial=-1)) + 1, FIRST_USE, np.int64)

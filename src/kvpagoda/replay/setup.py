@@ -80,9 +80,8 @@ class Fleet:
         plain = Setup(setup.schema, setup.budget)
         given = [name for name in _OURS if getattr(setup, name) != getattr(plain, name)] + ["tiers"] * bool(self.tiers)
         if given:
-            raise BadInput(
-                f"the cache of {self.engine} evicts and keeps by its own rules; leave out {', '.join(given)}"
-            )
+            text = f"the cache of {self.engine} evicts and keeps by its own rules; leave out {', '.join(given)}"
+            raise BadInput(text, needed=given)
 
 
 _OURS = ("policy", "shared", "checkpoints", "checkpoint_every", "checkpoint_format")

@@ -101,7 +101,8 @@ class Trace:
             if not isinstance(source, str | Path) and iter(source) is source:
                 raise BadInput(
                     f"the agents of {trace.name} do not agree from when their times count, most from the {times.most}: give "
-                    f"agent_times, {' or '.join(map(repr, AGENT_TIMES))}, or a list of records"
+                    f"agent_times, {' or '.join(map(repr, AGENT_TIMES))}, or a list of records",
+                    needed="agent_times",
                 )
             trace = cls._read(source, limit, block_size, keep_order, skip_bad, AgentTimes(times.most))
         return replace(trace, agent_times=times.most)
@@ -260,7 +261,8 @@ def readable(trace: Source | Trace) -> Trace:
     """Read ``trace``. Raises BadInput if it names no blocks, so that nothing could be looked up."""
     columns = Trace.read(trace)
     if len(columns) and not columns.num_refs:
-        raise BadInput(f"{columns.name} names no blocks (lengths and arrivals only): there is nothing to look up")
+        text = f"{columns.name} names no blocks (lengths and arrivals only): there is nothing to look up"
+        raise BadInput(text, needed="blocks")
     return columns
 
 

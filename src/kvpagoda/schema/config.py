@@ -56,7 +56,8 @@ class Config:
         if number is None or not at_least <= number < MOST:
             found = "is missing" if value is None else f"is {shown(value)}"
             large = ", below 2^31" if number is not None and number >= MOST else ""
-            raise SchemaError(f"{self.spelled(name)} {found}; expected a whole number of at least {at_least}{large}")
+            text = f"{self.spelled(name)} {found}; expected a whole number of at least {at_least}{large}"
+            raise SchemaError(text, field=self.spelled(name), needed=value, available=at_least)
         return number
 
     def size_or(self, name: str, other: int) -> int:
@@ -67,7 +68,10 @@ class Config:
         """Return entry ``index`` of field ``name``, a list or string with one entry per layer. Raises SchemaError."""
         value = self.get(name)
         if not isinstance(value, list | tuple | str) or len(value) <= index:
-            raise SchemaError(f"{name} is {shown(value)}; expected one entry for every layer, layer {index} has none")
+            raise SchemaError(
+                f"{name} is {shown(value)}; expected one entry for every layer, layer {index} has none",
+                field=name, needed=index, available=len(value) if hasattr(value, "__len__") else None,
+            )  # fmt: skip
         return value[index]
 
     def size_of(self, name: str, index: int) -> int:
@@ -78,7 +82,8 @@ class Config:
         """Return field ``name``, which is a mapping; an absent or null field gives an empty one. Raises SchemaError."""
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
-            raise SchemaError(f"{name} is {shown(value)}; expected a table of names and values")
+            text = f"{name} is {shown(value)}; expected a table of names and values"
+            raise SchemaError(text, field=name, needed=value)
         return value or {}
 
     def replaced(self, **changes: Any) -> Config:
@@ -89,14 +94,15 @@ class Config:
         """Return field ``name`` divided by field ``by``. Raises SchemaError if it does not divide evenly."""
         whole, parts = self.size(name), self.size(by)
         if whole % parts:
-            raise SchemaError(f"{name} is {whole}; expected a multiple of {self.spelled(by)} = {parts}")
+            text = f"{name} is {whole}; expected a multiple of {self.spelled(by)} = {parts}"
+            raise SchemaError(text, field=name, needed=whole, available=parts)
         return whole // parts
 
     def indices(self, name: str) -> frozenset[int]:
         """Return field ``name``, a list of layer indices, as a set; absent or null is empty. Raises SchemaError."""
         value = self.get(name) or []
         if not isinstance(value, list | tuple) or not all(isinstance(index, int) for index in value):
-            raise SchemaError(f"{name} is {shown(value)}; expected a list of layer indices")
+            raise SchemaError(f"{name} is {shown(value)}; expected a list of layer indices", field=name, needed=value)
         return frozenset(value)
 
     def at(self, index: int) -> Config:
@@ -113,5 +119,6 @@ def fields_of(config: Any) -> Mapping[str, Any]:
         config if isinstance(config, Mapping) else to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     )
     if not isinstance(fields, Mapping):
-        raise SchemaError(f"a config is a mapping or an object with fields, got {shown(config)}")
+        text = f"a config is a mapping or an object with fields, got {shown(config)}"
+        raise SchemaError(text, needed=type(config).__name__)
     return fields

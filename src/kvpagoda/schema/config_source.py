@@ -32,12 +32,13 @@ def config_named(source: str | PathLike[str], others: Iterable[str] = ()) -> tup
     if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(".json"):
         raise SchemaError(
             f"no config at {shown(name)}, and no preset is of that model; if it is on the Hugging Face hub, get its config "
-            f"with 'hf download {name} config.json' and give the path that this prints"
+            f"with 'hf download {name} config.json' and give the path that this prints",
+            needed=name,
         )
     hint = did_you_mean(name, [*others, *presets()])
     raise SchemaError(
         f"no config at {shown(name)}; give a config.json, a folder that holds one, or a preset ('kvpagoda plan --presets' "
-        f"lists them{'; ' + hint if hint else ''})", hint=hint,
+        f"lists them{'; ' + hint if hint else ''})", hint=hint, needed=name,
     )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         data = json_of(text_in(path), f"{path} is ")
     except BadInput as error:
-        raise SchemaError(str(error)) from None
+        raise SchemaError(str(error), needed=str(path)) from None
     if not isinstance(data, dict):
-        raise SchemaError(f"{path} must hold a JSON object, got {type(data).__name__}")
+        raise SchemaError(f"{path} must hold a JSON object, got {type(data).__name__}", needed=type(data).__name__)
     return data

@@ -79,13 +79,13 @@ def read_config(
         max_positions = family.max_positions(c)
         vocab_size = None if c.get("vocab_size") is None else c.size("vocab_size")
     except SchemaError as error:
-        raise SchemaError(f"{name} config: {error}") from None
+        raise error.within(f"{name} config") from None
     layers = list[Layer]()
     for index, layer_type in enumerate(types):
         try:
             owner = owner_of(c, types, index)
         except SchemaError as error:
-            raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
+            raise error.within(f"{name} config, layer {index} ({layer_type})") from None
         layer = read_layer(c, family, name, layer_type, index, dtype, formats)
         layers.append(layer if owner is None else replace(layer, kinds=(Shared(owner),)))
     layers += [replace(layers[source], index=len(types) + at) for at, source in enumerate(again)]
@@ -110,27 +110,30 @@ def read_mtp(config: Any, *, dtype: str | None, kv_format: KVFormatNames) -> tup
     name, c, dtype = open_config(config, dtype)
     rows = mtp_layers()
     if name in mtp_refused():
-        raise SchemaError(f"the MTP layers of model type {name!r} are not supported: {mtp_refused()[name]}")
+        text = f"the MTP layers of model type {name!r} are not supported: {mtp_refused()[name]}"
+        raise SchemaError(text, needed=name)
     if name not in rows:
         raise SchemaError(
             f"the MTP layers of model type {name!r} are not known; they are for {', '.join(rows)}. Give the config of a "
-            f"draft model instead"
-        )
+            f"draft model instead",
+            needed=name, available=tuple(rows),
+        )  # fmt: skip
     row, family = rows[name], known_types()[name]["family"]
     formats = formats_by_kind(format_of(config, kv_format)[0])
     counted = next((field for field in row["number"] if c.get(field) is not None), row["number"][0])
     try:
         if c.get(counted) is None and "default" not in row:
-            raise SchemaError(f"{counted} is missing, so its config names no MTP layers")
+            raise SchemaError(f"{counted} is missing, so its config names no MTP layers", field=counted)
         number = row["default"] if c.get(counted) is None else c.size(counted, 0)
         if not 0 < number <= MOST_LAYERS:
-            raise SchemaError(f"{counted} is {number}; expected 1 to {MOST_LAYERS:,} MTP layers for a draft")
+            text = f"{counted} is {number}; expected 1 to {MOST_LAYERS:,} MTP layers for a draft"
+            raise SchemaError(text, field=counted, needed=number, available=MOST_LAYERS)
         types = next((c.get(field) for field in row.get("types_in", ()) if c.get(field)), row["types"])
         if isinstance(types, str):
             types = [mtp_letters().get(letter, letter) for letter in types]
         first = family.num_layers(c)
     except SchemaError as error:
-        raise SchemaError(f"{name} config: {error}") from None
+        raise error.within(f"{name} config") from None
     listed = [t.LEGACY.get(each, each) for _ in range(number) for each in types]
     family = replace(family, has_indexer=t.every_layer)  # each selects tokens itself
     return tuple(read_layer(c, family, name, each, first + at, dtype, formats) for at, each in enumerate(listed))
@@ -157,7 +160,7 @@ def read_layer(
         kinds = layer_kinds(own, family, layer_type, index, dtype, formats)
         queries = query_heads(own, family, layer_type)
     except SchemaError as error:
-        raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
+        raise error.within(f"{name} config, layer {index} ({layer_type})") from None
     return Layer(index, layer_type, kinds, queries)
 
 
@@ -170,7 +173,7 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     inner, name = levels[-1], levels[-1].get("model_type")
     for level in levels:
         if isinstance(outer := level.get("model_type"), str) and str(outer) in refused():
-            raise SchemaError(unknown_type(outer))
+            raise SchemaError(unknown_type(outer), field="model_type", needed=outer)
     if len(levels) > 1:
         name = name or f"{levels[-2].get('model_type')}_text"
     elif isinstance(name, str) and str(name) not in known and f"{name}_text" in known:
@@ -178,7 +181,7 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     if isinstance(name, str):
         name = other_names().get(str(name), name)
     if not isinstance(name, str) or str(name) not in known:
-        raise SchemaError(unknown_type(name))
+        raise SchemaError(unknown_type(name), field="model_type", needed=name)
     name = str(name)
     defaults: Mapping[str, Any] = known[name]["defaults"]
     for level in levels:
@@ -210,19 +213,20 @@ def check_causal(c: Config, name: str) -> None:
         if isinstance(value, bool | str) and value in values:
             raise SchemaError(
                 f"this {name} config is not of a causal decoder ({field} is {value!r}): it has no cache that grows "
-                f"token by token, or not that alone"
-            )
+                f"token by token, or not that alone",
+                field=field, needed=value,
+            )  # fmt: skip
 
 
 def check_requirements(c: Config, family: Family) -> None:
     """Raise SchemaError if a field lacks the value that the family requires to keep the cache that was verified."""
     for field, (value, why) in family.requires.items():
         if c.get(field) != value:
-            raise SchemaError(f"{field} is {shown(c.get(field))}; expected {value!r}: {why}")
+            text = f"{field} is {shown(c.get(field))}; expected {value!r}: {why}"
+            raise SchemaError(text, field=field, needed=value, available=c.get(field))
     if isinstance(use_mla := c.get("use_mla"), bool) and family.attention == ("heads" if use_mla else "latent"):
-        raise SchemaError(
-            f"use_mla is {use_mla}; layers of this type keep {family.attention} here, and no others were verified"
-        )
+        text = f"use_mla is {use_mla}; layers of this type keep {family.attention} here, and no others were verified"
+        raise SchemaError(text, field="use_mla", needed=use_mla)
     for field, alike in LAYER_FIELDS.items():
         value = c.get(field)
         if value is None or value is False or field in (*family.reads, *family.per_layer.values()):
@@ -230,8 +234,9 @@ def check_requirements(c: Config, family: Family) -> None:
         if not (alike and isinstance(value, list | tuple) and {*map(repr, value)} == {repr(c.get(alike))}):
             raise SchemaError(
                 f"{field} is {shown(value)}; it changes what layers keep, and the code of this type does not read it. Give "
-                f"the type of the model that does, or make the schema of its layers: Schema((Layer(0, 'name', kinds), ..))"
-            )
+                f"the type of the model that does, or make the schema of its layers: Schema((Layer(0, 'name', kinds), ..))",
+                field=field, needed=value,
+            )  # fmt: skip
 
 
 def unknown_type(name: Any) -> str:
@@ -264,7 +269,8 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
     """
     count = family.num_layers(c)
     if count > MOST_LAYERS:
-        raise SchemaError(f"num_hidden_layers is {count:,}; expected at most {MOST_LAYERS:,}")
+        text = f"num_hidden_layers is {count:,}; expected at most {MOST_LAYERS:,}"
+        raise SchemaError(text, field="num_hidden_layers", needed=count, available=MOST_LAYERS)
     by_rule, listed = [], c.get("layer_types")
     if listed is None or not family.reads_layer_types:
         by_rule = [family.layer_type(c, index) for index in range(count)]
@@ -277,14 +283,16 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
         listed = listed[::2]  # attention and MLP of a layer apart
     if not isinstance(listed, list | tuple) or len(listed) != count:
         found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {shown(listed)}"
-        raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
+        raise SchemaError(
+            f"layer_types {found}; expected one for each of num_hidden_layers = {count}",
+            field="layer_types", needed=count, available=len(listed) if isinstance(listed, list | tuple) else listed,
+        )  # fmt: skip
     listed = [t.LEGACY.get(each, each) if isinstance(each, str) else each for each in listed]
     for index, layer_type in [*enumerate(listed), *enumerate(by_rule)]:
         if layer_type not in family.verified:
             expected = ", ".join(family.verified)
-            raise SchemaError(
-                f"layer {index} has type {shown(layer_type)}, which was not verified for {name}; expected {expected}"
-            )
+            text = f"layer {index} has type {shown(layer_type)}, which was not verified for {name}; expected {expected}"
+            raise SchemaError(text, field="layer_types", needed=layer_type, available=tuple(family.verified))
     return by_rule or listed
 
 
@@ -295,8 +303,9 @@ def looped(c: Config, family: Family, count: int) -> list[int]:
     if layers.stop > count or len(layers) * (passes - 1) > MOST_LAYERS:
         raise SchemaError(
             f"layers {layers.start} to {layers.stop - 1} run {passes:,} times; expected layers below {count}, which run at "
-            f"most {MOST_LAYERS:,} times in all"
-        )
+            f"most {MOST_LAYERS:,} times in all",
+            needed=layers.stop, available=count,
+        )  # fmt: skip
     return [*layers] * (passes - 1)
 
 
@@ -313,8 +322,9 @@ def owner_of(c: Config, types: list[str], index: int) -> int | None:
     owners = [layer for layer in range(first_shared) if types[layer] == types[index]]
     if not owners:
         raise SchemaError(
-            f"num_kv_shared_layers is {len(types) - first_shared}; expected a layer of this type before the shared ones"
-        )
+            f"num_kv_shared_layers is {len(types) - first_shared}; expected a layer of this type before the shared ones",
+            field="num_kv_shared_layers", needed=len(types) - first_shared, available=index,
+        )  # fmt: skip
     return owners[-1]
 
 
@@ -375,7 +385,8 @@ def compressed(c: Config, layer_type: str, index: int, dtype: str, packed: KVFor
     """
     if c.get("kv_source_layer_ids") is not None:
         if packed.entries != RAW:
-            raise SchemaError("kv_format is not 'raw'; packed rows of DeepSeek-V4.1 were not verified")
+            text = "kv_format is not 'raw'; packed rows of DeepSeek-V4.1 were not verified"
+            raise SchemaError(text, field="kv_format", needed="raw")
         ratio = 0 if layer_type == t.SLIDING else c.size_of("compress_ratios", index)
         keys = IndexKeys(c.size("index_head_dim"), projected=True) if ratio else None
         return Compressed(c.size("head_dim"), c.size("sliding_window"), dtype, ratio, keys)

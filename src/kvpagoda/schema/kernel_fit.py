@@ -71,9 +71,8 @@ def readers_of(names: KernelNames) -> tuple[Reader, ...]:
         rows, arch = rows_named(name)
         kinds = tuple(dict.fromkeys(read for row in rows for read in kinds_of(row)))
         if kind and kind not in kinds:
-            raise BadInput(
-                f"kernel {name!r} reads {', '.join(kinds) or 'no cache'}, not {kind!r}; kinds: {', '.join(KINDS)}"
-            )
+            text = f"kernel {name!r} reads {', '.join(kinds) or 'no cache'}, not {kind!r}; kinds: {', '.join(KINDS)}"
+            raise BadInput(text, needed=kind, available=kinds)
         found.append(Reader(name, rows, arch, (kind,) if kind else kinds))
     return tuple(found)
 
@@ -107,7 +106,7 @@ def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order:
                 break
             multiple = _multiple(problem.demand) if order == "block" else None
             if multiple is None or multiples.get(law, ALIGN) % multiple == 0:
-                raise SchemaError(_refusal(problem, fit, law))
+                raise SchemaError(_refusal(problem, fit, law), needed=problem.reader.name, available=problem.text)
             multiples[law] = math.lcm(multiples.get(law, ALIGN), multiple)
             notes.append(f"records of {law.name} are multiples of {multiples[law]:,} bytes for {problem.reader.name}")
     if fit.kernel_page != fit.block_size:
@@ -115,7 +114,8 @@ def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order:
     kept = {KIND_OF_ROWS.get(rows.name) for group in groups for layer in group.layers for rows in layer.rows()}
     for reader in readers:
         if not kept & {*reader.kinds}:
-            raise SchemaError(f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows")
+            text = f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows"
+            raise SchemaError(text, needed=reader.name)
         where = "" if reader.arch == "any" else f" on {reader.arch}"
         title = reader.name if len(reader.rows) > 1 else f"{reader.rows[0].name}{where}"
         unit = "states" if kept & {*reader.kinds} <= {"recurrent", "conv"} else f"pages of {fit.kernel_page} tokens"

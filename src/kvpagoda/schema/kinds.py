@@ -78,7 +78,8 @@ def split_heads(what: str, count: int, ways: int) -> int:
     Raises SchemaError, with ``what`` as the name of the heads, if they do not divide evenly.
     """
     if count % ways and ways % count:
-        raise SchemaError(f"{count} {what} cannot be divided over {ways} tensor-parallel ranks")
+        text = f"{count} {what} cannot be divided over {ways} tensor-parallel ranks"
+        raise SchemaError(text, field=what, needed=ways, available=count)
     return max(1, count // ways)
 
 
@@ -167,17 +168,20 @@ class Attention(LayerKind):
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
-            raise SchemaError(f"num_sinks is {self.num_sinks} with {self.law.name}; at least 0, and 0 without a window")
+            text = f"num_sinks is {self.num_sinks} with {self.law.name}; at least 0, and 0 without a window"
+            raise SchemaError(text, field="num_sinks", needed=self.num_sinks)
         if self.v_encoding is not None and replace(self.v_encoding, scale=self.encoding.scale) != self.encoding:
             raise SchemaError(
                 f"K is encoded as {self.encoding.name!r} and V as {self.v_encoding.name!r}; they may differ in their scale "
-                f"alone"
-            )
+                f"alone",
+                needed=self.v_encoding.name, available=self.encoding.name,
+            )  # fmt: skip
         if self.layout and not (self.encoding.keeps_shape or self.encoding.is_packed):
             raise SchemaError(
                 f"layout {self.layout!r} places raw rows and those with a scale a tensor; {self.encoding.name!r} has codes "
-                f"and scales in arrays of their own; choose another kv_format, or no layout"
-            )
+                f"and scales in arrays of their own; choose another kv_format, or no layout",
+                needed=self.layout, available=self.encoding.name,
+            )  # fmt: skip
 
     def growth(self) -> Growth:
         return self.law
@@ -232,8 +236,9 @@ class Attention(LayerKind):
         if is_packed and self.k_dim != self.v_dim:
             raise SchemaError(
                 f"layout {choice.name!r} has K and V of one width in a row; this layer has K of {self.k_dim} and V of "
-                f"{self.v_dim}; leave the layout out, and give the layer the encoding, which packs K and V apart"
-            )
+                f"{self.v_dim}; leave the layout out, and give the layer the encoding, which packs K and V apart",
+                needed=self.k_dim, available=self.v_dim,
+            )  # fmt: skip
         return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim), v_encoding=None)
 
     def scaled(self, scales: tuple[float, float]) -> Attention:
@@ -305,6 +310,7 @@ class Latent(LayerKind):
             raise LayoutError.of(
                 "size", f"rows of {choice.name!r} have {packed.rules.packing.coded} elements and {packed.kept} RoPE dims, not "
                 f"{self.latent_dim} and {self.rope_dim}; choose another layout for this model",
+                needed=(self.latent_dim, self.rope_dim), available=(packed.rules.packing.coded, packed.kept),
             )  # fmt: skip
         return replace(laid, layout=choice.name, encoding=packed)
 

@@ -99,7 +99,7 @@ def parsed(text: str) -> KVFormatNames:
     for part in text.split(","):
         kind, _, name = (word.strip() for word in part.partition("="))
         if kind in found:
-            raise SchemaError(f"kv_format {text!r} names the layer kind {kind!r} twice")
+            raise SchemaError(f"kv_format {text!r} names the layer kind {kind!r} twice", needed=kind)
         found[kind] = name
     return found
 
@@ -112,7 +112,8 @@ def as_text(kv_format: KVFormatNames) -> str:
 def _named(name: Any) -> KVFormat:
     """Return the format ``name``. Raises SchemaError, which lists the known names."""
     if not isinstance(name, str) or str(name) not in KV_FORMATS:
-        raise SchemaError(f"unknown kv_format {shown(name)}; known: {', '.join(KV_FORMATS)}")
+        text = f"unknown kv_format {shown(name)}; known: {', '.join(KV_FORMATS)}"
+        raise SchemaError(text, needed=name, available=tuple(KV_FORMATS))
     return KV_FORMATS[str(name)]
 
 
@@ -138,8 +139,9 @@ def check_used(kv_format: KVFormatNames, layers: Mapping[str, int], name: str) -
         return
     if kv_format != "raw" and not any(getattr(_named(kv_format), LAYER_KINDS[kind]) != RAW for kind in layers):
         raise SchemaError(
-            f"kv_format {kv_format!r} has no form for any layer of a {name} model; its layers: {has}; use 'raw' or another"
-        )
+            f"kv_format {kv_format!r} has no form for any layer of a {name} model; its layers: {has}; use 'raw' or another",
+            needed=kv_format, available=has,
+        )  # fmt: skip
 
 
 def as_kernels_read(kind: LayerKind, packed: KVFormat) -> LayerKind:

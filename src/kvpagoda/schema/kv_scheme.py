@@ -45,8 +45,9 @@ def kv_scheme(levels: Iterable[Mapping[str, Any]]) -> tuple[str, str | None]:
         if not is_float8 or parts.get("symmetric") is False or strategy not in ("tensor", "attn_head"):
             raise SchemaError(
                 f"{field} of {method} is {shown(scheme)}; vLLM takes symmetric 8-bit floats with a scale a tensor or head "
-                f"(strategy 'tensor' or 'attn_head') alone. Give a kv_format: it goes before what the config says"
-            )
+                f"(strategy 'tensor' or 'attn_head') alone. Give a kv_format: it goes before what the config says",
+                field=field, needed=scheme,
+            )  # fmt: skip
         kv_format = "fp8"
     by = f"{field}: {said} of {method or 'a method without a name'}"
     return kv_format or "raw", f"{by}, so {kv_format}" if kv_format else f"{by}, which vLLM passes over, so raw"

@@ -40,7 +40,8 @@ class Layer:
         if queries is None:
             return replace(self, kinds=kinds)
         if queries % ways:
-            raise SchemaError(f"{queries} query heads cannot be divided over {ways} tensor-parallel ranks")
+            text = f"{queries} query heads cannot be divided over {ways} tensor-parallel ranks"
+            raise SchemaError(text, field="query heads", needed=ways, available=queries)
         return replace(self, kinds=kinds, num_query_heads=queries // ways)
 
     @cached_property
@@ -48,7 +49,8 @@ class Layer:
         """Growth law of its block rows; None if it keeps nothing per token. Raises SchemaError if kinds differ."""
         laws = {law for kind in self.kinds if (law := kind.growth()) is not None}
         if len(laws) > 1:
-            raise SchemaError(f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}")
+            text = f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}"
+            raise SchemaError(text, needed=1, available=len(laws))
         return laws.pop() if laws else None
 
     @cached_property

@@ -34,10 +34,14 @@ def choices_of(layout: LayoutNames) -> dict[str, PageChoice]:
         choice = page_choice(name, dialect or None)
         if kind not in ("", choice.kind):
             raise SchemaError(
-                f"layout {name!r} is for {choice.kind} rows, not for {kind!r}; kinds are {', '.join(KINDS)}"
-            )
+                f"layout {name!r} is for {choice.kind} rows, not for {kind!r}; kinds are {', '.join(KINDS)}",
+                needed=kind, available=choice.kind,
+            )  # fmt: skip
         if choice.kind in choices:
-            raise SchemaError(f"{choices[choice.kind].name!r} and {name!r} are both for {choice.kind} rows; give one")
+            raise SchemaError(
+                f"{choices[choice.kind].name!r} and {name!r} are both for {choice.kind} rows; give one",
+                needed=name, available=choices[choice.kind].name,
+            )  # fmt: skip
         choices[choice.kind] = choice
     return choices
 
@@ -49,13 +53,14 @@ def arena_order(layers: Iterable[Layer], order: str | None) -> str:
     value of ``order`` and SchemaError if their layout needs the other order.
     """
     if order is not None and (not isinstance(order, str) or order not in ("block", "layer")):
-        raise BadInput(f"order is 'block' or 'layer', got {shown(order)}")
+        raise BadInput(f"order is 'block' or 'layer', got {shown(order)}", field="order", needed=order)
     for page in {rows.page for layer in layers for rows in layer.block_rows()}:
         needed = order_of(page) or order
         if order not in (None, needed):
             outside = "blocks" if needed == "layer" else "layers"
             raise SchemaError(
-                f"heads lie outside of {outside} in {page!r}: it needs order={needed!r}, not {order!r}; leave order out"
-            )
+                f"heads lie outside of {outside} in {page!r}: it needs order={needed!r}, not {order!r}; leave order out",
+                field="order", needed=needed, available=order,
+            )  # fmt: skip
         order = needed
     return order or "block"

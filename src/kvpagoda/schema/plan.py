@@ -217,8 +217,9 @@ class Plan:
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise NeverFits(
                 f"{num_tokens} tokens are more than the longest context of {self.max_positions}, the limit of "
-                f"{self.schema_name} itself; shorten the prompt"
-            )
+                f"{self.schema_name} itself; shorten the prompt",
+                needed=num_tokens, available=self.max_positions,
+            )  # fmt: skip
         if longest is not None and num_tokens > longest:
             hint = self._budget_hint(num_tokens, room)
             text = f"{num_tokens} tokens are more than the longest context of {longest}"

@@ -112,14 +112,13 @@ class Schema:
         seen: set[int] = set()
         for layer in self.layers:
             if layer.index in seen:
-                raise SchemaError(f"two layers have the index {layer.index}; give each its own")
+                raise SchemaError(f"two layers have the index {layer.index}; give each its own", needed=layer.index)
             seen.add(layer.index)
             if layer.owner not in seen:
-                raise SchemaError(
-                    f"layer {layer.index} ({layer.label}) shares layer {layer.owner}, which does not come before"
-                )
+                text = f"layer {layer.index} ({layer.label}) shares layer {layer.owner}, which does not come before"
+                raise SchemaError(text, needed=layer.owner, available=layer.index)
         if not self.layers:
-            raise SchemaError("a schema needs at least one layer")
+            raise SchemaError("a schema needs at least one layer", needed=1, available=0)
         _ = self.groups, self.state_growth  # raise for layers that mix growth laws, or ways to go back
 
     def drafted_by(self, draft: Schema) -> Schema:
@@ -142,12 +141,14 @@ class Schema:
         if None not in (self.vocab_size, draft.vocab_size) and self.vocab_size != draft.vocab_size:
             raise SchemaError(
                 f"the draft {draft.name} has a vocabulary of {draft.vocab_size:,} tokens and {self.name} one of "
-                f"{self.vocab_size:,}, so they cannot share a text; choose a draft with the same tokenizer"
-            )
+                f"{self.vocab_size:,}, so they cannot share a text; choose a draft with the same tokenizer",
+                needed=draft.vocab_size, available=self.vocab_size,
+            )  # fmt: skip
         if draft.state_layout.nbytes and not self.state_layout.nbytes:
             raise SchemaError(
                 f"the draft {draft.name} keeps states and {self.name} keeps none, so hits would end where checkpoints of "
-                f"the draft are; choose a draft with attention only"
+                f"the draft are; choose a draft with attention only",
+                needed=draft.name,
             )
         first = 1 + max(layer.index for layer in self.layers)
         return self._with_drafts(tuple(_renumbered(layer, first) for layer in draft.layers))
@@ -155,7 +156,8 @@ class Schema:
     def _with_drafts(self, layers: tuple[Layer, ...]) -> Schema:
         """Return this schema with the draft ``layers``, whose indices follow its own; see ``drafted_by``."""
         if self.draft_layers:
-            raise SchemaError(f"{self.name} has {len(self.draft_layers)} draft layers already")
+            text = f"{self.name} has {len(self.draft_layers)} draft layers already"
+            raise SchemaError(text, needed=0, available=len(self.draft_layers))
         laws = {layer.growth for layer in self.layers}
         drafts = []
         for layer in layers:
@@ -200,7 +202,8 @@ class Schema:
         """Return the layer whose rows layer ``index`` reads: itself, or the layer that it shares. Raises BadInput."""
         number = whole_number(index, "a layer's index")
         if number not in self.by_index:
-            raise BadInput(f"layer {number} is not in this schema; it has {sorted(self.by_index)}")
+            text = f"layer {number} is not in this schema; it has {sorted(self.by_index)}"
+            raise BadInput(text, needed=number, available=sorted(self.by_index))
         return self.by_index[self.by_index[number].owner]
 
     @cached_property
@@ -247,7 +250,8 @@ class Schema:
             return align_up(DEFAULT_BLOCK_SIZE, unit)
         wanted = whole_number(wanted, "block_size", at_least=1, bits=20)
         if wanted % unit:
-            raise BadInput(f"block_size must be a positive multiple of {unit} for {self.name}, got {wanted}")
+            text = f"block_size must be a positive multiple of {unit} for {self.name}, got {wanted}"
+            raise BadInput(text, field="block_size", needed=wanted, available=unit)
         return wanted
 
     @property
@@ -285,9 +289,8 @@ class Schema:
         """
         takers = [layer for layer in self.layers if any(rows.encoding.is_scaled for rows in layer.rows())]
         if not takers:
-            raise SchemaError(
-                f"no layer of {self.name} has one scale a tensor; choose kv_format 'fp8_e4m3' or 'fp8_e5m2'"
-            )
+            text = f"no layer of {self.name} has one scale a tensor; choose kv_format 'fp8_e4m3' or 'fp8_e5m2'"
+            raise SchemaError(text, needed="a scale a tensor")
         if lacking := [layer.index for layer in takers if layer.index not in kv_scales]:
             raise SchemaError.with_hint(
                 f"kv_scales has none for {len(lacking)} of {len(takers)} layers of {self.name}: {lacking[:8]}",
@@ -299,7 +302,7 @@ class Schema:
             try:
                 kinds = tuple(kind.scaled(of_layer.get(layer.index, (1.0, 1.0))) for kind in layer.kinds)
             except SchemaError as error:
-                raise SchemaError(f"kv_scales of layer {layer.index} ({layer.label}): {error}") from None
+                raise error.within(f"kv_scales of layer {layer.index} ({layer.label})") from None
             layers.append(replace(layer, kinds=kinds))
         return replace(self, layers=tuple(layers))
 
@@ -324,9 +327,8 @@ class Schema:
         for kind, choice in choices.items():
             of_kind = [rows for rows in all_rows if KIND_OF_ROWS.get(rows.name) == kind]
             if not any(rows.page == choice.pages.get(rows.name, rows.page) for rows in of_kind):
-                raise SchemaError(
-                    f"layout {choice.name!r} is for {kind} rows, and no layer of {self.name} keeps such rows"
-                )
+                text = f"layout {choice.name!r} is for {kind} rows, and no layer of {self.name} keeps such rows"
+                raise SchemaError(text, needed=choice.name, available=kind)
         for group in laid.groups:
             group.block_layout(laid.tokens_per_row)  # raises for rows of other sizes
         _ = laid.state_layout
@@ -369,7 +371,8 @@ class Schema:
         rank = whole_number(rank, "rank", at_least=0)
         own = [layer for layer in self.layers if not layer.is_draft]
         if pp > len(own) or rank >= pp:
-            raise BadInput(f"cannot split {len(own)} layers into tp={tp}, pp={pp}, stage {rank}")
+            text = f"cannot split {len(own)} layers into tp={tp}, pp={pp}, stage {rank}"
+            raise BadInput(text, needed=(tp, pp, rank), available=len(own))
         short, longer = divmod(len(own), pp)
         first = rank * short + min(rank, longer)
         stage = (*own[first : first + short + (rank < longer)], *(self.draft_layers if rank == pp - 1 else ()))
@@ -409,14 +412,15 @@ class Schema:
         copy or misread the cache, with the kernel's rule, what would satisfy it, and the layouts that fit, which are its
         ``available``."""
         if (budget is None) == (num_blocks is None):
-            raise BadInput("give either a budget in bytes or num_blocks: exactly one of them")
+            text = "give either a budget in bytes or num_blocks: exactly one of them"
+            raise BadInput(text, needed=1, available=0 if budget is None else 2)
         try:
             fit = self._fit(block_size, kernel_page, kernels, arena_order(self.layers, order))
         except SchemaError as error:
             if not (found := self._fitting_layouts(block_size, kernel_page, kernels, order)):
                 raise
             hint = f"it fits with layout={(found[0] if len(found) == 1 else found)!r}"
-            raise SchemaError.with_hint(str(error), hint, available=found) from None
+            raise SchemaError.with_hint(str(error), hint, needed=error.needed, available=found) from None
         order = arena_order(self.layers, order)
         size, max_requests = fit.block_size, whole_number(max_requests, "max_requests", at_least=1)
         step_tokens = whole_number(step_tokens, "step_tokens", at_least=1)
@@ -424,7 +428,8 @@ class Schema:
         nbytes = 0 if budget is None else parse_bytes(budget)
         blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
         if max(max_requests, blocks) >= 2**31:
-            raise BadInput(f"max_requests and num_blocks must be below 2^31, got {max_requests:,} and {blocks:,}")
+            text = f"max_requests and num_blocks must be below 2^31, got {max_requests:,} and {blocks:,}"
+            raise BadInput(text, needed=max(max_requests, blocks), available=2**31 - 1)
         checkpoint_format = checked_format(checkpoint_format)
         num_groups = len(self.all_groups)
         if checkpoint_format and layout_at_rest(self.all_groups[-1], checkpoint_format, order) is not None:
@@ -461,8 +466,9 @@ class Schema:
             kernel_page = whole_number(kernel_page, "kernel_page", at_least=1)
             if size % kernel_page or kernel_page % unit:
                 raise BadInput(
-                    f"kernel_page must divide the block_size of {size} and be a multiple of {unit}, got {kernel_page}"
-                )
+                    f"kernel_page must divide the block_size of {size} and be a multiple of {unit}, got {kernel_page}",
+                    field="kernel_page", needed=kernel_page, available=size,
+                )  # fmt: skip
         readers = readers_of(kernels)
         if not readers:
             return Fit(size, kernel_page or size)
@@ -522,9 +528,8 @@ class Schema:
 def _pair(scales: Any, layer: Layer) -> tuple[float, float]:
     """Return the scales of K and V of ``layer``. Raises SchemaError unless they are two."""
     if not isinstance(scales, tuple | list) or len(scales) != 2 or None in scales:
-        raise SchemaError(
-            f"kv_scales of layer {layer.index} is {shown(scales)}; expected two numbers: those of K and V"
-        )
+        text = f"kv_scales of layer {layer.index} is {shown(scales)}; expected two numbers: those of K and V"
+        raise SchemaError(text, needed=2, available=scales)
     return (scales[0], scales[1])
 
 

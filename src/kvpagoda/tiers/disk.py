@@ -54,8 +54,9 @@ class SlabFile:
             self.close()
             raise BadInput(
                 f"no disk tier of {format_bytes(nbytes)} in {folder}: {error.strerror}; give it a folder that no other "
-                f"process uses, with room, on a file system {'with O_DIRECT' if direct else 'that can be written'}"
-            ) from error
+                f"process uses, with room, on a file system {'with O_DIRECT' if direct else 'that can be written'}",
+                needed=nbytes, available=error.strerror,
+            ) from error  # fmt: skip
         self._data = self._files[-1]
         self._is_dirty = bytearray(b"\1" * self.num_slots)  # whether the first page of the slot may not be zero
 
@@ -228,7 +229,7 @@ def delete_tier_files(folder: str | os.PathLike[str]) -> int:
 def _paths(folder: str | os.PathLike[str]) -> list[Path]:
     root = path_of(folder, "the folder of disk tiers")
     if not root.is_dir():
-        raise BadInput(f"no folder {root}; give the FOLDER of disk:FOLDER:SIZE")
+        raise BadInput(f"no folder {root}; give the FOLDER of disk:FOLDER:SIZE", needed=str(root))
     return [path for path in sorted(root.rglob(FILE_NAME)) if path.is_file() and not path.is_symlink()]
 
 

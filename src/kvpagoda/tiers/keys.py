@@ -33,9 +33,10 @@ def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
     BadInput.
     """
     if not isinstance(secret, bytes):
-        raise BadInput(f"a secret is bytes, got {type(secret).__name__}")
+        raise BadInput(f"a secret is bytes, got {type(secret).__name__}", field="secret", needed=type(secret).__name__)
     if len(secret) > 64:
-        raise BadInput(f"a secret is at most 64 bytes, got {len(secret)}; give a digest of it")
+        text = f"a secret is at most 64 bytes, got {len(secret)}; give a digest of it"
+        raise BadInput(text, field="secret", needed=len(secret), available=64)
     return _digest(b"root", namespace, secret)
 
 
@@ -50,8 +51,9 @@ def prefix_hashes(
     """
     if block_size < 1 or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise BadInput(
-            f"tokens must be int32 [n] and block_size at least 1, got {tokens.dtype} {tokens.shape} and {block_size}"
-        )
+            f"tokens must be int32 [n] and block_size at least 1, got {tokens.dtype} {tokens.shape} and {block_size}",
+            needed=tokens.dtype, available=block_size,
+        )  # fmt: skip
     text = np.ascontiguousarray(tokens, "<i4").data.cast("B")
     step, hashes = 4 * block_size, []
     for block in range(len(tokens) // block_size):

@@ -142,8 +142,9 @@ class Level:
         if self.unit > 1 and spec.write == "evict":
             raise BadInput(
                 f"tier {spec.name!r} cannot store blocks as they are evicted where {self.unit} share a record; give it "
-                f"write='commit', or record_nbytes of at most {block_nbytes}"
-            )
+                f"write='commit', or record_nbytes of at most {block_nbytes}",
+                field="write", needed="commit", available=self.unit,
+            )  # fmt: skip
         record = RecordBuffer.nbytes_for(1, self.payload_nbytes)
         count = self._num_staged(record, sum(len(self.parts_of(n, nbytes)) for n, nbytes in parts))
         self.buffer = RecordBuffer(count, self.payload_nbytes, memory)
@@ -171,8 +172,9 @@ class Level:
         if staging < least:
             raise BadInput(
                 f"staging of {format_bytes(staging)} is too small for tier {self.spec.name!r}: two checkpoints, or two "
-                f"records, take {format_bytes(least)}"
-            )
+                f"records, take {format_bytes(least)}",
+                field="staging", needed=least, available=staging,
+            )  # fmt: skip
         return staging // record
 
     def set_identity(self, identity: RecordIdentity) -> None:
@@ -325,7 +327,8 @@ class Level:
             )
         ]
         if lost:
-            raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are without a live owner")
+            text = f"tier {self.spec.name!r}: staging records {lost[:16]} are without a live owner"
+            raise CheckFailed(text, available=lost[:16])
         self.buffer.check()
 
     def stats(self) -> LevelStats:

@@ -180,11 +180,11 @@ def mooncake_driver(
         if ("://" not in master and not 0 < int(master.rpartition(":")[2]) < 65536) or not host:
             raise ValueError(master)
     except ValueError as error:
-        raise BadInput(
-            f"a master is host:port or etcd://.., this host is a name, got {master!r} and {host!r}"
-        ) from error
+        text = f"a master is host:port or etcd://.., this host is a name, got {master!r} and {host!r}"
+        raise BadInput(text, needed=(master, host)) from error
     if 0 < segment_nbytes < _LEAST_SEGMENT:
-        raise BadInput(f"a segment is 0 or at least {format_bytes(_LEAST_SEGMENT)}, got {format_bytes(segment_nbytes)}")
+        text = f"a segment is 0 or at least {format_bytes(_LEAST_SEGMENT)}, got {format_bytes(segment_nbytes)}"
+        raise BadInput(text, needed=_LEAST_SEGMENT, available=segment_nbytes)
     set_timeouts()
     try:
         from mooncake.store import MooncakeDistributedStore

@@ -58,9 +58,11 @@ def pack_record(
     nbytes = len(record) - HEADER_NBYTES if nbytes is None else nbytes
     end = HEADER_NBYTES + nbytes
     if not HEADER_NBYTES <= end <= len(record):
-        raise BadInput(f"a payload of {nbytes} bytes does not fit in a record of {len(record)} bytes")
+        text = f"a payload of {nbytes} bytes does not fit in a record of {len(record)} bytes"
+        raise BadInput(text, needed=nbytes, available=len(record))
     if len(key) != KEY_NBYTES or len(fingerprint) != KEY_NBYTES:
-        raise BadInput(f"a key and a fingerprint have {KEY_NBYTES} bytes, got {len(key)} and {len(fingerprint)}")
+        text = f"a key and a fingerprint have {KEY_NBYTES} bytes, got {len(key)} and {len(fingerprint)}"
+        raise BadInput(text, needed=KEY_NBYTES, available=(len(key), len(fingerprint)))
     if end < len(record):
         record[end:] = 0
     digest = xxh3_128(record[HEADER_NBYTES:end].data) if checksum else _UNCHECKED
@@ -113,7 +115,8 @@ class RecordBuffer:
         self, num_records: int, payload_nbytes: int, memory: Bytes | Callable[[int], Bytes] | None = None
     ) -> None:
         if num_records < 1 or payload_nbytes < 1:
-            raise BadInput(f"a buffer has at least one record of one byte, got {num_records} of {payload_nbytes} bytes")
+            text = f"a buffer has at least one record of one byte, got {num_records} of {payload_nbytes} bytes"
+            raise BadInput(text, needed=(num_records, payload_nbytes))
         self.num_records, self.payload_nbytes = num_records, payload_nbytes
         self.record_nbytes = self.nbytes_for(1, payload_nbytes)
         self._allocate = memory if callable(memory) else None
@@ -129,9 +132,8 @@ class RecordBuffer:
         count = self.num_records + more
         nbytes = count * self.record_nbytes
         if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < nbytes or memory.ctypes.data % PAGE:
-            raise BadInput(
-                f"memory must be uint8 [{nbytes}] on a page of {PAGE}, got {memory.dtype} {list(memory.shape)}"
-            )
+            text = f"memory must be uint8 [{nbytes}] on a page of {PAGE}, got {memory.dtype} {list(memory.shape)}"
+            raise BadInput(text, needed=nbytes, available=list(memory.shape))
         self.records: Bytes = memory[:nbytes].reshape(count, self.record_nbytes)
         """The bytes at each place."""
         self.payloads: Bytes = self.records[:, HEADER_NBYTES : HEADER_NBYTES + self.payload_nbytes]
@@ -289,7 +291,8 @@ class RecordBuffer:
             held = set(self._free.held_ids().tolist())
             known = {row for row in range(self.num_records) if row in self._owners or self._in_use[row]}
             if held != known:
-                raise CheckFailed(f"records in use but free, or neither free nor in use: {sorted(held ^ known)[:16]}")
+                text = f"records in use but free, or neither free nor in use: {sorted(held ^ known)[:16]}"
+                raise CheckFailed(text, available=sorted(held ^ known)[:16])
             shown = np.bincount(self._places, minlength=len(self.records))
             odd = np.flatnonzero(shown > np.array(self._users)) if self._users else np.flatnonzero(shown > 1)
             if len(odd) or any(self._users[place] for place in self._idle):

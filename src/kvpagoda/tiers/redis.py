@@ -274,9 +274,8 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
     without the package redis.
     """
     if buffer.record_nbytes > _MOST_NBYTES:
-        raise BadInput(
-            f"a value is at most {format_bytes(_MOST_NBYTES)}, a record is {format_bytes(buffer.record_nbytes)}"
-        )
+        text = f"a value is at most {format_bytes(_MOST_NBYTES)}, a record is {format_bytes(buffer.record_nbytes)}"
+        raise BadInput(text, needed=buffer.record_nbytes, available=_MOST_NBYTES)
     name_of(url, "the url of a tier")
     if _ABSENT:
         raise MissingExtra(f"Redis needs the package redis ({_ABSENT}); pip install 'kvpagoda[redis]'", name="redis")
@@ -285,5 +284,6 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
     except (ValueError, LookupError, TypeError, RedisError):  # the error is not shown: the URL may hold a password
         raise BadInput(
             "a url is redis://user:password@host:port/database?option=value, rediss:// for TLS, unix:///path, or "
-            "redis+sentinel://host:port,host:port#name"
+            "redis+sentinel://host:port,host:port#name",
+            needed="url",
         ) from None

@@ -178,7 +178,7 @@ class SlotDriver:
             if sorted(places) != list(range(self._medium.num_slots)):
                 times = Counter(places)
                 odd = [slot for slot in range(self._medium.num_slots) if times[slot] != 1]
-                raise CheckFailed(f"slots in no place, or in two: {odd[:16]}")
+                raise CheckFailed(f"slots in no place, or in two: {odd[:16]}", available=odd[:16])
             if not self._dropped <= self._busy.keys() or not self._slots.keys().isdisjoint(self._writing):
                 raise CheckFailed(
                     f"slots that no call will free: {sorted(self._dropped - self._busy.keys())[:16]}, or written twice"
@@ -279,7 +279,8 @@ class HostMemory:
         self.slot_nbytes = buffer.record_nbytes
         self.num_slots = nbytes // self.slot_nbytes
         if self.num_slots < 1:
-            raise BadInput(f"{format_bytes(nbytes)} holds no record of {format_bytes(self.slot_nbytes)}; give it more")
+            text = f"{format_bytes(nbytes)} holds no record of {format_bytes(self.slot_nbytes)}; give it more"
+            raise BadInput(text, needed=self.slot_nbytes, available=nbytes)
         self._buffer, self._places = buffer, dict[int, int]()  # slot -> its place
         self._slots: list[Bytes] = []
         if not buffer.extend(self.num_slots):

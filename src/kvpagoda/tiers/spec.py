@@ -61,15 +61,17 @@ class TierSpec:
         if self.staging is not None:
             parse_bytes(self.staging)
         if not (truth(self.checksum, "checksum") or truth(self.is_private, "is_private")):
-            raise BadInput(f"tier {self.name!r} needs checksums: only memory of this process can go without them")
+            text = f"tier {self.name!r} needs checksums: only memory of this process can go without them"
+            raise BadInput(text, field="checksum", needed=self.name)
         object.__setattr__(self, "timeout", real_number(self.timeout, "timeout"))
         object.__setattr__(self, "workers", whole_number(self.workers, "workers", bits=10))
         is_known = isinstance(self.write, str) and self.write in get_args(When)
         if not (is_known and self.timeout and self.workers):
             raise BadInput(
                 f"tier {self.name!r} needs write= one of {', '.join(get_args(When))}, a finite timeout above 0 and "
-                f"at least one worker; got {shown(self.write)}, {self.timeout} s and {self.workers} workers"
-            )
+                f"at least one worker; got {shown(self.write)}, {self.timeout} s and {self.workers} workers",
+                field=self.name, needed=(self.write, self.timeout, self.workers),
+            )  # fmt: skip
 
 
 def host_tier(nbytes: int | str, **settings: Unpack[TierSettings]) -> TierSpec:

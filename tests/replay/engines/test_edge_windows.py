@@ -23,6 +23,7 @@ from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import serve_with
 from kvpagoda.replay.engines.edge_windows import WindowLRU, WindowTree, pools
 from kvpagoda.replay.engines.text_tree import Edge
+from raises import raises
 
 WINDOW = Group.from_text("full+window:5")  # one block of 4 tokens is read before the newest token
 
@@ -33,7 +34,7 @@ def test_both_kinds_of_layers_have_a_pool() -> None:
     for groups in ("full+state", "full+window:8+window:16", "window:8", "full+chunk:8"):
         with pytest.raises(BadInput, match=r"full attention, and windows of one size, got \d groups"):
             pools(1_000, Group.from_text(groups))
-    with pytest.raises(BadInput, match="a retention is vLLM's"):
+    with raises(BadInput, needed="sglang-0.5.23", available=8):
         replay(trace("ab"), 20, engine=SGLANG, block_size=4, groups=WINDOW, retention=8)
 
 

@@ -23,6 +23,7 @@ from kvpagoda.replay.fleet.routing import RULES
 from kvpagoda.replay.fleet.simulation import Simulation
 from kvpagoda.replay.setup import Fleet, Setup
 from kvpagoda.schema import Layer, Recurrent, Rows
+from raises import raises
 
 BIG = Layer(1, "state", (Recurrent((Rows("r", (32, 32), "float32"),)),))
 SCHEMAS = {**test_worker.SCHEMAS, "big states": Schema((FULL, BIG), "big states")}
@@ -214,9 +215,9 @@ def test_a_router_changes_nothing_by_asking(engine: str, name: str) -> None:
 
 
 def test_what_engines_do_not_have_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"leave out policy, checkpoints, tiers"):
+    with raises(BadInput, needed=["policy", "checkpoints", "tiers"]):
         run(requests(1), "vllm-0.33", "full", policy="fifo", tiers={"host": "1MiB"}, checkpoints=3)
-    with pytest.raises(BadInput, match="only vLLM and SGLang have several kinds"):
+    with raises(BadInput, needed="dynamo-1.6.1", available=2):
         run(requests(1), "dynamo-1.6.1", "window")
-    with pytest.raises(BadInput, match="retention must be"):
+    with raises(BadInput, needed=17, available=16):
         run(requests(1), "vllm-0.33", "window", retention=17)

@@ -20,6 +20,7 @@ from kvpagoda.replay.setup import Fleet, Setup
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 from kvpagoda.tiers.slots import host_driver
 from kvpagoda.tiers.spec import TierSpec
+from raises import raises
 
 BIG = Layer(1, "state", (Recurrent((Rows("r", (40, 35), "float32"),)),))  # 5,600 bytes: 11 blocks of full attention
 WIDE = Layer(
@@ -97,5 +98,5 @@ def test_blocks_and_checkpoints_are_loaded_in_the_time_of_their_bytes(
 
 
 def test_a_tier_too_small_for_a_block_is_refused() -> None:
-    with pytest.raises(BadInput, match="tier 'host' of 100 holds no block of 512 bytes"):
+    with raises(BadInput, needed=512, available=100):
         simulate(requests(1), MODELS["states"], "48KiB", costs=FREE, tiers={"host": 100}, tokens_per_id=16)

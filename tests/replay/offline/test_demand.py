@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from mixes import trace_of
 
 from kvpagoda import BadInput, Schema
@@ -14,6 +13,7 @@ from kvpagoda.replay.offline.demand import Needs, Texts, demand_of, held_by_runn
 from kvpagoda.replay.offline.lives import Lives
 from kvpagoda.schema import FULL, Attention, Compressed, Growth, Layer, Recurrent, Rows
 from kvpagoda.schema.kinds import LayerKind
+from raises import raises
 
 
 def test_running_requests_hold_what_they_share_once() -> None:
@@ -73,6 +73,6 @@ def test_the_needs_of_a_schema() -> None:
 def test_ids_of_several_sizes_are_refused() -> None:
     request = {"timestamp": 0, "input_length": 5, "output_length": 1}
     trace = Trace.read([{**request, "hash_ids": [1, 2], "block_tokens": [2, 3]}])
-    with pytest.raises(BadInput, match="stand for 2 to 3 tokens") as error:
+    with raises(BadInput, needed=2, available=3) as error:
         Texts(trace, 512)
     assert (error.value.needed, error.value.available) == (2, 3) and error.value.hint

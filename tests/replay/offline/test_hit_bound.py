@@ -18,6 +18,7 @@ from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, NEMOTRON_H_8B, QWEN3
 from kvpagoda import BadInput, NeverFits, Schema
 from kvpagoda.replay import Trace, hit_bound, replay, serve, synthetic
 from kvpagoda.units import parse_bytes
+from raises import raises
 
 LLAMA = dict(
     model_type="llama", num_hidden_layers=8, hidden_size=1024, num_attention_heads=8, num_key_value_heads=8,
@@ -104,16 +105,19 @@ def test_it_says_how_far_it_is() -> None:
 
 def test_bad_arguments() -> None:
     trace, schema = synthetic(5), layers_of(LLAMA)
-    for settings, message in (
-        ({"budget": "many"}, "cannot read 'many' as a size"), ({"max_requests": 0}, "max_requests"),
-        ({"tokens_per_id": 0}, "tokens_per_id"), ({"rounds": -1}, "rounds"), ({"checkpoint_every": -1}, "checkpoint_every"),
+    for settings, figures in (
+        ({"budget": "many"}, {"needed": "many"}),
+        ({"max_requests": 0}, {"field": "max_requests", "needed": 0, "available": 1}),
+        ({"tokens_per_id": 0}, {"field": "tokens_per_id", "needed": 0, "available": 1}),
+        ({"rounds": -1}, {"field": "rounds", "needed": -1, "available": 0}),
+        ({"checkpoint_every": -1}, {"field": "checkpoint_every", "needed": -1, "available": 0}),
     ):  # fmt: skip
-        with pytest.raises(BadInput, match=message):
+        with raises(BadInput, **figures):
             hit_bound(trace, schema, **{"budget": "1GiB", **settings})
-    with pytest.raises(NeverFits, match="raise the budget"):
+    with raises(NeverFits, needed=1048576, available=100):
         hit_bound(trace, schema, "100")
     sized = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1, 2], "block_tokens": [2, 3]}
-    with pytest.raises(BadInput, match="ids of one number of tokens"):
+    with raises(BadInput, needed=2, available=3):
         hit_bound(Trace.read([sized]), schema, "1GiB")
 
 

@@ -35,8 +35,8 @@ def rows_of(name: str, cache: Tensor, num_blocks: int) -> Tensor:
             raise LayoutError(
                 f"the bytes of a block of layer {name} are not together (shape {list(cache.shape)}, strides "
                 f"{cache.stride()}); set VLLM_KV_CACHE_LAYOUT to LBHNC, LBNHC, BLHNC or BLNHC",
-                rule="blocks",
-            )
+                rule="blocks", needed=dense, available=stride,
+            )  # fmt: skip
         dense *= size
     width = cache.element_size()
     rows = torch.empty(0, dtype=torch.uint8, device=cache.device)

@@ -84,14 +84,16 @@ def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
         if index not in cacheable or not names & _SERVED or names & _REFUSED:
             raise SchemaError(
                 f"group {index} of this model ({type(specs[0]).__name__}, {len(group.layer_names)} layers) cannot be stored "
-                f"for other requests; run this model without KvpagodaConnector"
-            )
+                f"for other requests; run this model without KvpagodaConnector",
+                needed=type(specs[0]).__name__, available=index,
+            )  # fmt: skip
         mode = getattr(specs[0], "mamba_cache_mode", "")
         if mode == "none":
             raise SchemaError(
                 "the states of this model are not cached (mamba_cache_mode 'none'); start vLLM with "
-                "--enable-prefix-caching, which sets 'align'"
-            )
+                "--enable-prefix-caching, which sets 'align'",
+                field="mamba_cache_mode", needed="align", available=mode,
+            )  # fmt: skip
         nbytes = group.kv_cache_spec.page_size_bytes * (len(group.layer_names) if len(specs) == 1 else 1)
         window, chunk = (_most(specs, name) for name in ("sliding_window", "attention_chunk_size"))
         if all(hasattr(specs[0], name) for name in ("sliding_window", "attention_chunk_size")):

@@ -46,15 +46,17 @@ class Options:
         if self.load not in get_args(Loads):
             raise unknown_name("load", self.load, get_args(Loads))
         if self.weights is not None and not (isinstance(self.weights, str) and self.weights):
-            raise BadInput(f"weights are named by a text that is not empty, got {shown(self.weights)}")
+            text = f"weights are named by a text that is not empty, got {shown(self.weights)}"
+            raise BadInput(text, field="weights", needed=self.weights)
         prefix_root(b"", utf8(self.secret, "secret"))
         if self.record_nbytes is not None:
             parse_bytes(self.record_nbytes)
         if not self.tiers:
             raise BadInput(
                 "KvpagodaConnector stores nothing without tiers: give kv_connector_extra_config "
-                '{"tiers": ["disk:FOLDER:50GiB"]}, or host:4GiB, redis://HOST:PORT, mooncake://HOST:PORT'
-            )
+                '{"tiers": ["disk:FOLDER:50GiB"]}, or host:4GiB, redis://HOST:PORT, mooncake://HOST:PORT',
+                field="tiers", needed=1, available=0,
+            )  # fmt: skip
         self.specs()
 
     @property
@@ -72,13 +74,20 @@ class Options:
             settings = dict(tier) if isinstance(tier, Mapping) else {"tier": tier}
             text = settings.pop("tier", None)
             if not isinstance(text, str):
-                raise BadInput(f"a tier is a text such as 'host:4GiB', or has one as its 'tier'; got {shown(tier)}")
+                raise BadInput(
+                    f"a tier is a text such as 'host:4GiB', or has one as its 'tier'; got {shown(tier)}",
+                    field="tier", needed=type(text).__name__,
+                )  # fmt: skip
             if "record_nbytes" in settings:
-                raise BadInput(f"tier {text!r}: record_nbytes is one number for all tiers; give it beside tiers")
+                raise BadInput(
+                    f"tier {text!r}: record_nbytes is one number for all tiers; give it beside tiers",
+                    field="record_nbytes", needed=text,
+                )  # fmt: skip
             if settings.get("write", "commit") != "commit":
                 raise BadInput(
-                    f"tier {text!r}: vLLM does not say which blocks it evicts or reuses; leave write out, or 'commit'"
-                )
+                    f"tier {text!r}: vLLM does not say which blocks it evicts or reuses; leave write out, or 'commit'",
+                    field="write", needed=settings["write"], available="commit",
+                )  # fmt: skip
             made.append((text, {**settings, "write": "commit", "record_nbytes": 1}))
         return made
 
@@ -93,7 +102,9 @@ class Options:
                 made.append(tier_from_text(text, **settings))
             except TypeError as error:
                 known = [name for name in signature(TierSpec).parameters if name not in ("name", "make", *_FIXED)]
-                raise BadInput(f"tier {text!r}: {error}; a tier's settings are {', '.join(known)}") from None
+                raise BadInput(
+                    f"tier {text!r}: {error}; a tier's settings are {', '.join(known)}", needed=text
+                ) from None
         return made
 
 
@@ -104,8 +115,9 @@ def options_of(extra: Mapping[str, Any]) -> Options:
         if name in OF_THE_SCHEDULER:
             raise BadInput(
                 f"KvpagodaConnector has no option {name!r}; it is the scheduler's: "
-                """give it in --additional-config '{"kvpagoda": {..}}', with --scheduler-cls"""
-            )
+                """give it in --additional-config '{"kvpagoda": {..}}', with --scheduler-cls""",
+                needed=name, available="scheduler",
+            )  # fmt: skip
         if name not in known:
             raise unknown_name("option of KvpagodaConnector", name, known)
     return Options(**extra)

@@ -34,14 +34,16 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.policy in NEEDS_PRIORITIES:
-            raise BadInput(f"policy {self.policy!r} needs a priority of each text, and vLLM tells none; take another")
+            text = f"policy {self.policy!r} needs a priority of each text, and vLLM tells none; take another"
+            raise BadInput(text, field="policy", needed=self.policy)
         if self.policy not in POLICY_NAMES:
             known = tuple(name for name in POLICY_NAMES if name not in NEEDS_PRIORITIES)
             raise unknown_name("eviction policy", self.policy, known)
         if self.checkpoint_every is not None:
             whole_number(self.checkpoint_every, "checkpoint_every", 1)
         if real_number(self.promised, "promised") > 1:
-            raise BadInput(f"promised is a share of the blocks, 0 to 1, got {self.promised}")
+            text = f"promised is a share of the blocks, 0 to 1, got {self.promised}"
+            raise BadInput(text, field="promised", needed=self.promised, available=1)
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:
@@ -57,20 +59,21 @@ class Options:
                 raise BadInput.with_hint(
                     f"--additional-config says {name!r} beside {_KEY!r}, where nothing reads it",
                     f"options of kvpagoda stand inside {_KEY!r}: {_PLACE}",
-                    needed=name,
-                    available=(_KEY,),
-                )
+                    needed=name, available=(_KEY,),
+                )  # fmt: skip
             if name != _KEY and did_you_mean(name, (_KEY,)):
                 raise unknown_name("name in --additional-config", name, (_KEY,))
         said = config.get(_KEY, {})
         if not isinstance(said, Mapping):
-            raise BadInput(f"--additional-config says {_KEY}: {shown(said)}; it takes an object of options: {_PLACE}")
+            text = f"--additional-config says {_KEY}: {shown(said)}; it takes an object of options: {_PLACE}"
+            raise BadInput(text, needed=type(said).__name__)
         for name in said:
             if name in OF_THE_CONNECTOR:
                 raise BadInput(
                     f"the scheduler has no option {name!r}; it is the KV connector's: give it in "
-                    "kv_connector_extra_config of --kv-transfer-config"
-                )
+                    "kv_connector_extra_config of --kv-transfer-config",
+                    needed=name, available="connector",
+                )  # fmt: skip
             if name not in known:
                 raise unknown_name("option of kvpagoda in --additional-config", name, known)
         return cls(**said)
@@ -85,9 +88,8 @@ def check_version(found: str | None = None, option: str = "--scheduler-cls") -> 
         raise BadInput.with_hint(
             f"vLLM {found} is installed; {option} of kvpagoda supports {' and '.join(SUPPORTED)}",
             f"pip install 'vllm=={SUPPORTED[-1]}.*', or a newer kvpagoda, or start vLLM without {option}",
-            needed=SUPPORTED,
-            available=found,
-        )
+            needed=SUPPORTED, available=found,
+        )  # fmt: skip
 
 
 def _installed_version() -> str:

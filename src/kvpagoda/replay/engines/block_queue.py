@@ -54,7 +54,8 @@ class BlockQueue:
     def take(self, count: int) -> Blocks:
         """Remove the first ``count`` blocks and return them. There must be so many."""
         if count > self.num_free:
-            raise CheckFailed(f"{count} blocks asked of {self.num_free} free ones")
+            text = f"{count} blocks asked of {self.num_free} free ones"
+            raise CheckFailed(text, needed=count, available=self.num_free)
         found = np.empty(0, np.int32)
         width = count
         while len(found) < count:  # wider, because of gaps

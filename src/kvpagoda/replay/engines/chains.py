@@ -69,5 +69,6 @@ class Chains:
             request = int(np.searchsorted(trace.starts, odd[0], "right")) - 1
             raise BadInput(
                 f"{trace.name}: an id of request {request} follows the same ids as in another request, which stand for "
-                "another number of tokens there; blocks of tokens cannot be told apart by them"
+                "another number of tokens there; blocks of tokens cannot be told apart by them",
+                needed=request,
             )

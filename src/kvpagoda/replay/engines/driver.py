@@ -147,7 +147,8 @@ class Run:
                 break
         served.steps += 1
         if not moved and left == len(self.waiting) and served.preempted == before:
-            raise CheckFailed(f"step {served.steps} computed nothing, with {len(self.running)} running requests")
+            text = f"step {served.steps} computed nothing, with {len(self.running)} running requests"
+            raise CheckFailed(text, needed=served.steps, available=len(self.running))
         for request, (length, _) in [*self.running.items()]:
             if length == self.chains.totals[request]:
                 self.manager.stop(request, is_complete=True)

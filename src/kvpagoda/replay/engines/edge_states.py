@@ -36,9 +36,8 @@ def slots(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int]:
     kinds = [group.kind for group in groups]
     full, states = kinds.count("full"), kinds.count("state")
     if not full or not states or full + states < len(kinds):
-        raise BadInput(
-            f"SGLang's profile has full attention, and windows of one size or states, got {', '.join(kinds)}"
-        )
+        text = f"SGLang's profile has full attention, and windows of one size or states, got {', '.join(kinds)}"
+        raise BadInput(text, needed=tuple(kinds))
     blocks = round(num_blocks * 10) // round(full * (1 + RATIO) * 10)
     return blocks, int(blocks * full * 9 / (10 * states))
 

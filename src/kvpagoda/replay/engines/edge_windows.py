@@ -36,9 +36,8 @@ def pools(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int, int]:
     kinds = [group.kind for group in groups]
     sizes = {group.size for group in groups if group.kind == "window"}
     if kinds.count("full") < 1 or {*kinds} - {"full", "window"} or len(sizes) > 1:
-        raise BadInput(
-            f"SGLang's profile has full attention, and windows of one size, got {len(groups)} groups: {kinds}"
-        )
+        text = f"SGLang's profile has full attention, and windows of one size, got {len(groups)} groups: {kinds}"
+        raise BadInput(text, needed=tuple(kinds))
     if not sizes:
         return num_blocks // len(kinds), 0, 0
     full = int(num_blocks / (kinds.count("full") + RATIO * kinds.count("window")))

@@ -45,7 +45,8 @@ def divided(engine: str, groups: Sequence[Group], block_size: int, num_blocks: i
     if profile(engine).store == "edges" and Group("state") in groups:
         num_blocks, apart = edge_states.slots(num_blocks, groups)
         if edge_states.INTERVAL % block_size:
-            raise BadInput(f"with states SGLang's blocks divide {edge_states.INTERVAL} tokens, got {block_size}")
+            text = f"with states SGLang's blocks divide {edge_states.INTERVAL} tokens, got {block_size}"
+            raise BadInput(text, needed=block_size, available=edge_states.INTERVAL)
     elif profile(engine).store == "edges":
         num_blocks, apart, _ = edge_windows.pools(num_blocks, groups)
     return EnginePool(tuple(groups), block_size, num_blocks, 0, apart)
@@ -78,10 +79,12 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
     tokens = {nbytes // counts[growth] for growth, nbytes in taken.items() if not growth.is_state}
     state = max((nbytes // counts[growth] for growth, nbytes in taken.items() if growth.is_state), default=0)
     if len(tokens) != 1:
-        raise BadInput(f"{engine} has layers with as many bytes a token each; {plan.schema_name} has others")
+        text = f"{engine} has layers with as many bytes a token each; {plan.schema_name} has others"
+        raise BadInput(text, needed=1, available=len(tokens))
     token = tokens.pop()
     if state and not engine.startswith("vllm"):
-        raise BadInput(f"how {engine} divides {budget} among states and tokens is not known here; vLLM's way is")
+        text = f"how {engine} divides {budget} among states and tokens is not known here; vLLM's way is"
+        raise BadInput(text, needed=engine)
     if state:
         needed = _LEAST_BLOCK * ceil_div(state, _LEAST_BLOCK * token)
         if block_size not in (None, needed):

@@ -131,13 +131,16 @@ def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, b
     if not groups or (tuple(groups) != FULL and not has_states and not engine.startswith(("vllm", "sglang"))):
         raise BadInput(
             f"{engine} with {len(groups)} groups: at least one; of engines, only vLLM and SGLang have several kinds here, and "
-            "Dynamo's backend vllm full attention with states: full+state"
-        )
+            "Dynamo's backend vllm full attention with states: full+state",
+            needed=engine, available=len(groups),
+        )  # fmt: skip
     if retention != 0 and not engine.startswith("vllm"):
-        raise BadInput(f"{engine} with retention={retention}: a retention is vLLM's")
+        text = f"{engine} with retention={retention}: a retention is vLLM's"
+        raise BadInput(text, needed=engine, available=retention)
     kinds = {group.kind for group in groups}
     if retention and (whole_number(retention, "retention", 1) % block_size or kinds <= {"full", "chunk"}):
         text = "a multiple of the tokens of a block, for groups with windows or states"
         raise BadInput(
-            f"retention must be {text}; got {retention} with blocks of {block_size} and {', '.join(sorted(kinds))}"
-        )
+            f"retention must be {text}; got {retention} with blocks of {block_size} and {', '.join(sorted(kinds))}",
+            needed=retention, available=block_size,
+        )  # fmt: skip

@@ -142,7 +142,8 @@ def read_requests(source: Source, *, on_bad: OnBad | None = None, times: AgentTi
         try:
             records = iter(source)
         except TypeError:
-            raise BadInput(f"a trace is a path or an iterable of records, got {type(source).__name__}") from None
+            text = f"a trace is a path or an iterable of records, got {type(source).__name__}"
+            raise BadInput(text, needed=type(source).__name__) from None
         yield from _parsed(records, Records(times), "records", "record", counts)
     else:
         parse = Lines(times)
@@ -155,7 +156,8 @@ def read_requests(source: Source, *, on_bad: OnBad | None = None, times: AgentTi
                 with io.TextIOWrapper(raw, encoding="utf-8-sig", errors="replace") as lines:
                     yield from _parsed(_items(lines), parse, str(path), "line", counts)
     if counts.bad is not None and not counts.good:
-        raise BadInput(f"no line of {counts.bad.path} could be read; the first error: {counts.bad}")
+        text = f"no line of {counts.bad.path} could be read; the first error: {counts.bad}"
+        raise BadInput(text, needed=1, available=0)
 
 
 class _Counts:
@@ -171,7 +173,7 @@ def _files(path: Path) -> list[Path]:
     found = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     found = [file for file in found if file.is_file() and not (path.is_dir() and file.name.startswith("."))]
     if not found:
-        raise BadInput(f"no trace at {str(path)!r}; give a file, or a folder of files: {KNOWN}")
+        raise BadInput(f"no trace at {str(path)!r}; give a file, or a folder of files: {KNOWN}", needed=str(path))
     return found
 
 

@@ -23,7 +23,8 @@ class Heads:
     def __post_init__(self) -> None:
         if min(self.number, self.k_dim) < 1 or self.v_dim < 0:
             sizes = f"{self.number} K/V heads of {self.k_dim} and {self.v_dim} elements"
-            raise SchemaError(f"{sizes}; expected at least 1 of each: hidden_size may be less than num_attention_heads")
+            text = f"{sizes}; expected at least 1 of each: hidden_size may be less than num_attention_heads"
+            raise SchemaError(text, needed=1, available=min(self.number, self.k_dim))
 
 
 def grouped(c: Config, layer_type: str) -> Heads:
@@ -34,7 +35,8 @@ def grouped(c: Config, layer_type: str) -> Heads:
     queries = c.size("num_attention_heads")
     number = c.size_or("num_key_value_heads", queries)
     if queries % number:
-        raise SchemaError(f"num_attention_heads is {queries}; expected a multiple of num_key_value_heads = {number}")
+        text = f"num_attention_heads is {queries}; expected a multiple of num_key_value_heads = {number}"
+        raise SchemaError(text, field="num_attention_heads", needed=queries, available=number)
     dim = c.size("hidden_size") // queries if c.get("head_dim") is None else c.size("head_dim")
     return Heads(number, dim, dim, queries)
 

@@ -132,7 +132,8 @@ def exaone(c: Config, i: int) -> str:
     if not isinstance(pattern, str):
         return every("sliding_window_pattern")(c, i)
     if not pattern or {*pattern} - {"L", "G"}:
-        raise SchemaError(f"sliding_window_pattern is {pattern!r}; expected a number, or letters L and G")
+        text = f"sliding_window_pattern is {pattern!r}; expected a number, or letters L and G"
+        raise SchemaError(text, field="sliding_window_pattern", needed=pattern)
     return SLIDING if pattern[i % len(pattern)] == "L" and i < c.size("num_hidden_layers") - 1 else FULL
 
 
@@ -193,7 +194,8 @@ def nemotron_h(c: Config, i: int) -> str:
     letters = {"M": LINEAR, "E": MOE, "*": FULL, "-": MLP}
     letter = c.item("hybrid_override_pattern", i)
     if letter not in letters:
-        raise SchemaError(f"layer {i} of hybrid_override_pattern is {letter!r}; expected one of {', '.join(letters)}")
+        text = f"layer {i} of hybrid_override_pattern is {letter!r}; expected one of {', '.join(letters)}"
+        raise SchemaError(text, field="hybrid_override_pattern", needed=letter, available=i)
     return letters[letter]
 
 
@@ -207,10 +209,12 @@ def deepseek_v4(c: Config, i: int) -> str:
     """``compress_ratios`` has one number per layer, and may have one more for the prediction layer."""
     ratios, layers = c.get("compress_ratios"), c.size("num_hidden_layers")
     if not isinstance(ratios, list | tuple) or len(ratios) not in (layers, layers + 1):
-        raise SchemaError(f"compress_ratios is {ratios!r}; expected a list of {layers} or {layers + 1} numbers")
+        text = f"compress_ratios is {ratios!r}; expected a list of {layers} or {layers + 1} numbers"
+        raise SchemaError(text, field="compress_ratios", needed=layers, available=ratios)
     types = {0: SLIDING, 4: CSA, 128: HCA}
     if ratios[i] not in types:
-        raise SchemaError(f"layer {i} has compress ratio {ratios[i]!r}; expected one of {', '.join(map(str, types))}")
+        text = f"layer {i} has compress ratio {ratios[i]!r}; expected one of {', '.join(map(str, types))}"
+        raise SchemaError(text, field="compress_ratios", needed=ratios[i], available=tuple(types))
     return types[ratios[i]]
 
 
@@ -242,7 +246,8 @@ def recurrent_gemma(c: Config, i: int) -> str:
     pattern = c.get("block_types") or ()
     kinds = {"recurrent": LINEAR, "attention": SLIDING}
     if not isinstance(pattern, list | tuple) or not pattern or not kinds.keys() >= {*pattern}:
-        raise SchemaError(f"block_types is {pattern!r}; expected a list of {' and '.join(kinds)}")
+        text = f"block_types is {pattern!r}; expected a list of {' and '.join(kinds)}"
+        raise SchemaError(text, field="block_types", needed=pattern)
     return kinds[pattern[i % len(pattern)]]
 
 
@@ -349,8 +354,9 @@ def dory_loop(c: Config) -> tuple[range, int]:
     if c.get("n_recurrent_layers") is not None and c.size("n_recurrent_layers", 0) // blocks != len(looped):
         raise SchemaError(
             f"n_recurrent_layers is {c.get('n_recurrent_layers')}; expected {len(looped) * blocks}, the layers between the "
-            f"first and the last ones"
-        )
+            f"first and the last ones",
+            field="n_recurrent_layers", needed=len(looped) * blocks, available=c.get("n_recurrent_layers"),
+        )  # fmt: skip
     return looped, c.size("n_recurrent_loops")
 
 

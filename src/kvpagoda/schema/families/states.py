@@ -51,7 +51,8 @@ def inner_channels(c: Config) -> tuple[int, int]:
     channels = c.size("expand") * c.size("hidden_size") if c.get("state_channels") is None else c.size("state_channels")
     number = c.size("state_heads") if "state_heads" in c.fields else 1
     if channels % number:
-        raise SchemaError(f"{channels} channels cannot be divided into {c.spelled('state_heads')} = {number}")
+        text = f"{channels} channels cannot be divided into {c.spelled('state_heads')} = {number}"
+        raise SchemaError(text, field=c.spelled("state_heads"), needed=number, available=channels)
     return number, channels // number
 
 
