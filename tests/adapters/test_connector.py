@@ -108,7 +108,7 @@ def test_options() -> None:
         ({"tiers": [{"tier": "host:1GiB", "speed": 1}]}, {"needed": "host:1GiB"}),
         ({"tiers": [{"tier": "host:1GiB", "write": "evict"}]}, {"field": "write", "needed": "evict", "available": "commit"}),
         ({"tiers": [{"tier": "host:1GiB", "record_nbytes": 4}]}, {"field": "record_nbytes", "needed": "host:1GiB"}),
-        ({"tiers": ["host:1GiB"], "weights": ""}, {"field": "weights"}),
+        ({"tiers": ["host:1GiB"], "weights": ""}, {"field": "weights", "needed": ""}),
         ({"tiers": ["host:1GiB"], "checkpoint_tokens": -1}, {"field": "checkpoint_tokens", "needed": -1, "available": 0}),
         ({"tiers": ["host:1GiB"], "record_nbytes": "many"}, {"needed": "many"}),
         ({"tiers": ["host:1GiB"], "secret": "s" * 65}, {"field": "secret", "needed": 65, "available": 64}),

@@ -96,7 +96,7 @@ def test_what_has_no_room_changes_nothing() -> None:
     assert waiting.block_table == [] and len(text.block_table) == 2
     manager.check()
     manager.deallocate(text)
-    with raises(BadInput, needed=0):
+    with raises(BadInput, needed=text.seq_id):
         manager.deallocate(text)
 
 
@@ -106,7 +106,7 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
             BlockManager(*numbers)  # type: ignore[arg-type]
     manager = BlockManager(4, 2)
     text = start(manager, [1, 2, 3])
-    with raises(BadInput, needed=2, available=2):
+    with raises(BadInput, needed=text.seq_id, available=2):
         manager.allocate(text, 0)
     own, text.block_table = text.block_table, [2, 3]
     with pytest.raises(NotOwned):
