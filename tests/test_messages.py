@@ -1,4 +1,4 @@
-"""What a person reads when a call is wrong: whole texts, of the most common errors. Other tests ask for classes and figures."""
+"""What a person reads when a call is wrong: whole texts of the most common errors. Others ask for class and figures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvpagoda import KVCache, Limits, Schema, Sequence, errors
+from kvpagoda.handover import SharedMemory
 from kvpagoda.tiers import host_tier, tier_from_text
 
 LLAMA = dict(
