@@ -12,6 +12,8 @@
 # make browser  as root on Debian: chromium and Perfetto, for tests that open recordings and pages; without them those tests skip
 # make vllm   vLLM's CPU build in a folder of its own (some gigabytes, minutes), its tests and ours of kvpagoda inside it, and
 #             a short table of benchmarks/vllm_engine.py
+# make gpu    the tests that need a CUDA device: kernels that are installed (FlashInfer, flex_attention) read the cache's memory, a
+#             captured loop, models, tiers, sleep; what is missing is skipped, with the reason. torch for CUDA must be in .venv
 # make versions  the short tests of each extra, with the newest and with the oldest versions that pyproject.toml allows, each in a
 #             fresh environment: minutes; other sides alone: make versions WHICH=newest
 # make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip

@@ -2,10 +2,12 @@
 
 Every logit depends on every row that the attention reads through the block table, so that a wrong row gives a wrong
 token. Weights and arithmetic are float64, the cache is float32. The result of a request therefore does not depend on
-the other requests in the same step. A real engine has CUDA kernels in place of ``attend``, with the same inputs.
+the other requests in the same step. A real engine has CUDA kernels in place of ``attend_each``, with the same inputs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,14 +25,14 @@ CONFIG = dict(
 
 
 class TinyModel:
-    """``forward`` computes a step through a cache, ``recompute`` a whole text without one."""
+    """``forward`` computes a step through a cache, ``recompute`` a whole text without one. Its weights are on ``device``."""
 
-    def __init__(self, seed: int = 0, verify_width: int = 0) -> None:
+    def __init__(self, seed: int = 0, verify_width: int = 0, device: str = "cpu") -> None:
         self.schema = Schema.from_hf_config(CONFIG, dtype="float32", verify_width=verify_width)
         random = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, dtype=torch.float64, generator=random)
+            return torch.randn(*shape, dtype=torch.float64, generator=random).to(device)
 
         self.embedding, self.positions, self.head = drawn(VOCAB, HIDDEN), drawn(LONGEST, HIDDEN), drawn(HIDDEN, VOCAB)
         self.layers = [
@@ -52,9 +54,15 @@ class TinyModel:
             other.head,
         )
 
-    def forward(self, batch: Batch, tokens: np.ndarray) -> torch.Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        tokens: np.ndarray | torch.Tensor,
+        attend: Callable[[torch.Tensor, LayerView], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Write the rows of the step's new ``tokens``, int ``[T]``, and return the logits after each: float64
-        ``[T, VOCAB]``."""
+        ``[T, VOCAB]``. ``attend``: another attention than ``attend_each``."""
+        attend = attend or attend_each
         self.computed_tokens += len(tokens)
         x = self._embed(torch.as_tensor(tokens), batch.positions.long())
         for index, weights in enumerate(self.layers):
@@ -66,8 +74,8 @@ class TinyModel:
 
     def recompute(self, text: np.ndarray) -> torch.Tensor:
         """Return the logits after each token of ``text``, float64 ``[len(text), VOCAB]``, computed without a cache."""
-        positions = torch.arange(len(text))
-        x = self._embed(torch.as_tensor(text), positions)
+        positions = torch.arange(len(text), device=self.head.device)
+        x = self._embed(torch.as_tensor(text, device=self.head.device), positions)
         for layer, weights in zip(self.schema.layers, self.layers):
             q, k, v = _project(x, weights)
             assert layer.growth is not None
@@ -78,7 +86,7 @@ class TinyModel:
         return self.embedding[tokens.long()] + self.positions[positions]
 
 
-def attend(q: torch.Tensor, view: LayerView) -> torch.Tensor:
+def attend_each(q: torch.Tensor, view: LayerView) -> torch.Tensor:
     """Compute paged attention in plain torch: ``q``, float64 ``[T, HEADS, HEAD_DIM]``, over the rows that the block
     table of ``view`` names. Returns float64 ``[T, HIDDEN]``."""
     out = torch.zeros(len(q), HIDDEN, dtype=torch.float64)

@@ -8,13 +8,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-LINES = {"engine": 300}
+LINES = {"engine": 300, "gpu_engine": 240}
 """Example -> the most lines that it may have; 150 for all others."""
 
 
@@ -52,6 +53,7 @@ def test_all_examples_exist_and_are_short() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     names = {
         "engine",
+        "gpu_engine",
         "speculate",
         "rollouts",
         "agents",
@@ -126,6 +128,69 @@ def test_engine_detects_a_wrong_block() -> None:
         field[target] = field[source]
     whole.run()
     assert not tiny_model.is_exact(model, np.array(answer.text), 40)
+
+
+def test_gpu_engine_is_exact_while_requests_join_and_leave() -> None:
+    counts = told("gpu_engine")
+    assert counts["requests"] == counts["done"] == counts["exact"] == 20
+    assert counts["ended by the stop token"] > 0 < counts["cached prompt tokens"]
+    assert counts["written tokens"] / counts["steps"] > 4  # rows of a step in which a token is written; 6 at most
+
+
+class Held:
+    """A batch and its layers as a captured graph holds them: tensors at the addresses of one step, which it reads in all."""
+
+    def __init__(self, batch: Any) -> None:
+        self.positions, self.layers = batch.positions, []
+        for view in map(batch.layer, (0, 1)):
+            names = ("block_table", "cache_seqlens", "slot_mapping", "page_size", "step", "layer")
+            self.layers.append(HeldLayer(view["k"], view["v"], **{name: getattr(view, name) for name in names}))
+
+    def layer(self, index: int) -> Any:
+        return self.layers[index]
+
+
+class HeldLayer(SimpleNamespace):
+    def __init__(self, k: Any, v: Any, **arrays: Any) -> None:
+        super().__init__(**arrays)
+        self.fields = {"k": k, "v": v}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def write(self, **rows: Any) -> None:
+        for name, values in rows.items():
+            slots = self.slot_mapping
+            self.fields[name][slots // self.page_size, slots % self.page_size] = values
+
+
+@pytest.mark.parametrize("forgets", ["nothing", "block_table", "cache_seqlens", "slot_mapping"])
+def test_what_a_captured_step_reads_has_one_address_and_is_sent_before_it(forgets: str) -> None:
+    """Here each step computes over what the first one had. A loop that forgets to read an array, which sends it, is wrong."""
+    gpu_engine, tiny_model = example("gpu_engine"), example("tiny_model")
+    model = tiny_model.TinyModel()
+    engine = gpu_engine.Engine(model, "2MiB", 6)
+    compute, held = engine._compute, list[Held]()
+
+    def replay(batch: Any) -> None:
+        if not held:
+            held.append(Held(batch))
+        compute(held[0])
+
+    def launch(batch: Any) -> None:
+        for view in map(batch.layer, (0, 1)):
+            for name in {"block_table", "cache_seqlens", "slot_mapping"} - {forgets}:
+                getattr(view, name)
+        replay(batch)
+        engine.answers[engine.num_steps % 2].copy_(engine.chosen)
+
+    engine._compute = replay
+    if forgets != "nothing":
+        engine._launch = launch
+    requests = gpu_engine.serve(engine, 12, 30)
+    exact = [tiny_model.is_exact(model, np.array(one.text), one.prompt_length) for one in requests]
+    assert all(one.is_done for one in requests) and len(exact) == 12
+    assert all(exact) == (forgets == "nothing")
 
 
 def test_speculate() -> None:
