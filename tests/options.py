@@ -11,9 +11,8 @@ import numpy as np
 
 import kvpagoda.cache.core
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
+from kvpagoda.blocks.free_list import BlockPlaces, Ids, PlaceTable
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.blocks.places import BlockPlaces, PlaceTable
 from kvpagoda.cache.request import State
 
 

@@ -15,7 +15,7 @@ from kvpagoda import KVCache, Limits
 from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step_buffers import TableSnapshot
 from kvpagoda.cache.request import Request
-from kvpagoda.prefix.window_blocks import WindowBlocks
+from kvpagoda.prefix.hybrid import WindowBlocks
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
 HOME = str(Path(kvpagoda.__file__).parent)

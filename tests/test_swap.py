@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvpagoda import Limits, Retention
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache

@@ -17,18 +17,16 @@ from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.below import NoTiers
-from kvpagoda.cache.breakpoints import breakpoints_of
 from kvpagoda.cache.core import Core, Settings
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.lookup import Lookup, look_up, prefetch
+from kvpagoda.cache.lookup import AnyNamespace, Lookup, Reuse, look_up, prefetch
 from kvpagoda.cache.namespace import Media, Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin, PrefixCache
-from kvpagoda.cache.request import Request, buffer_of
-from kvpagoda.cache.reuse import AnyNamespace, Reuse
+from kvpagoda.cache.request import Request, breakpoints_of, buffer_of
 from kvpagoda.cache.sequence import Fence, Sequence, requests_of
 from kvpagoda.cache.settling import Settler
 from kvpagoda.cache.stats import CacheStats, stats_of

@@ -26,10 +26,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpagoda.cache.breakpoints import Breakpoint
-from kvpagoda.cache.lookup import checkpoint_at_divergence
-from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.reuse import AnyNamespace
+from kvpagoda.cache.lookup import AnyNamespace, checkpoint_at_divergence
+from kvpagoda.cache.request import Breakpoint, Tokens
 from kvpagoda.cache.sequence import Sequence, published_request
 from kvpagoda.cache.swap import Rate
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater

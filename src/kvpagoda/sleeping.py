@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from kvpagoda.blocks.free_list import BlockPlaces
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.sequence import Fence

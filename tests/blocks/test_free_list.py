@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpagoda.blocks import FreeList, FreeStack
-from kvpagoda.blocks.ids import IdSet
+from kvpagoda.blocks.free_list import IdSet
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
 from raises import raises
 

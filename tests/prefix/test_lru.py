@@ -9,7 +9,7 @@ from kvpagoda import KVCache
 from kvpagoda.cache.options import Limits, Retention
 from kvpagoda.cache.prefix_cache import checkpoint_cost
 from kvpagoda.prefix import Entry, PrefixTree
-from kvpagoda.prefix.lru import Clock
+from kvpagoda.prefix.order import Clock
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 _FULL = Attention(1, 8, 8, "float32")

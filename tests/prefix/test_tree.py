@@ -9,8 +9,7 @@ from plain_lru import LRU
 
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, RetryLater, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, PrefixTree
-from kvpagoda.prefix.children import Children
-from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.node import Children, Node
 from raises import raises
 
 

@@ -121,7 +121,7 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []
-    with patch.multiple("kvpagoda.cache.resume_points", _COARSE=settings.coarse, _SLACK=settings.slack):
+    with patch.multiple("kvpagoda.cache.prefix_cache", _COARSE=settings.coarse, _SLACK=settings.slack):
         made = partial(
             KVCache,
             schema, budget_of(settings, schema), block_size=settings.block_size,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
-from kvpagoda.blocks.ids import Ids, positive_numbers
+from kvpagoda.blocks.free_list import Ids, positive_numbers
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.prefix.tokens import as_tokens

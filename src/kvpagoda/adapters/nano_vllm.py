@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.prefix.tokens import as_tokens

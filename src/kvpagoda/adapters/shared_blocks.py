@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpagoda.blocks import FreeList
-from kvpagoda.blocks.ids import Ids, positive_numbers
+from kvpagoda.blocks.free_list import Ids, positive_numbers
 from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.prefix import EvictionPolicy, Match, PrefixTree
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from kvpagoda.batch.step import Step, StepRows
 from kvpagoda.batch.step_buffers import Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
+from kvpagoda.blocks.free_list import BlockNames
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State

@@ -19,10 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import FreeStack
+from kvpagoda.blocks.free_list import BlockPlaces, FreeStack, Ids
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.errors import CheckFailed
 
 NOBODY = -1

@@ -1,37 +1,351 @@
-"""How a request starts: it gets a slot, the blocks that it starts from, and room for its tokens.
+"""How a request starts and ends. To start, it gets a slot, the blocks that it starts from, and room for its tokens.
 
     open      what is cached of its prompt, or what tiers have  ──┐
     fork      what its parent holds                               ├──► hold ──► make room ──► fill ──► commit: it runs
     resume    what it had, or what is cached of its text        ──┘
 
-``cache/sources.py`` has what a request may start from. Each call does all of this; or it raises, and the request holds no
-slot, no block and no pin.
+Each call does all of this; or it raises, and the request holds no slot, no block and no pin. What it may start from are
+blocks that it shares with others, and what is copied into blocks of its own:
+
+    Cached     whole blocks of the prefix tree; copies of the block after them and of the states of a checkpoint
+    Loaded     whole blocks of the prefix tree; what tiers have after them
+    Swapped    what it left in the prefix tree when it was suspended; the rest from host memory
+    Forked     whole blocks of a running request; copies of its last block and its states
+
+Each keeps what it shares and copies from eviction (``hold``), and fills the request's own blocks (``fill``) before anybody
+owns them, so nothing that others see changes until ``Admission`` commits the start.
+
+A request ends by ``close``, with the last fence around it, or because nobody can name it any more. A fence means that a step
+or a copy of it is in flight: publishing and ``close`` wait for its end. A fence object or a sequence may be collected before
+that, in any thread, in the middle of any call: after an interrupt, or because a caller dropped it. Finalizers only append it
+to a list of ``Core``; the rest is done here, by later calls.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Sequence as Many
+from contextlib import nullcontext, suppress
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
-from kvpagoda.blocks.places import BlockPlaces
+import numpy as np
+
+from kvpagoda.blocks.free_list import BlockNames, BlockPlaces
 from kvpagoda.cache.below import Hit
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.ending import Ending
-from kvpagoda.cache.observing import observable
+from kvpagoda.cache.guard import observable
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.cache.settling import Settler
-from kvpagoda.cache.sources import Cached, Forked, Loaded, Source, Swapped
 from kvpagoda.cache.swap import Suspended
 from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Holding
 from kvpagoda.units import ceil_div
 
+# -- what a request starts from --------------------------------------------------------------------------------------
+
+_NONE = BlockNames(np.empty(0, np.int32))
+
+
+class Source(Protocol):
+    """What a request can start from."""
+
+    found: PrefixMatch
+    """How much of the text that is."""
+    shared: list[range]
+    """For each group: the columns of the text that are shared. The row of the group begins where its range begins, also
+    if the range is empty."""
+
+    scratch: int | None
+    """The index of the group of which ``fill`` needs one free block more, in ``own``, while it runs; None: of no group."""
+
+    def hold(self) -> tuple[Holding, list[BlockNames]]:
+        """Keep from eviction what is shared and copied; return the hold, and the names of the shared blocks of each group."""
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        """Copy or load into ``own``, by group the free blocks behind the shared ones, what the request starts from beyond
+        these. ``holding``: from ``hold``. Return what it can start from then; None if that is no more than without this
+        source."""
+
+
+class Cached:
+    """What was ``found`` in the prefix tree, in ``match``."""
+
+    scratch: int | None = None
+
+    def __init__(self, core: Core, match: Match, found: PrefixMatch) -> None:
+        self._core, self._match = core, match
+        self.found = found
+        self.shared = self._columns(found.resumable)
+        if core.prefix.index.optional:
+            self.found = found._replace(lacking_from=core.prefix.lacking_from(self.shared, found.resumable))
+
+    def _columns(self, num_tokens: int) -> list[range]:
+        """Return for each group the columns that are shared to go on after ``num_tokens`` tokens."""
+        core = self._core
+        if core.prefix.index.optional:
+            return core.prefix.index.columns(self._match, num_tokens)
+        return [part.span(num_tokens // core.block_size) for part in core.prefix.cached]
+
+    def hold(self) -> tuple[Holding, list[BlockNames]]:
+        core, match, index = self._core, self._match, self._core.prefix.index
+        whole, rest = divmod(self.found.resumable, core.block_size)
+        whole = min(whole, match.num_blocks)
+        windows = index.names_in(match.ids, self.shared)
+        holding = core.guard.change(index.hold, match, whole, windows, self.found.checkpoint, has_partial=rest > 0)
+        names = [_NONE] * len(core.groups)
+        if core.full is not None:
+            names[core.full.index] = BlockNames(match.ids[0, :whole])
+        for (group, _), read in zip(core.prefix.windows, windows):
+            names[group.index] = read
+        return holding, names
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        core, partial, checkpoint = self._core, holding.partial, self.found.checkpoint
+        if partial is not None and core.full is not None:
+            source = core.full.places_of(BlockNames(core.prefix.tree.last_ids(partial)[:1]))
+            rows = self.found.resumable % core.block_size
+            core.memory.copy(core.full.index, source, own[core.full.index][:1], rows)
+        if checkpoint is None:
+            core.states.reset(own)
+        else:
+            core.states.restore(core.prefix.kept[checkpoint].states, self.found.resumable, own)
+        return self.found
+
+
+class Loaded(Cached):
+    """What was ``found``, and what tiers have beyond it: the ``hit``, which ends further on."""
+
+    def __init__(self, core: Core, match: Match, found: PrefixMatch, hit: Hit) -> None:
+        end = hit.end * core.block_size
+        groups = {name: max(tokens, end) for name, tokens in found.groups.items()}
+        known = max(found.num_tokens, end)
+        limited_by = "nothing" if known == end else found.limited_by
+        super().__init__(core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable))
+        self._hit, self.scratch = hit, core.states.scratch
+
+    def _columns(self, num_tokens: int) -> list[range]:
+        core, num_blocks = self._core, num_tokens // self._core.block_size
+        whole = min(num_blocks, self._match.num_blocks)
+        columns = [part.span(num_blocks) for part in core.prefix.cached]
+        return [range(whole) if group is core.full else span[:0] for group, span in zip(core.groups, columns)]
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        core, found, hit = self._core, self.found, self._hit
+        whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
+        targets = own if self.scratch is not None else core.states.begin_at(found.resumable, own)
+        end = whole + core.tiers.load(hit, targets, whole)
+        core.states.loaded(found.resumable, own)
+        if core.full is None:
+            return found
+        lost = (hit.end - end // grid * grid) * core.block_size
+        if end < hit.end and (core.bounded or found.loaded <= lost):
+            return None
+        return found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
+
+
+class Swapped(Cached):
+    """The bytes of a ``suspended`` request, and what it left in the prefix tree, which ``match`` has."""
+
+    def __init__(self, core: Core, match: Match, suspended: Suspended) -> None:
+        self._suspended = suspended
+        found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
+        super().__init__(core, match, found)
+
+    def _columns(self, num_tokens: int) -> list[range]:
+        core, left = self._core, self._suspended.left_behind
+        return [
+            range(num_tokens // core.block_size) if group is core.full else left[group.index] for group in core.groups
+        ]
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        core, suspended = self._core, self._suspended
+        counts = [max(0, part.end - span.stop) for part, span in zip(suspended.parts, self.shared)]
+        targets = core.states.begin_at(suspended.length, own)
+        core.swap.copy_in(suspended, [places[:count] for places, count in zip(targets, counts)])
+        if core.states.group is not None and not counts[core.states.group.index]:
+            core.states.reset(own)
+        return self.found
+
+
+class Forked:
+    """What the running request ``parent`` holds."""
+
+    scratch: int | None = None
+
+    def __init__(self, core: Core, parent: Request) -> None:
+        self._core, self._parent, slot = core, parent, parent.slot
+        lacking = parent.lacking_from
+        self.found = PrefixMatch(parent.length, parent.length, "nothing", lacking_from=lacking)
+        self.shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
+
+    def hold(self) -> tuple[Holding, list[BlockNames]]:
+        core, parent = self._core, self._parent
+        names = [group.shared_names(parent.slot) for group in core.groups]
+        windows = [names[group.index] for group, _ in core.prefix.windows]
+        index = core.prefix.index
+        return core.guard.change(index.hold, parent.lease, parent.lease.num_blocks, windows), names
+
+    def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
+        states, slot = self._core.states, self._parent.slot
+        for group, span, places in zip(self._core.groups, self.shared, own):
+            if len(places) and group is not states.group:
+                last = group.places_between(slot, span.stop, span.stop + len(places))
+                rows = self.found.resumable - span.stop * group.block_size
+                self._core.memory.copy(group.index, last, places, min(rows, len(places) * group.block_size))
+        states.fork(slot, self.found.resumable, own)
+        return self.found
+
+
+# -- how a request ends ----------------------------------------------------------------------------------------------
+
 _log = logging.getLogger(__name__)
+
+
+class Ending:
+    """Closes the requests of ``core``, and counts the fences around them."""
+
+    def __init__(self, core: Core, settler: Settler) -> None:
+        self._core, self._settler = core, settler
+
+    @observable
+    def close(self, request: Request) -> None:
+        """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is
+        around it, only mark it as closing: the end of the last fence closes it."""
+        core, counters = self._core, self._core.counters
+        if request.rows is not None:
+            request.detach()
+        if request.num_fences and core.dropped_fences:
+            self.leave_dropped_fences()
+        if request.num_fences:
+            request.state = State.CLOSING
+            return
+        computed = request.own_length - request.match.resumable
+        if request.state is State.SUSPENDED:
+            core.guard.is_torn = True
+            core.swap.drop(core.suspended[request])
+            del core.suspended[request]
+            request.state, request.handle = State.CLOSED, None
+            core.guard.is_torn = False
+        else:
+            if request in core.waiting and (core.bounded or core.prefix.windows or core.tiers.levels):
+                self._settler.settle(request)
+            self._settler.ending(request)
+            core.release(request, last=self._settler.last_blocks(request))
+        counters.closed += 1
+        request.tally.computed += computed
+        if request.on_end is not None:
+            request.on_end(request)
+        self.tidy()
+
+    def close_dropped(self) -> bool:
+        """Close the requests whose sequences were collected, after leaving the fences that were. Return whether there
+        were any such requests or fences. O(requests).
+
+        Called where slots, blocks or swap memory are lacking. If it raises, the next such call does the rest."""
+        core = self._core
+        has_left = self.leave_dropped_fences()
+        num_dropped, before = len(core.dropped), core.counters.dropped
+        for request in [*core.running.values(), *core.suspended]:
+            if request.is_dropped:
+                self.close(request)
+                core.counters.dropped += 1
+                text = "a sequence of %d tokens was dropped without close(), and is closed now"
+                _log.warning(text, request.own_length)
+        for _ in range(num_dropped):
+            core.dropped.popleft()
+        return has_left or core.counters.dropped > before
+
+    def close_all(self) -> None:
+        """Close every request, running or suspended, except that those in a fence only end with it."""
+        self.leave_dropped_fences()
+        for request in [*self._core.running.values(), *self._core.suspended]:
+            if request.state is not State.CLOSING or not request.num_fences:
+                self.close(request)
+
+    def tidy(self) -> None:
+        """Poison freed blocks, and drop what is stale, now that blocks may have been freed."""
+        if self._core.memory.is_poisoning:
+            self._core.capacity.tidy()
+        if self._core.stale:
+            self.clear_stale()
+
+    def clear_stale(self) -> None:
+        """Drop the cached blocks of the stale namespaces that are not in use any more."""
+        core = self._core
+        waiting = {request.namespace for request in core.suspended}  # resumed requests may publish there again
+        for namespace in [*core.stale]:
+            with suppress(RetryLater):
+                core.capacity.forget(core.prefix.clear, namespace)
+                core.stale -= {namespace} - waiting
+
+    # -- fences ------------------------------------------------------------------------------------------------------
+
+    def check_unfenced(self, request: Request, what: str) -> None:
+        """Raise RetryLater if a fence is around ``request``, which therefore cannot be ``what``."""
+        if request.num_fences and self._core.dropped_fences:
+            self.leave_dropped_fences()
+        if request.num_fences:
+            text = f"slot {request.slot} has {request.num_fences} fences and cannot be {what}"
+            raise RetryLater.with_hint(text, "leave them first", available=request.num_fences)
+
+    def enter_fence(self, requests: Many[Request], fenced: list[Request]) -> None:
+        """Add one fence around each of ``requests``, and append each to ``fenced``. Raises StaleHandle, adding none."""
+        for request in requests:
+            request.check_running()
+        for request in requests:
+            request.num_fences += 1
+            fenced.append(request)
+
+    def leave_fence(self, fenced: list[Request], num_left: int = 0) -> None:
+        """Remove one fence around each request of ``fenced``, and the request from the list, from the last one on until
+        ``num_left`` are left; then do what waited for a last fence. An error in one request does not stop the others;
+        the first error is raised at the end."""
+        ended, errors = list[Request](), list[BaseException]()
+        while len(fenced) > num_left:
+            request = fenced[-1]
+            if request.num_fences == 1:
+                ended.append(request)
+            if request.num_fences:  # 0 after a reset
+                request.num_fences -= 1
+            fenced.pop()
+        for request in () if self._core.guard.is_torn else ended:  # ``reset`` will end them
+            try:
+                self._leave(request)
+            except BaseException as error:
+                errors.append(error)
+                if self._core.guard.is_torn:
+                    break
+                try:
+                    self._leave(request)  # once more: no later call but ``KVCache.close`` would do it
+                except BaseException as again:
+                    errors.append(again)
+        if errors:
+            raise errors[0]
+
+    def leave_dropped_fences(self) -> bool:
+        """Leave the fences that were collected inside their ``with`` block; return whether there were any. If it
+        raises, the next call does the rest."""
+        fences = self._core.dropped_fences
+        num_fences = len(fences)
+        for _ in range(num_fences):
+            self.leave_fence(fences[0])
+            fences.popleft()
+        return num_fences > 0
+
+    def _leave(self, request: Request) -> None:
+        """Do what waited for the last fence around ``request``: close it, or publish what it committed."""
+        if request.state is State.CLOSING:
+            self.close(request)
+        elif request.state is State.RUNNING and request in self._core.waiting:
+            request.detach()
+            self._settler.settle(request)
+
+
+# -- how a request starts --------------------------------------------------------------------------------------------
 
 
 class Admission:

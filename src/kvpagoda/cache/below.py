@@ -8,9 +8,8 @@ from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any, Protocol
 
+from kvpagoda.blocks.free_list import BlockPlaces, Ids
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix.hybrid import Freed, Kept

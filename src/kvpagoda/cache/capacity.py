@@ -20,13 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from kvpagoda.blocks.free_list import BlockPlaces
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.event_log import NoEvents
-from kvpagoda.cache.guard import Guard
-from kvpagoda.cache.observing import observable
+from kvpagoda.cache.guard import Guard, observable
 from kvpagoda.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.step_states import StepStates

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+from kvpagoda.blocks.free_list import BlockPlaces, Ids, places_for
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.below import NoHandOvers, NoTiers
 from kvpagoda.cache.capacity import Capacity
@@ -20,9 +19,8 @@ from kvpagoda.cache.event_log import TEXT, EventLog, Followed, NoEvents
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.options import Identity, Limits, Retention
-from kvpagoda.cache.prefix_cache import PrefixCache
+from kvpagoda.cache.prefix_cache import PrefixCache, ResumePoints
 from kvpagoda.cache.request import Request, State, TextPart
-from kvpagoda.cache.resume_points import ResumePoints
 from kvpagoda.cache.states import NoStates, States
 from kvpagoda.cache.step_states import StepStates
 from kvpagoda.cache.swap import Suspended, Swap

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.ids import AnyIds, Ids
-from kvpagoda.blocks.places import BlockNames
+from kvpagoda.blocks.free_list import AnyIds, BlockNames, Ids
 from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request

@@ -13,14 +13,12 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from kvpagoda.blocks.free_list import BlockPlaces, Ids, Int64s
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids, Int64s
-from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.admission import Admission
-from kvpagoda.cache.breakpoints import positions_of
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.observing import observable
-from kvpagoda.cache.request import Request
+from kvpagoda.cache.guard import observable
+from kvpagoda.cache.request import Request, positions_of
 from kvpagoda.cache.settling import Settler
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.prefix.tokens import TokenIds, as_tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.units import utf8, whole_number
 

@@ -8,13 +8,12 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from weakref import ref
 
-from kvpagoda.cache.breakpoints import Breakpoint
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.outcome import Outcome
 from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.cache.request import Request, State, Tokens
+from kvpagoda.cache.request import Breakpoint, Request, State, Tokens
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.prefix.tokens import TokenIds
 from kvpagoda.text import in_brackets

@@ -19,12 +19,11 @@ from itertools import islice
 
 import numpy as np
 
-from kvpagoda.blocks.places import BlockNames
+from kvpagoda.blocks.free_list import BlockNames
 from kvpagoda.cache.below import Hit
-from kvpagoda.cache.breakpoints import Breakpoints
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.cache.request import Request, TextPart
+from kvpagoda.cache.request import Breakpoints, Request, TextPart
 from kvpagoda.cache.step_states import Named
 from kvpagoda.errors import Exhausted
 from kvpagoda.prefix import Entry, Match

@@ -16,9 +16,8 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from kvpagoda.blocks.free_list import BlockNames, BlockPlaces, Ids
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.capacity import Capacity
 from kvpagoda.memory.no_memory import NoMemory
 

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import FreeStack
+from kvpagoda.blocks.free_list import FreeStack, Ids
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.memory.pages import Bytes

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.blocks.free_list import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned, unknown_name
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.memory.id_tensors import Device, default_device

@@ -11,7 +11,7 @@ from typing import SupportsIndex
 
 import torch
 
-from kvpagoda.blocks.ids import IdSet, positive_numbers
+from kvpagoda.blocks.free_list import IdSet, positive_numbers
 from kvpagoda.compat.deepseek_v4 import LayerSchema
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.arena import Arena, Device

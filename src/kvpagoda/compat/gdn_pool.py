@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.blocks.free_list import FreeList, positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
 from kvpagoda.memory.id_tensors import integers

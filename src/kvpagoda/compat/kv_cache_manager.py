@@ -16,8 +16,8 @@ import torch
 
 from kvpagoda.batch.step import Step
 from kvpagoda.blocks import FreeList, FreeStack
+from kvpagoda.blocks.free_list import positive_numbers
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool
 from kvpagoda.compat.deepseek_v4 import (
     BLOCK_SIZE_ORIGINAL_TOKENS,

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.blocks.free_list import positive_numbers
 from kvpagoda.compat.token_allocator import TokenToKVPoolAllocator
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.free_list import IdPool, grown
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.prefix.results import Lease, Match
+from kvpagoda.prefix.node import Lease, Match
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.prefix.tree import PrefixTree
 from kvpagoda.units import whole_number

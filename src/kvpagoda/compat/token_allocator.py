@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.blocks.ids import Ids, IdSet
+from kvpagoda.blocks.free_list import FreeList, Ids, IdSet
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
 from kvpagoda.memory.staging import Staging

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.cache.event_log import Followed
 from kvpagoda.cache.namespace import LEAST_MEDIA, MOST_MEDIA, with_media
 from kvpagoda.events.wire import Name
-from kvpagoda.prefix.children import Children
+from kvpagoda.prefix.node import Children
 from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.schema.fields import Growth
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.ids import AnyIds, Ids
+from kvpagoda.blocks.free_list import AnyIds, Ids
 from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Kept, Record, Renewed, Restart, Shared
 from kvpagoda.cache.namespace import LEAST_MEDIA, fields_of, owner_of
 from kvpagoda.events import wire

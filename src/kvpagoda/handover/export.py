@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvpagoda.blocks.places import BlockPlaces
+from kvpagoda.blocks.free_list import BlockPlaces
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request
 from kvpagoda.handover.checksums import algorithm, checksums_of

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.places import BlockPlaces
+from kvpagoda.blocks.free_list import BlockPlaces
+from kvpagoda.cache.admission import Cached
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.cache.sources import Cached
 from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.fetched import Given
 from kvpagoda.handover.recut import Recut, is_same

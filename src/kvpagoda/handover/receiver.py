@@ -17,9 +17,9 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.lifecycle import Lifecycle
+from kvpagoda.cache.lookup import AnyNamespace
 from kvpagoda.cache.namespace import Namespace
 from kvpagoda.cache.request import Request, buffer_of
-from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, HandoverMiss, RetryLater, TicketRefused
 from kvpagoda.handover.content import GroupPlace, content_of, places_of

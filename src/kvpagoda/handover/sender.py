@@ -20,11 +20,10 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.cache.below import NoHandOvers
-from kvpagoda.cache.guard import either_way, exclusive
+from kvpagoda.cache.guard import either_way, exclusive, observe
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.observing import observe
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm

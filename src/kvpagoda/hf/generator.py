@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.ids import positive_numbers
-from kvpagoda.cache.breakpoints import Breakpoint, breakpoints_of
-from kvpagoda.cache.request import Tokens
+from kvpagoda.blocks.free_list import positive_numbers
+from kvpagoda.cache.request import Breakpoint, Tokens, breakpoints_of
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.breakpoints import Breakpoints, breakpoints_of
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.lookup import read_ahead
+from kvpagoda.cache.lookup import AnyNamespace, Reuse, read_ahead
 from kvpagoda.cache.outcome import Outcome
-from kvpagoda.cache.request import Request
-from kvpagoda.cache.reuse import AnyNamespace, Reuse
+from kvpagoda.cache.request import Breakpoints, Request, breakpoints_of
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.hints.envelope import Action, Payload, is_known, read_envelope
 from kvpagoda.hints.keep import Keep

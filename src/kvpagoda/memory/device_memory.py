@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.kernels.flatten_table import flatten_table

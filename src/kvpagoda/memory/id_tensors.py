@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from kvpagoda.blocks.ids import AnyIds
+from kvpagoda.blocks.free_list import AnyIds
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.memory.staging import Staging
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Many
 from math import ceil, gcd
 from typing import TYPE_CHECKING, Any
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.memory.copies import Noted
 from kvpagoda.memory.pages import Bytes, pages

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.memory.copies import Copy, Noted
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.memory.pages import Bytes

@@ -8,7 +8,7 @@
     kvpagoda.suspend    a request is moved to host memory
     kvpagoda.resume     it is restored, or starts again
 
-The spans wrap the calls that ``kvpagoda.cache.observing`` lists. A cache that is not traced runs none of this code.
+The spans wrap the calls that ``kvpagoda.cache.guard`` lists. A cache that is not traced runs none of this code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.observing import observe
+from kvpagoda.cache.guard import observe
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import Exhausted, HandoverMiss, MissingExtra
 from kvpagoda.kv_cache import KVCache

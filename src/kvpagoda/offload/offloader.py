@@ -21,13 +21,12 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.blocks.free_list import BlockNames, BlockPlaces, Ids
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.below import NoTiers
 from kvpagoda.cache.event_log import EventLog
+from kvpagoda.cache.guard import observable
 from kvpagoda.cache.namespace import Media
-from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks

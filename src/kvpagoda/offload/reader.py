@@ -21,9 +21,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.observing import observable
+from kvpagoda.cache.guard import observable
 from kvpagoda.cache.swap import Rate
 from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.offload.hit import Prefetch, Record, TierHit, num_needed

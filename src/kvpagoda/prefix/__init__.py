@@ -1,8 +1,8 @@
 """WHICH prefixes exist: the prefix tree (a radix tree on int32 arrays), checkpoints."""
 
 from kvpagoda.policies import POLICY_NAMES, EvictionPolicy, as_policy, policy_name
-from kvpagoda.prefix.lru import Entry
-from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
+from kvpagoda.prefix.node import Evicted, Inserted, Lease, Match
+from kvpagoda.prefix.order import Entry
 from kvpagoda.prefix.tree import PrefixTree
 
 __all__ = [

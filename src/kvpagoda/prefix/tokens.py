@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import Ids
 from kvpagoda.errors import BadInput
 
 TokenIds = Collection[int | np.integer[Any]]

@@ -1,26 +1,376 @@
-"""The prefix tree: which texts are cached, in which blocks, and which of these blocks are evicted next."""
+"""The prefix tree: which texts are cached, in which blocks, and which of these blocks are evicted next.
+
+insertion   blocks below a node or along cached blocks, and the ids that the tree owns then
+leases      how many blocks of each node they pin, counted as leases open, grow and close
+eviction    from the leaves in the order of the policy, or all of a namespace at once
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.errors import BadInput, RetryLater, StaleHandle
+from kvpagoda.blocks.free_list import Ids, grown
+from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
 from kvpagoda.policies import as_policy
 from kvpagoda.policies.protocol import EvictionPolicy
-from kvpagoda.prefix import eviction
-from kvpagoda.prefix.checkpoints import Checkpoints
-from kvpagoda.prefix.descend import Descent, descend, put_ids_above, read_ids_above
-from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
-from kvpagoda.prefix.insertion import Inserter, OwnedIds
-from kvpagoda.prefix.invariants import prove_counts, prove_ids, prove_pins, prove_shape
-from kvpagoda.prefix.leases import Leases
-from kvpagoda.prefix.lru import Clock, Entry, LRUOrder
-from kvpagoda.prefix.node import Node, Roots, nodes_below
-from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
+from kvpagoda.prefix.node import (
+    Children,
+    Descent,
+    Evicted,
+    Inserted,
+    Lease,
+    Mask,
+    Match,
+    Node,
+    Roots,
+    arrays_of,
+    descend,
+    nodes_below,
+    prove_counts,
+    prove_ids,
+    prove_pins,
+    prove_shape,
+    put_ids_above,
+    read_ids_above,
+)
+from kvpagoda.prefix.order import Checkpoints, Clock, Entry, EvictionOrder, LRUOrder, PolicyOrder
 from kvpagoda.units import whole_number
+
+# -- insertion -------------------------------------------------------------------------------------------------------
+
+
+class OwnedIds:
+    """One flag for each id of each group: ``flags`` bool ``[num_groups, more than the largest id]``.
+
+    Arguments are int32 ``[num_groups, n]``; 0 is no id and is ignored.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self.flags = np.zeros((num_groups, 64), np.bool_)
+
+    def prove_new(self, ids: Ids) -> None:
+        """Prove that none of ``ids`` is owned or named twice. O(n log n).
+
+        Raises NotOwned for an id that is, and BadInput for a negative id.
+        """
+        if not ids.size:
+            return
+        top = int(ids.view(np.uint32).max())
+        if top >= 2**31:
+            raise BadInput(f"block ids are at least 1, 0 for none, got {ids.min()}")
+        self.flags = grown(self.flags, top + 1)
+        for group, row in enumerate(ids):
+            owned = self.flags[group, row]
+            if owned.any():
+                text = f"the tree owns id {row[owned][0]} of group {group} already; a block is in one place"
+                raise NotOwned(text, needed=int(row[owned][0]), available="owned")
+            if len(row) > 1:
+                named = np.sort(row)
+                again = named[1:][(named[1:] == named[:-1]) & (named[1:] > 0)]
+                if len(again):
+                    text = f"id {again[0]} is named twice in group {group}; a block is in one place"
+                    raise NotOwned(text, needed=int(again[0]), available="twice")
+
+    def add(self, ids: Ids) -> None:
+        """Mark ``ids``, which were proven new, as owned."""
+        self._set(ids, True)
+
+    def remove(self, ids: Ids) -> None:
+        """Mark ``ids`` as not owned."""
+        self._set(ids, False)
+
+    def _set(self, ids: Ids, owned: bool) -> None:
+        for flags, row in zip(self.flags, ids):
+            flags[row] = owned
+            flags[0] = False
+
+
+class Inserter:
+    """The insertion part of a tree: adds blocks below ``roots`` and registers them with the eviction ``order``.
+
+    ``owned``: the ids that the tree owns, or None if the tree does not prove ids.
+    """
+
+    def __init__(self, block_size: int, roots: Roots, order: EvictionOrder, owned: OwnedIds | None) -> None:
+        self._block_size, self._roots, self._order, self._owned = block_size, roots, order, owned
+        self._is_keyed = order.num_rows > 0
+
+    def attach(
+        self,
+        node: Node,
+        depth: int,
+        first: bytes,
+        tokens: Ids,
+        ids: Ids,
+        text: Ids | None,
+        priority: int,
+        is_late: bool,
+        entry: Entry | None,
+    ) -> Node:
+        """Insert new blocks below ``node``, which ends at ``depth``, and return the node that ends with them.
+
+        ``first``: the tokens of the first of these blocks, as bytes. If this raises, nothing has changed.
+        """
+        order, n, size = self._order, ids.shape[1], self._block_size
+        if self._is_keyed:
+            ids = np.concatenate((ids, order.prepare(node, tokens, n)))
+        if node.children or node.root is not None or not node.has_room(n, text):
+            child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
+            if self._is_keyed:
+                order.add(ids, priority)
+            if node.root is not None and not node.pins:  # nothing can fail from here on
+                self._roots[node.root[1]] = node
+            node.put_child(child)
+            if node.leaf >= 0:
+                order.mark(node)
+            node = child
+        else:
+            if self._is_keyed:
+                node.make_room(n)
+                order.add(ids, priority)
+            node.append(tokens, ids, text)
+        order.added(node, n, is_late, entry)
+        return node
+
+    def along(
+        self,
+        node: Node,
+        covered: int,
+        tokens: Ids,
+        blocks: Ids,
+        text: Ids | None,
+        priority: int,
+        is_late: bool,
+        entry: Entry | None,
+    ) -> tuple[Node, int, Ids, Mask]:
+        """Insert blocks behind the ``covered`` blocks that end in ``node``, where some of them may be cached already.
+
+        Returns the node that ends with the blocks, the number of blocks added, the ids that the tree owns for all of
+        them, and the mask of duplicates. A cached block that lacks the ids of some groups takes them.
+        """
+        way = descend(node, covered, tokens, to_the_token=False)
+        node, have = way.node, way.depth - covered
+        there = np.zeros_like(blocks)
+        there[:, :have] = way.ids(len(blocks))
+        given = np.where(blocks == there, 0, blocks)
+        if self._owned is not None:
+            self._owned.prove_new(given)
+        duplicates = (given != 0) & (there != 0)
+        own, given = np.where(there == 0, blocks, there), np.where(duplicates, 0, given)
+        if have < blocks.shape[1]:
+            if way.depth < node.end:
+                node = way.path[-1] = node.split(way.depth)
+            rest = tokens[have * self._block_size :]
+            first = rest[: self._block_size].tobytes()
+            node = self.attach(node, way.depth, first, rest, own[:, have:], text, priority, is_late, entry)
+        if self._owned is not None:  # nothing can fail from here on
+            self._owned.add(given)
+        way.put_ids(own)
+        return node, blocks.shape[1] - have, own, duplicates
+
+
+# -- leases ----------------------------------------------------------------------------------------------------------
+
+
+class Leases:
+    """The open leases of one tree. Nothing here can fail.
+
+    ``num_pinned``: blocks that at least one lease covers. ``num_open``: open leases.
+    """
+
+    def __init__(self, tree: object, order: EvictionOrder) -> None:
+        self._tree, self._order = tree, order
+        self.num_pinned = self.num_open = 0
+
+    def open(self, node: Node, depth: int) -> Lease:
+        """Open a lease of the blocks up to ``depth``, which lies in ``node``. O(nodes that were not pinned before)."""
+        lease = Lease(self._tree, node, depth)
+        self.num_open += 1
+        self._tie(lease, node)
+        return lease
+
+    def extend(self, lease: Lease, node: Node, depth: int) -> None:
+        """Extend ``lease`` to end at ``depth`` in ``node``, at or below its present end."""
+        old, lease.num_blocks = lease.node, depth
+        if node is old:
+            if depth - node.start > node.num_pinned:
+                self._cover(node, depth - node.start)
+            return
+        lease.node = node
+        old.leases.remove(lease)
+        self._tie(lease, node)
+        old.pins -= 1
+
+    def close(self, lease: Lease, node: Node) -> Node | None:
+        """Close ``lease``, which ends in ``node``; return the root if nothing below it is pinned any more, else None.
+
+        O(nodes that are not pinned any more).
+        """
+        lease.is_open = False
+        node.leases.remove(lease)
+        self.num_open -= 1
+        while True:
+            node.pins -= 1
+            covered = node.covered() if node.pins else 0
+            if covered < node.num_pinned:
+                self.num_pinned += covered - node.num_pinned
+                node.num_pinned = covered
+                self._order.mark(node)
+            if node.pins:
+                return None
+            if node.parent is None:
+                return node
+            node = node.parent
+
+    def _tie(self, lease: Lease, node: Node) -> None:
+        """Let ``lease`` end in ``node``, and pin everything above it."""
+        node.put_lease(lease)
+        node.pins += 1
+        self._cover(node, lease.num_blocks - node.start)
+        while node.pins == 1 and node.parent is not None:
+            node = node.parent
+            node.pins += 1
+            if node.num_pinned < node.num_blocks:
+                self._cover(node, node.num_blocks)
+
+    def _cover(self, node: Node, num_blocks: int) -> None:
+        """Pin at least the first ``num_blocks`` blocks of ``node``."""
+        if num_blocks > node.num_pinned:
+            self.num_pinned += num_blocks - node.num_pinned
+            node.num_pinned = num_blocks
+            if node.leaf >= 0:
+                self._order.mark(node)
+
+
+# -- eviction --------------------------------------------------------------------------------------------------------
+
+
+def end_of(node: Node, depth: int) -> list[tuple[Node, int]]:
+    """Return the nodes up to ``depth``, which lies in ``node``, that no lease and no other text uses: the deepest first,
+    each with its number of blocks, as ``EvictionOrder.victims`` yields them. O(nodes)."""
+    found: list[tuple[Node, int]] = []
+    if depth < node.end:
+        return found  # a text goes on there
+    while node.parent is not None and not node.num_pinned and len(node.children) == bool(found):
+        found.append((node, node.num_blocks))
+        node = node.parent
+    return found
+
+
+def emptied(victims: list[tuple[Node, int]]) -> Iterator[tuple[Node, int]]:
+    """Yield ``victims``, and empty each after its blocks were evicted: a queue may still refer to it."""
+    for node, count in victims:
+        yield node, count
+        node.cut(0)
+
+
+def evict_leaves(
+    order: EvictionOrder, checkpoints: Checkpoints, ids: Ids, victims: Iterable[tuple[Node, int]] | None = None
+) -> tuple[int, list[int], list[Node]]:
+    """Evict one block for each column of ``ids``, int32 ``[rows, n]``, and write its ids there in that order.
+
+    ``victims``: the nodes whose last blocks are evicted, each with how many (None: in the order of ``order``). At least n
+    blocks must be evictable. Returns the number of evicted blocks, the state ids of their checkpoints, and
+    the roots without any node left. A step that fails has no effect: the blocks evicted before it are returned, and the
+    error is raised only if there are none.
+    """
+    done = 0
+    states: list[int] = []
+    bare: list[Node] = []
+    parts: list[Ids] = []
+    alone: list[int] = []  # ids of nodes of one block: joining thousands of short arrays is slow
+    is_plain = len(ids) == 1 and not order.num_rows
+    try:
+        for node, count in order.victims(ids.shape[1]) if victims is None else victims:
+            is_whole = count == node.num_blocks
+            try:
+                if is_plain and is_whole and count == 1:
+                    alone.append(node.ids.item())
+                else:
+                    if alone:
+                        parts.append(np.array([alone], np.int32))
+                        alone = []
+                    part = node.ids[:, : -count - 1 : -1]
+                    if not is_whole or order.num_rows:
+                        order.remove(node, count)
+                    parts.append(part)
+            except BaseException:
+                order.put_back(node)
+                raise
+            done += count
+            if node.checkpoints is not None and node.checkpoints.all:
+                states += checkpoints.drop_after(node, node.end - count)
+            above = node.parent
+            if not is_whole:
+                node.cut(node.num_blocks - count)
+                order.mark(node)
+            elif above is not None:
+                above.children.take(node.first)
+                if above.root is None:
+                    _join(order, above)
+                elif not above.children:
+                    bare.append(above)
+    except Exception:
+        if not done:
+            raise
+    if done < ids.shape[1]:
+        ids = ids[:, :done]
+    if alone:
+        ids[0, done - len(alone) :] = alone
+        ids = ids[:, : done - len(alone)]
+    if parts:
+        try:
+            np.concatenate(parts, 1, ids)
+        except MemoryError:
+            _copy(parts, ids)
+    return done, states, bare
+
+
+def clear_roots(
+    order: EvictionOrder, checkpoints: Checkpoints, roots: list[Node], num_rows: int
+) -> tuple[Ids, list[int]]:
+    """Remove all nodes below ``roots``. If this raises, nothing has changed.
+
+    Returns the ids int32 ``[num_rows, n]``, children before their parents, and the state ids of the checkpoints.
+    """
+    nodes = [node for root in roots for node in reversed(list(nodes_below(root))) if node is not root]
+    ids = np.empty((num_rows, sum(node.num_blocks for node in nodes)), np.int32)
+    _copy([node.ids[:, ::-1] for node in nodes], ids)
+    order.clear(nodes)
+    states: list[int] = []
+    for node in nodes:
+        if node.checkpoints is not None:
+            states += checkpoints.drop_after(node, node.start)
+        node.cut(0)  # a queue may still refer to it
+        node.children = Children()
+    for root in roots:
+        root.children = Children()
+    return ids, states
+
+
+def _copy(parts: list[Ids], ids: Ids) -> None:
+    """Write ``parts`` into ``ids`` one after the other, without allocating memory."""
+    done = 0
+    for part in parts:
+        ids[:, done : done + part.shape[1]] = part
+        done += part.shape[1]
+
+
+def _join(order: EvictionOrder, node: Node) -> None:
+    """Update ``node``, which lost a child: mark it if it is a leaf now, or merge it with its only child."""
+    if not node.children:
+        order.mark(node)
+    elif len(node.children) == 1:
+        (below,) = node.children.values()
+        if below.num_blocks <= 2 * node.num_blocks:  # a long child is not merged: merging copies it
+            with suppress(MemoryError):  # without memory they stay two nodes
+                below.merge(node)
+
+
+# -- the tree --------------------------------------------------------------------------------------------------------
 
 _INT32 = np.dtype(np.int32)
 _TO_EVICT = "the number of blocks to evict"
@@ -225,7 +575,7 @@ class PrefixTree:
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         evictable = self.num_cached - self._leases.num_pinned
         ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
-        done, states, bare = eviction.evict(self._order, self.checkpoints, ids, victims)
+        done, states, bare = evict_leaves(self._order, self.checkpoints, ids, victims)
         if done:
             self.num_cached -= done
             self._removals += 1
@@ -236,8 +586,8 @@ class PrefixTree:
     def evict_end(self, at: Match | Lease) -> Evicted:
         """Evict the blocks at the end of what ``at`` covers that no lease and no other text uses, whatever their age.
         O(nodes behind it). Raises as ``pin`` does."""
-        victims = eviction.end_of(*self._locate(at))
-        return self.evict(sum(count for _, count in victims), eviction.emptied(victims))
+        victims = end_of(*self._locate(at))
+        return self.evict(sum(count for _, count in victims), emptied(victims))
 
     def oldest(self) -> int | None:
         """Return when the block that is evicted next was last used, by the clock of ``checkpoints``. None if no block
@@ -266,7 +616,7 @@ class PrefixTree:
             num_open = sum(len(node.leases) for root in roots for node in nodes_below(root))
             text = f"{num_open} leases are open in what is to be cleared; unpin them first"
             raise RetryLater(text, needed=0, available=num_open)
-        ids, states = eviction.clear(self._order, self.checkpoints, roots, self._num_rows)
+        ids, states = clear_roots(self._order, self.checkpoints, roots, self._num_rows)
         self.num_cached -= ids.shape[1]
         for root in roots:
             self._roots.drop(root)

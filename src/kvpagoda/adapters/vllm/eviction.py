@@ -20,8 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from kvpagoda.blocks.free_list import IdPool
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.free_list import IdPool, Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import EvictionPolicy
 

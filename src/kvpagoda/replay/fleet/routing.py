@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.blocks.places import BlockNames
+from kvpagoda.blocks.free_list import BlockNames
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import unknown_name
