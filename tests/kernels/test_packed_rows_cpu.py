@@ -174,7 +174,7 @@ def test_heads_of_every_model_are_written_and_read(format, head_dim, monkeypatch
     rows = torch.randn(len(SLOTS), 2 * 2 * head_dim, generator=torch.Generator().manual_seed(head_dim)).bfloat16()
     pages, out = torch.zeros(3, PAGE * 2 * 2 * (head_dim + 4), dtype=torch.uint8), torch.zeros(rows.shape)
     if format == "gqa_int4_group" and head_dim % 32:
-        with raises(LayoutError, needed=80, available=32, rule="size"):
+        with raises(LayoutError, needed=head_dim, available=32, rule="size"):
             append_rows(rows, torch.tensor(SLOTS), pages, format, **how)
         return
 
