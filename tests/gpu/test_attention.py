@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kvpagoda import Batch, KVCache, LayerView, Limits, Schema, Sequence
 
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 Tensor = torch.Tensor
 Tokens = npt.NDArray[np.int32]
 HEADS, KV_HEADS, DIM, WINDOW, EVER, VOCAB = 4, 2, 64, 32, 1 << 20, 512
@@ -28,7 +29,8 @@ CONFIG = dict(
 )  # fmt: skip
 CASES: list[tuple[int, str | None, str, dict[str, Any]]] = [
     (16, None, "raw", {}), (64, "trtllm", "raw", {}), (16, None, "fp8_e4m3", {}), (16, "trtllm", "fp8_e4m3", {}),
-    (64, None, "raw", {"kernel_page": 16}), (64, None, "raw", {"order": "layer"}),
+    (64, None, "raw", {"kernel_page": 16}), (64, None, "raw", {"order": "layer"}), (16, "trtllm", "raw", {}),
+    (64, None, "raw", {}), (64, None, "fp8_e4m3", {}),
 ]  # fmt: skip
 """Block size, layout (None: NHD; "trtllm": HND), format of K and V, and other settings of a cache."""
 
@@ -110,7 +112,7 @@ class FlashInfer:
         )
 
 
-@pytest.fixture(params=[StandIn, pytest.param(FlashInfer, marks=pytest.mark.gpu)])
+@pytest.fixture(params=[StandIn, pytest.param(FlashInfer, marks=ON_GPU)])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     made: Kernels = request.param()
     return made
@@ -133,8 +135,8 @@ class Texts:
         scales = dict(kv_format=kv_format, kv_scales=dict.fromkeys((0, 1), (K_SCALE, V_SCALE))) if self.is_fp8 else {}
         schema = Schema.from_hf_config(CONFIG, **scales, **({"layout": layout} if layout else {}))
         self.cache = KVCache(
-            schema, "4MiB", device=kernels.device, block_size=block_size, max_requests=4, poison=True,
-            limits=Limits(step_tokens=256, max_context=1024), **settings,
+            schema, "4MiB", device=kernels.device, block_size=block_size, max_requests=4,
+            limits=Limits(step_tokens=256, max_context=1024), **{"poison": True, **settings},
         )  # fmt: skip
         random = torch.Generator().manual_seed(0)
         self.of_token, self.of_place = (
@@ -241,6 +243,9 @@ SPOILS: dict[str, Callable[[dict[str, Any]], None]] = {
     "a row of V": lambda given: given.update(v=given["v"].roll(1, 1)),
     "heads": lambda given: given.update(k=given["k"].flip(2)),
     "the length": lambda given: given.update(pages=(*given["pages"][:2], given["pages"][2] - 1)),
+    "a stride": lambda given: given.update(
+        k=given["k"].as_strided(given["k"].shape, torch.empty_like(given["k"]).stride())
+    ),
     "the window": lambda given: given.update(window=given["window"] - 1),
 }
 
@@ -295,12 +300,12 @@ def is_visible(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_flex_attention_reads_pages_in_place(device: str) -> None:
     """All pages of a layer are its K and V, and the mask says which token lies in each row: none of another request."""
     stand_in = StandIn()
     stand_in.device = device
-    texts = Texts(stand_in, 16, None, "raw", {})
+    texts = Texts(stand_in, 16, None, "raw", {"order": "layer", "poison": False})
     random = np.random.default_rng(1)
     sequences = [texts.open(random.integers(1, VOCAB, n, dtype=np.int32)) for n in (70, 33)]
     news = [random.integers(1, VOCAB, n, dtype=np.int32) for n in (70, 33)]
@@ -312,7 +317,8 @@ def test_flex_attention_reads_pages_in_place(device: str) -> None:
         k, v = (torch.cat(one) for one in zip(*(texts.rows(layer, new, 0) for new in news)))
         view.write(k=k, v=v)
         q = torch.randn(len(k), HEADS, DIM, generator=texts.random).to(device, torch.bfloat16)
-        pages = [view[name].flatten(0, 1).nan_to_num().transpose(0, 1)[None] for name in "kv"]
+        pages = [view[name].flatten(0, 1).transpose(0, 1)[None] for name in "kv"]
+        assert [page.data_ptr() for page in pages] == [view[name].data_ptr() for name in "kv"], "not a copy"
         owner, place = (torch.full((pages[0].shape[2],), -1, device=device) for _ in range(2))
         slots = view.slot_mapping.long()
         owner[slots], place[slots] = asks, at

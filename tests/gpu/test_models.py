@@ -17,8 +17,11 @@ from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.memory.virtual import VirtualMemory  # noqa: E402
 from models import VOCAB, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.gpu
-MODELS = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "deepseek_v4", "bamba")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODELS = ("llama", "gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", "gpt_oss", "deepseek_v4", "bamba")
 
 
 @pytest.mark.parametrize("name", MODELS)
