@@ -30,10 +30,8 @@ def measure_loop(card: Card, sizes: Sizes) -> tuple[dict[str, float], dict[str, 
     the host has to read before it commits that step, or one step later."""
     rows, context = min(ROWS, sizes.requests), sizes.contexts[0]
     with closing(Steps(schemas()[FULL], card.device, sizes, context, rows)) as steps:
-        tokens, told = (
-            torch.zeros(rows, dtype=torch.int64, device=card.device),
-            [card.page_locked(8 * rows) for _ in range(2)],
-        )
+        tokens = torch.zeros(rows, dtype=torch.int64, device=card.device)
+        told = [card.page_locked(8 * rows).view(torch.int64) for _ in range(2)]
         events = [card.event() for _ in told]
 
         def work() -> None:
@@ -44,12 +42,12 @@ def measure_loop(card: Card, sizes: Sizes) -> tuple[dict[str, float], dict[str, 
         def launch(turn: int) -> None:
             steps.extend()
             replay()
-            told[turn % 2].view(torch.int64).copy_(tokens, non_blocking=True)
+            told[turn % 2].copy_(tokens, non_blocking=True)
             events[turn % 2].record()
 
         def hear(turn: int) -> None:
             events[turn % 2].synchronize()
-            steps.commit(told[turn % 2].view(torch.int64).numpy().astype(np.int32))
+            steps.commit(told[turn % 2].numpy().astype(np.int32))
 
         def waits_for_each(turn: int) -> None:
             launch(turn)

@@ -191,9 +191,7 @@ class RecordBuffer:
             self._move(row, self._idle.pop())
             self._touched[kept] = 1
             fresh = self._places[row]
-        if not self._touched[
-            fresh
-        ]:  # the system provides its pages here, and not where the next record is copied to it
+        if not self._touched[fresh]:  # the system provides its pages here, not where the next record is copied to it
             self.records[fresh, ::PAGE] = 0
             self._touched[fresh] = 1
         return kept
