@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.timing import Options, Row, tell
-from kvpagoda.prefix import PrefixTree
+from kvpagoda.core.prefix import PrefixTree
 
 QUESTION = "What does it cost to evict a block, and does it cost the same in a large cache?"
 SIZES = (1_000, 10_000, 100_000, 1_000_000)

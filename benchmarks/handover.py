@@ -21,9 +21,9 @@ import torch
 from benchmarks.swap import LLAMA_1B
 from benchmarks.timing import Options, Row, seconds, tell
 from kvpagoda import Identity, Retention
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.handover import MooncakeEngine, Sender, SharedMemory, Ticket
 from kvpagoda.handover.lease import RECEIPTS_NBYTES
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
 
 QUESTION = "How much of the speed of a copy is left when a request is handed to another cache?"

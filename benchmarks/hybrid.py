@@ -12,7 +12,7 @@ from benchmarks.peers.tasks import TOGETHER
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, Tokens, Workload, workload
 from kvpagoda import KVCache, Limits
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.schema import Schema
 
 QUESTION = "What do windows, states and compressed layers cost the host, beside full attention?"

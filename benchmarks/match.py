@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.timing import Options, Row, medians, tell
-from kvpagoda.prefix import PrefixTree
+from kvpagoda.core.prefix import PrefixTree
 
 QUESTION = "How much more than one compare and one gather does the match of a 128K-token prompt cost?"
 NUM_TOKENS, NUM_EDGES = 131_072, 128

@@ -31,7 +31,7 @@ from benchmarks.head_cases import FULL, GEMMA, Clock, _serve, _steps_of
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, TRACES, workload
 from kvpagoda import KVCache, Limits, Schema
-from kvpagoda.cache.counters import Tally
+from kvpagoda.core.cache.counters import Tally
 from kvpagoda.metrics import CacheCollector, trace
 
 QUESTION = "What do metrics and spans cost the host?"

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Options, Row, tell
+from kvpagoda.core.kernels.copy_rows import copy_rows
+from kvpagoda.core.kernels.dispatch import backend
+from kvpagoda.core.kernels.packed_rows import append_parts, append_rows, gather_parts, gather_rows
+from kvpagoda.core.kernels.scaled_rows import append_scaled, gather_scaled
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.host_copy import copy_to_host
+from kvpagoda.core.memory.pages import pages
+from kvpagoda.core.memory.pool import Pool
 from kvpagoda.formats.dialects import DIALECTS, dialect_for_heads, dialect_of
 from kvpagoda.formats.encoding import MXFP4, NVFP4, TENSOR, Encoding
-from kvpagoda.kernels.copy_rows import copy_rows
-from kvpagoda.kernels.dispatch import backend
-from kvpagoda.kernels.packed_rows import append_parts, append_rows, gather_parts, gather_rows
-from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.host_copy import copy_to_host
-from kvpagoda.memory.pages import pages
-from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import FULL, Attention, Field, Group, Layer, RowLayout
 
 QUESTION = "How much of the speed of copying memory do packed rows and blocks leave?"

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.timing import Options, Row, tell
 from benchmarks.trained import FAMILIES, trained_model, training_text
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf import calibrated_scales
 from kvpagoda.hf.held_out import logits_and_bits
 from kvpagoda.hf.model_cache import next_piece, runner_over
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.schema.kv_format import KV_FORMATS, KVFormatNames
 

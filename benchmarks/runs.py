@@ -15,7 +15,7 @@ from time import process_time
 from benchmarks.bound import trace_for
 from benchmarks.timing import Options, Row, tell
 from kvpagoda import KVCache, NeverFits, RetryLater, Schema
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.replay import Trace
 from kvpagoda.replay.texts import Tokens, text_of
 from kvpagoda.schema import Attention, Layer

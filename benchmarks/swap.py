@@ -24,11 +24,11 @@ import torch
 
 from benchmarks.timing import Options, Row, medians, seconds, tell
 from kvpagoda import Limits
-from kvpagoda.cache.sequence import Sequence
 from kvpagoda.compat.cache_engine import CacheEngine
-from kvpagoda.kv_cache import KVCache
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.schema import Field, RowLayout, Schema
 from kvpagoda.units import format_bytes
 

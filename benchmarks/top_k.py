@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Options, Row, tell
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.hf.runner import ModelRunner
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Latent, Schema
 
 QUESTION = "Quantised rows where an indexer selects tokens: what part of the error is other tokens?"

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.timing import Options, Row, tell
-from kvpagoda.prefix import POLICY_NAMES, PrefixTree
+from kvpagoda.core.prefix import POLICY_NAMES, PrefixTree
 
 QUESTION = (
     "What does it cost to choose the block, or the checkpoint, to evict, and does it cost the same in a large cache?"

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from kvpagoda.batch.batch import Batch
-from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.memory.device_memory import DeviceArrays
-from kvpagoda.memory.staging import Slot, Staging
-from kvpagoda.memory.writes import Writes
+from kvpagoda.core.batch.batch import Batch
+from kvpagoda.core.batch.step_buffers import StepBuffers
+from kvpagoda.core.memory.device_memory import DeviceArrays
+from kvpagoda.core.memory.staging import Slot, Staging
+from kvpagoda.core.memory.writes import Writes
 
 Calls = list[Callable[[], None]]
 ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_start")

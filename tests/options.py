@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-import kvpagoda.cache.core
+import kvpagoda.core.cache.core
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
-from kvpagoda.blocks.free_list import BlockPlaces, Ids, PlaceTable
-from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.cache.request import State
+from kvpagoda.core.blocks.free_list import BlockPlaces, Ids, PlaceTable
+from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.cache.request import State
 
 
 def grouped(**flat: Any) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def shuffled_places(seed: int) -> Iterator[None]:
         table.shuffle(np.concatenate(([0], order)).astype(np.int32))
         return table
 
-    before = kvpagoda.cache.core.places_for
-    kvpagoda.cache.core.places_for = shuffled
+    before = kvpagoda.core.cache.core.places_for
+    kvpagoda.core.cache.core.places_for = shuffled
     try:
         yield
     finally:
-        kvpagoda.cache.core.places_for = before
+        kvpagoda.core.cache.core.places_for = before

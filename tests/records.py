@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.host_copy import copy_from_host, copy_to_host
 
 
 def records_of(arena: Arena, ids: Any) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kvpagoda.memory.host_copy import HostCopies
-from kvpagoda.memory.page_locks import PageLocks
+from kvpagoda.core.memory.host_copy import HostCopies
+from kvpagoda.core.memory.page_locks import PageLocks
 
 
 class FakeEvent:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvpagoda import Batch, KVCache, LayerView, Limits, Schema
-from kvpagoda.batch.batch import GroupArrays
+from kvpagoda.core.batch.batch import GroupArrays
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.formats.dialects import DIALECTS
 from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from kvpagoda import Identity, Retention
+from kvpagoda.core.kv_cache import KVCache
+from kvpagoda.core.offload.offloader import Offloader
 from kvpagoda.errors import BadInput, CheckFailed
-from kvpagoda.kv_cache import KVCache
-from kvpagoda.offload.offloader import Offloader
 from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Schema
 from kvpagoda.schema.fields import Encoding
 from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier
@@ -694,7 +694,7 @@ def test_a_load_takes_few_round_trips() -> None:
 
 def test_the_time_of_loads_is_compared_with_the_time_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once enough tokens were computed, slower loads are skipped. After some skipped loads one is tried again."""
-    monkeypatch.setattr("kvpagoda.offload.reader._LEAST_TOKENS", 60)
+    monkeypatch.setattr("kvpagoda.core.offload.reader._LEAST_TOKENS", 60)
     spec, driver = slow_tier(write="commit", timeout=5.0)
     cache, text = cache_of("full", spec), np.arange(40) % 31
     run(cache, text)

@@ -96,23 +96,24 @@ def test_the_tool_counts_rooms_and_names_what_is_long(tmp_path: Path) -> None:
 
 
 def test_the_core_is_the_rooms_that_an_engine_needs(tmp_path: Path) -> None:
-    rooms = {"prefix/tree.py": 2, "policies/fifo.py": 4, "kv_cache.py": 8, "schema/plan.py": 16, "kernels/copy.py": 32}
+    rooms = {"core/prefix/tree.py": 2, "policies/fifo.py": 4, "core/kv_cache.py": 8, "schema/plan.py": 16}
+    rooms["core/kernels/copy.py"] = 32
     for name, lines in rooms.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n" * lines)
     size = code_size.measure(tmp_path)
-    assert (size.core, size.engine_core, size.all, size.rooms["prefix"]) == (42, 10, 62, 2)
+    assert (size.core, size.engine_core, size.all, size.rooms["core/prefix"]) == (42, 10, 62, 2)
 
 
 def test_the_tool_runs_as_a_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run([sys.executable, str(TOOL), "--json"], capture_output=True, text=True, check=True)
     printed = json.loads(done.stdout)
-    assert printed["all"] == measured().all and printed["rooms"]["cache"] == measured().rooms["cache"]
+    assert printed["all"] == measured().all and printed["rooms"]["core/cache"] == measured().rooms["core/cache"]
     monkeypatch.setattr(code_size, "measure", measured)
     monkeypatch.setattr(sys, "argv", [str(TOOL)])
     code_size.main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["prefix", str(measured().files["prefix"]), f"{measured().rooms['prefix']:,}"] in rows
+    assert ["core/prefix", str(measured().files["core/prefix"]), f"{measured().rooms['core/prefix']:,}"] in rows
     assert ["core", f"{measured().core:,}"] in rows
     assert ["all", str(sum(measured().files.values())), f"{measured().all:,}"] in rows
 

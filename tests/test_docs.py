@@ -152,7 +152,7 @@ def test_the_documents_build_without_warnings(tmp_path: Path) -> None:
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     page = (tmp_path / "site" / "api" / "cache" / "index.html").read_text()
     sidebar = page[page.index("md-sidebar--primary") : page.index("md-content")]
-    assert all(f'href="#kvpagoda.kv_cache.KVCache.{name}"' in sidebar for name in ("open", "lookup", "step_limit"))
+    assert all(f'href="#kvpagoda.core.kv_cache.KVCache.{name}"' in sidebar for name in ("open", "lookup", "step_limit"))
     assert 'href="../../ownership/"' in page[page.index("md-content") :]
     tour = (tmp_path / "site" / "tour" / "index.html").read_text()
     assert tour.count('<svg aria-label="') >= 2 and '[data-md-color-scheme="slate"] .drawing{' in tour

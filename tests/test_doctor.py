@@ -23,9 +23,9 @@ from kvpagoda import doctor
 from kvpagoda.bench_gpu import card, measure
 from kvpagoda.bench_gpu.card import Card
 from kvpagoda.bench_gpu.rows import Sizes
+from kvpagoda.core.memory.device_memory import DeviceMemory
 from kvpagoda.doctor import EXTRAS, Finding, examine
 from kvpagoda.errors import BadInput
-from kvpagoda.memory.device_memory import DeviceMemory
 from kvpagoda.tiers import tier_from_text
 from raises import raises
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import RetryLater, StaleHandle
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from raises import raises
 

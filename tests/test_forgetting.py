@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvpagoda import Identity, KVCache, Namespace, Schema
-from kvpagoda.cache import namespace
-from kvpagoda.cache.namespace import LEAST_MEDIA, LEAST_RENEWED, MOST_MEDIA, Media, Namespaces
+from kvpagoda.core.cache import namespace
+from kvpagoda.core.cache.namespace import LEAST_MEDIA, LEAST_RENEWED, MOST_MEDIA, Media, Namespaces
 from kvpagoda.hints import Hints
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.tiers import host_tier

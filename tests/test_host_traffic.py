@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
 
 from kvpagoda import Limits
+from kvpagoda.core.memory import host_copy
+from kvpagoda.core.memory.page_locks import PageLocks
 from kvpagoda.errors import BadInput
-from kvpagoda.memory import host_copy
-from kvpagoda.memory.page_locks import PageLocks
 from kvpagoda.tiers import disk_tier, host_tier
 from streams import device_of
 from test_below import TINY, cache_of, levels_of, run

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kvpagoda import Identity, KVCache, Limits, Namespace, PersistentBatch, Retention, Schema, Sequence
-from kvpagoda.batch.batch import Batch
+from kvpagoda.core.batch.batch import Batch
 from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
 from kvpagoda.events import EventLog
 from kvpagoda.handover import SharedMemory

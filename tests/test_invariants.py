@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache, Limits, PersistentBatch
-from kvpagoda.cache.request import DecodeRows, Request
+from kvpagoda.core.cache.request import DecodeRows, Request
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema import Attention, Layer, Schema
 from raises import raises

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kvpagoda import Limits, Retention
-from kvpagoda.blocks.free_list import Ids
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import (
     BadInput,
     CheckFailed,
@@ -24,7 +25,6 @@ from kvpagoda.errors import (
     SchemaError,
     StaleHandle,
 )
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import (
     Attention,
     Compressed,

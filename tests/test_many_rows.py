@@ -12,10 +12,10 @@ import pytest
 
 import kvpagoda
 from kvpagoda import KVCache, Limits
-from kvpagoda.batch.persistent import PersistentBatch
-from kvpagoda.batch.step_buffers import TableSnapshot
-from kvpagoda.cache.request import Request
-from kvpagoda.prefix.hybrid import WindowBlocks
+from kvpagoda.core.batch.persistent import PersistentBatch
+from kvpagoda.core.batch.step_buffers import TableSnapshot
+from kvpagoda.core.cache.request import Request
+from kvpagoda.core.prefix.hybrid import WindowBlocks
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
 HOME = str(Path(kvpagoda.__file__).parent)

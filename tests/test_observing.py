@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvpagoda import BadInput, KVCache, Limits, Schema
-from kvpagoda.cache import guard as observing
-from kvpagoda.cache.guard import observe
+from kvpagoda.core.cache import guard as observing
+from kvpagoda.core.cache.guard import observe
 from kvpagoda.handover import SharedMemory
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.schema.fields import Growth

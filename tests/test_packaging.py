@@ -22,6 +22,8 @@ from kvpagoda.upstream import FOLLOWED
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.release import hindrances, version_of
 
+from test_layering import room
+
 ROOT, PACKAGE = Path(__file__).parents[1], Path(kvpagoda.__file__).parent
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml: Python 3.11")
 
@@ -180,15 +182,15 @@ def step(cache: KVCache, sequence: Sequence, batch: Batch, view: LayerView) -> i
     host_tier(b"1GiB")  # E: Argument 1 to "host_tier" has incompatible type "bytes"
     host_tier("1GiB", tiemout=3.0)  # E: Unexpected keyword argument "tiemout" for "host_tier"
     reveal_type(host_tier("1GiB", write="commit", workers=1))  # N: kvpagoda.tiers.spec.TierSpec
-    reveal_type(cache.open(np.arange(3), Namespace("a")))  # N: kvpagoda.cache.sequence.Sequence
-    reveal_type(cache.lookup([1, 2, 3]))  # N: kvpagoda.cache.lookup.Lookup
-    reveal_type(cache.lookup(range(3)))  # N: kvpagoda.cache.lookup.Lookup
-    reveal_type(cache.lookup(np.arange(3)))  # N: kvpagoda.cache.lookup.Lookup
-    reveal_type(cache.lookup([[1, 2], [3]], ["a", None]))  # N: list[kvpagoda.cache.lookup.Lookup]
-    reveal_type(cache.lookup((np.arange(3),)))  # N: list[kvpagoda.cache.lookup.Lookup]
+    reveal_type(cache.open(np.arange(3), Namespace("a")))  # N: kvpagoda.core.cache.sequence.Sequence
+    reveal_type(cache.lookup([1, 2, 3]))  # N: kvpagoda.core.cache.lookup.Lookup
+    reveal_type(cache.lookup(range(3)))  # N: kvpagoda.core.cache.lookup.Lookup
+    reveal_type(cache.lookup(np.arange(3)))  # N: kvpagoda.core.cache.lookup.Lookup
+    reveal_type(cache.lookup([[1, 2], [3]], ["a", None]))  # N: list[kvpagoda.core.cache.lookup.Lookup]
+    reveal_type(cache.lookup((np.arange(3),)))  # N: list[kvpagoda.core.cache.lookup.Lookup]
     reveal_type(cache.step_limit(sequence))  # N: int
     reveal_type(cache.step_limit([sequence, sequence]))  # N: numpy.ndarray[
-    reveal_type(sequence.hints)  # N: list[kvpagoda.cache.outcome.Outcome]
+    reveal_type(sequence.hints)  # N: list[kvpagoda.core.cache.outcome.Outcome]
     reveal_type(cache.stats().running)  # N: int
     reveal_type(replay([], 8))  # N: kvpagoda.replay.run.ReplayResult
     return sequence.length
@@ -205,7 +207,7 @@ reveal_type(Generator)  # N: -> kvpagoda.hf.generator.Generator
 reveal_type(hit_bound)  # N: -> kvpagoda.replay.offline.bound.HitBound
 reveal_type(SharedMemory)  # N: -> kvpagoda.handover.shared_memory.SharedMemory
 reveal_type(disk_driver)  # N: -> kvpagoda.tiers.
-reveal_type(EventLog)  # N: -> kvpagoda.cache.event_log.EventLog
+reveal_type(EventLog)  # N: -> kvpagoda.core.cache.event_log.EventLog
 """
 """A user's program for mypy: a line ends with ``# E:`` and the error there, or with ``# N:`` and a part of its type."""
 ARRAYS = """
@@ -217,8 +219,8 @@ from kvpagoda.layouts import pack
 def bind(cache: KVCache) -> None:
     batch = cache.batch([cache.open([1])], [1])
     view = batch.layer(0)
-    reveal_type(cache.lookup(torch.arange(3)))  # N: kvpagoda.cache.lookup.Lookup
-    reveal_type(cache.lookup([torch.arange(3)]))  # N: list[kvpagoda.cache.lookup.Lookup]
+    reveal_type(cache.lookup(torch.arange(3)))  # N: kvpagoda.core.cache.lookup.Lookup
+    reveal_type(cache.lookup([torch.arange(3)]))  # N: list[kvpagoda.core.cache.lookup.Lookup]
     reveal_type(cache.device)  # N: torch._C.device | None
     reveal_type(view["k"])  # N: torch._tensor.Tensor
     reveal_type(view.block_table)  # N: torch._tensor.Tensor
@@ -336,9 +338,12 @@ LIGHT = {
     "from kvpagoda import Schema": PLAN,
     "import kvpagoda.schema.presets": PLAN,
     "from kvpagoda.replay import Trace, hit_rate_curve, replay, working_set": {
-        "errors", "loading", "text", "units", "blocks", "policies", "prefix", "replay",
+        "errors", "loading", "text", "units", "core", "core.blocks", "policies", "core.prefix", "replay",
     },
-    "from kvpagoda import KVCache": {*PLAN, "blocks", "policies", "prefix", "memory", "tiers", "cache", "batch", "kv_cache"},
+    "from kvpagoda import KVCache": {
+        *PLAN, "policies", "tiers", "core", "core.blocks", "core.prefix", "core.memory", "core.cache", "core.batch",
+        "core.kv_cache",
+    },
 }  # fmt: skip
 """First line of a user's program -> the rooms that it may load."""
 HEAVY = {
@@ -356,7 +361,7 @@ def test_importing_loads_nothing_heavy(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout))
     ours = {name for name in loaded if name.startswith("kvpagoda.")}
-    assert {name.split(".")[1] for name in ours} == LIGHT[program]
+    assert {room(name) for name in ours} == LIGHT[program]
     assert not loaded & HEAVY
     assert not ours & {f"kvpagoda.tiers.{name}" for name in DRIVERS} | ours & {"kvpagoda.replay.serving"}
     assert len(loaded - ours) <= 65  # of the standard library, beside what numpy loads

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda.batch.batch import Batch
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.batch.batch import Batch
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from kvpagoda.tiers import host_tier
 from late_device import Late

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache, Limits, Retention, scheduling
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.errors import OutOfBlocks, RetryLater
 from kvpagoda.scheduling import (
     Costs,

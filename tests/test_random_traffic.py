@@ -46,7 +46,7 @@ def test_a_worker_reads_its_own_bytes(schema: str, seed: int) -> None:
 def test_a_device_with_memory_of_its_own_reads_its_own_bytes(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Apart] = []
     monkeypatch.setattr(
-        "kvpagoda.memory.device_memory.DeviceArrays", lambda device: made.append(Apart(device)) or made[-1]
+        "kvpagoda.core.memory.device_memory.DeviceArrays", lambda device: made.append(Apart(device)) or made[-1]
     )
     traffic(schema, SCHEMA_NAMES.index(schema), 300)
     assert sum(len(arrays.sent) for arrays in made) > 20

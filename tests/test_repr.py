@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpagoda import Batch, KVCache, LayerView, PersistentBatch, Schema, Sequence
-from kvpagoda.cache.guard import Guard
+from kvpagoda.core.cache.guard import Guard
 
 CONFIG = dict(model_type="llama", num_hidden_layers=1, hidden_size=16, num_attention_heads=1)
 SCHEMA = Schema.from_hf_config(CONFIG, dtype="float32")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvpagoda import BadInput, KVCache, Schema
-from kvpagoda.cache import residency
-from kvpagoda.cache.residency import Residency
+from kvpagoda.core.cache import residency
+from kvpagoda.core.cache.residency import Residency
 from kvpagoda.schema import Attention, Growth, Layer
 from raises import raises
 

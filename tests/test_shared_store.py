@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "tiers"))
 
 from servers import Server, has_redis, mooncake_server, redis_server, wait_for, why_no_mooncake
 
-from kvpagoda.kv_cache import KVCache
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.tiers import TierSpec, tier_from_text
 from test_below import cache_of, forget, run
 

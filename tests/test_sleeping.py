@@ -670,6 +670,6 @@ def test_the_room_is_not_imported_before_it_is_used() -> None:
         "import sys; from kvpagoda import KVCache, Schema; "
         "c = KVCache(Schema.from_hf_config(dict(model_type='llama', num_hidden_layers=1, hidden_size=8, "
         "num_attention_heads=1)), '64KiB', device='none'); c.open([1]).close(); "
-        "assert 'kvpagoda.sleeping' not in sys.modules; c.sleep(); assert 'kvpagoda.sleeping' in sys.modules"
+        "assert 'kvpagoda.core.sleeping' not in sys.modules; c.sleep(); assert 'kvpagoda.core.sleeping' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

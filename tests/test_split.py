@@ -28,7 +28,7 @@ from kvpagoda import (
     StaleHandle,
     Worker,
 )
-from kvpagoda.memory.copies import KINDS, Copies
+from kvpagoda.core.memory.copies import KINDS, Copies
 from kvpagoda.tiers import host_tier
 from raises import raises
 from random_driver.caches import budget_of, settings_of
@@ -381,7 +381,7 @@ def test_all_that_runs_may_be_suspended_and_others_resumed_between_two_batches()
 def test_a_scheduler_takes_no_memory_to_suspend_and_measures_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, _ = made()
     guess = scheduler.core.swap.rate.seconds
-    monkeypatch.setattr("kvpagoda.memory.no_memory.pages", None)
+    monkeypatch.setattr("kvpagoda.core.memory.no_memory.pages", None)
     sequence = scheduler.open(range(40), capacity=40)
     sequence.commit(range(40))
     sequence.suspend()

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache
-from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.batch.step_buffers import StepBuffers
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.memory.staging import NUM_SLOTS
+from kvpagoda.core.memory.writes import Writes
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
-from kvpagoda.memory.staging import NUM_SLOTS
-from kvpagoda.memory.writes import Writes
 from late_device import ARRAYS, Apart, Late, LateEvent, assert_as_on_the_host, read
 from test_persistent_batch import DEEP, FULL, KINDS, SIZES, STATE, WINDOW, cache_of, running
 
@@ -250,7 +250,7 @@ def test_after_a_failure_everything_is_sent_again(call: str, monkeypatch: pytest
     }[call]  # fmt: skip
     for is_read in (False, True):
         batch = together.extend() if is_read else None
-        monkeypatch.setattr(f"kvpagoda.memory.{where}", does)
+        monkeypatch.setattr(f"kvpagoda.core.memory.{where}", does)
         with pytest.raises((MemoryError, KeyboardInterrupt)):
             _ = together.extend() if batch is None else batch.state_writes
         monkeypatch.undo()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvpagoda import KVCache
-from kvpagoda.batch.batch import Batch
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.batch.batch import Batch
+from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.schema import Attention, Encoding, Recurrent, Rows
 from late_device import ARRAYS, Apart, Expected, compare, on_the_host, read
@@ -120,7 +120,7 @@ class Life:
 
 @pytest.mark.parametrize("name", CACHES)
 def test_the_life_that_a_gpu_is_tried_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpagoda.memory.device_memory.DeviceArrays", Apart)
+    monkeypatch.setattr("kvpagoda.core.memory.device_memory.DeviceArrays", Apart)
     kinds, arguments = CACHES[name]
     life = Life(cache_of(*kinds, **arguments))
     life.run(300)

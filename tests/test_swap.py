@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvpagoda import Limits, Retention
-from kvpagoda.blocks.free_list import Ids
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
 from options import evict, grouped, is_suspended
 from raises import raises

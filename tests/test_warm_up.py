@@ -11,15 +11,15 @@ import torch
 
 from kvpagoda import DSV4Config, KVCache, Schema
 from kvpagoda.compat import LayerCacheHandle
+from kvpagoda.core.kernels import packed_rows, scaled_rows
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.memory.device_memory import DeviceArrays
+from kvpagoda.core.memory.writes import Writes
 from kvpagoda.errors import Asleep
-from kvpagoda.kernels import packed_rows, scaled_rows
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.memory.device_memory import DeviceArrays
-from kvpagoda.memory.writes import Writes
 from schema.test_layout_choice import LLAMA, V32
 
-append_swa = importlib.import_module("kvpagoda.kernels.append_swa")
-flatten_table = importlib.import_module("kvpagoda.kernels.flatten_table")
+append_swa = importlib.import_module("kvpagoda.core.kernels.append_swa")
+flatten_table = importlib.import_module("kvpagoda.core.kernels.flatten_table")
 KERNELS = [
     (flatten_table, "flatten_table_kernel"), (append_swa, "append_swa_kernel"),
     (packed_rows, "append_rows_kernel"), (packed_rows, "gather_rows_kernel"),

@@ -44,8 +44,8 @@ assert "block" in str(plan)
 """,
     "blocks and prefix": """
 import numpy as np
-from kvpagoda.blocks import BlockTable, FreeList
-from kvpagoda.prefix.tree import PrefixTree
+from kvpagoda.core.blocks import BlockTable, FreeList
+from kvpagoda.core.prefix.tree import PrefixTree
 ids = FreeList(4, first=1).acquire(2)
 tree = PrefixTree(block_size=2)
 match = tree.match(np.arange(4, dtype=np.int32))

@@ -10,8 +10,8 @@ import torch
 import kvpagoda
 from benchmarks.workload import Tokens
 from kvpagoda import KVCache, Limits
-from kvpagoda.batch.persistent import PersistentBatch
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.batch.persistent import PersistentBatch
+from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.schema import Attention, Layer, Schema
 
 VERSION, LEAST_BLOCK = kvpagoda.__version__, 1

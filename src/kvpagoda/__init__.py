@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 from kvpagoda.loading import load_when_used
 
 if TYPE_CHECKING:
-    from kvpagoda.batch.batch import Batch, LayerView
-    from kvpagoda.batch.persistent import PersistentBatch
-    from kvpagoda.cache.namespace import Namespace
-    from kvpagoda.cache.options import Identity, Limits, Retention
-    from kvpagoda.cache.sequence import Sequence
-    from kvpagoda.cache.stats import CacheStats
     from kvpagoda.compat import *  # noqa: F403
+    from kvpagoda.core.batch.batch import Batch, LayerView
+    from kvpagoda.core.batch.persistent import PersistentBatch
+    from kvpagoda.core.cache.namespace import Namespace
+    from kvpagoda.core.cache.options import Identity, Limits, Retention
+    from kvpagoda.core.cache.sequence import Sequence
+    from kvpagoda.core.cache.stats import CacheStats
+    from kvpagoda.core.kv_cache import KVCache
+    from kvpagoda.core.worker import Worker
     from kvpagoda.errors import (
         Asleep,
         BadInput,
@@ -39,12 +41,10 @@ if TYPE_CHECKING:
         StaleHandle,
         TicketRefused,
     )
-    from kvpagoda.kv_cache import KVCache
     from kvpagoda.policies.protocol import EvictionPolicy
     from kvpagoda.replay.fleet.simulation import simulate
     from kvpagoda.scheduling import PreemptionPolicy
     from kvpagoda.schema import Plan, Schema
-    from kvpagoda.worker import Worker
 
 _PUBLIC = {
     "kvpagoda.errors": (
@@ -53,16 +53,16 @@ _PUBLIC = {
         "StaleHandle", "TicketRefused",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
-    "kvpagoda.batch.batch": ("Batch", "LayerView"),
-    "kvpagoda.cache.options": ("Identity", "Limits", "Retention"),
-    "kvpagoda.cache.stats": ("CacheStats",),
-    "kvpagoda.kv_cache": ("KVCache",),
-    "kvpagoda.worker": ("Worker",),
-    "kvpagoda.cache.namespace": ("Namespace",),
+    "kvpagoda.core.batch.batch": ("Batch", "LayerView"),
+    "kvpagoda.core.cache.options": ("Identity", "Limits", "Retention"),
+    "kvpagoda.core.cache.stats": ("CacheStats",),
+    "kvpagoda.core.kv_cache": ("KVCache",),
+    "kvpagoda.core.worker": ("Worker",),
+    "kvpagoda.core.cache.namespace": ("Namespace",),
     "kvpagoda.scheduling": ("PreemptionPolicy",),
-    "kvpagoda.batch.persistent": ("PersistentBatch",),
+    "kvpagoda.core.batch.persistent": ("PersistentBatch",),
     "kvpagoda.policies.protocol": ("EvictionPolicy",),
-    "kvpagoda.cache.sequence": ("Sequence",),
+    "kvpagoda.core.cache.sequence": ("Sequence",),
     "kvpagoda.replay.fleet.simulation": ("simulate",),
 }  # fmt: skip
 

@@ -21,8 +21,8 @@ import torch
 import kvpagoda
 from kvpagoda.bench_gpu.card import Card, no_gpu
 from kvpagoda.bench_gpu.measure import short
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import CheckFailed
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.loading import read_json
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier_from_text

@@ -26,13 +26,13 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpagoda.cache.lookup import AnyNamespace, checkpoint_at_divergence
-from kvpagoda.cache.request import Breakpoint, Tokens
-from kvpagoda.cache.sequence import Sequence, published_request
-from kvpagoda.cache.swap import Rate
+from kvpagoda.core.cache.lookup import AnyNamespace, checkpoint_at_divergence
+from kvpagoda.core.cache.request import Breakpoint, Tokens
+from kvpagoda.core.cache.sequence import Sequence, published_request
+from kvpagoda.core.cache.swap import Rate
+from kvpagoda.core.kv_cache import KVCache
+from kvpagoda.core.offload.hit import Prefetch
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
-from kvpagoda.kv_cache import KVCache
-from kvpagoda.offload.hit import Prefetch
 from kvpagoda.tiers.health import Histogram, Latencies
 from kvpagoda.units import ceil_div
 

@@ -16,7 +16,7 @@ from rows import Ints, Rows, next_token
 
 from kvpagoda import BadInput, CheckFailed, NotOwned, OutOfBlocks, StaleHandle
 from kvpagoda.adapters.nano_vllm import BlockManager
-from kvpagoda.prefix import POLICY_NAMES
+from kvpagoda.core.prefix import POLICY_NAMES
 from raises import raises
 
 

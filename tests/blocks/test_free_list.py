@@ -7,8 +7,8 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from kvpagoda.blocks import FreeList, FreeStack
-from kvpagoda.blocks.free_list import IdSet
+from kvpagoda.core.blocks import FreeList, FreeStack
+from kvpagoda.core.blocks.free_list import IdSet
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
 from raises import raises
 

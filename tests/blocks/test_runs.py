@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache, RetryLater, Schema
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.schema import Attention, Layer
 
 FULL = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from kvpagoda.batch.step import Step
 from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle, dequantize_entries, dequantize_swa
+from kvpagoda.core.batch.step import Step
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.pool import Pool
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import MXFP4, NVFP4, Compressed, Encoding, IndexKeys, RowLayout
 from raises import raises
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvpagoda import KVCache, Limits, Namespace
-from kvpagoda.cache.event_log import Gone, Renewed, Restart, Shared
+from kvpagoda.core.cache.event_log import Gone, Renewed, Restart, Shared
 from kvpagoda.errors import BadInput
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 

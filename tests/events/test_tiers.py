@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvpagoda import Identity, KVCache
-from kvpagoda.cache.event_log import Kept
-from kvpagoda.offload.offloader import Offloader
-from kvpagoda.offload.watch import Watch
+from kvpagoda.core.cache.event_log import Kept
+from kvpagoda.core.offload.offloader import Offloader
+from kvpagoda.core.offload.watch import Watch
 from kvpagoda.tiers import disk_tier, host_tier
 from kvpagoda.tiers.driver import Status
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from kvpagoda import Identity, KVCache, Limits, Retention
+from kvpagoda.core.prefix import POLICY_NAMES
 from kvpagoda.errors import OutOfBlocks, RetryLater
 from kvpagoda.events import EventLog
-from kvpagoda.prefix import POLICY_NAMES
 from kvpagoda.schema import FULL, Attention, Growth, Layer, Schema
 from random_driver.schemas import schema_named
 from random_driver.texts import MEDIA, NAMESPACES

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from kvpagoda.core.memory.virtual import VirtualMemory  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
-from kvpagoda.memory.virtual import VirtualMemory  # noqa: E402
 from models import VOCAB, tiny_model  # noqa: E402
 
 pytestmark = [

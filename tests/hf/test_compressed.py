@@ -17,12 +17,12 @@ pytest.importorskip("transformers")
 from test_generator import greedy  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
-from kvpagoda.cache.sequence import Sequence  # noqa: E402
 from kvpagoda.compat.layer_handle import LayerCacheHandle  # noqa: E402
+from kvpagoda.core.cache.sequence import Sequence  # noqa: E402
+from kvpagoda.core.kv_cache import KVCache  # noqa: E402
 from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.hf.compressed import ROPE_KINDS, CompressedRunner, attention  # noqa: E402
-from kvpagoda.kv_cache import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
 from models import TINY, VOCAB, tiny_config, tiny_model  # noqa: E402
 from raises import raises  # noqa: E402

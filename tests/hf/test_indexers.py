@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from kvpagoda.core.kv_cache import KVCache  # noqa: E402
 from kvpagoda.formats import decode, encode  # noqa: E402
 from kvpagoda.formats.encoding import Encoding  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.hf.cache_name import cache_name_of  # noqa: E402
 from kvpagoda.hf.runner import ModelRunner  # noqa: E402
-from kvpagoda.kv_cache import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
 from models import FAMILIES, tiny_model  # noqa: E402
 from more_models import MORE  # noqa: E402

@@ -11,10 +11,10 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from kvpagoda.core.memory.pool import Pool  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.hf.cache_name import cache_name_of  # noqa: E402
 from kvpagoda.layouts import pack, unpack  # noqa: E402
-from kvpagoda.memory.pool import Pool  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
 from models import tiny_model  # noqa: E402
 

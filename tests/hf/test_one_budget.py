@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 from test_generator import EXACT, NEW, greedy, model_of  # noqa: E402
 from test_reuse import recomputed, texts  # noqa: E402
 
+from kvpagoda.core.kv_cache import KVCache  # noqa: E402
 from kvpagoda.errors import NeverFits  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.hf.compressed import CompressedRunner  # noqa: E402
 from kvpagoda.hf.runner import ModelRunner  # noqa: E402
-from kvpagoda.kv_cache import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
 
 SEVERAL_KINDS = [name for name in EXACT if len(Schema.from_hf_config(model_of(name).config).plan("1MiB", 1).groups) > 1]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache, Retention, RetryLater, Schema
-from kvpagoda.cache.outcome import ANSWERS, ENDS
+from kvpagoda.core.cache.outcome import ANSWERS, ENDS
 from kvpagoda.hints import HintLimits, Hints, Outcome
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 from kvpagoda.tiers import host_tier

@@ -3,7 +3,7 @@
 import pytest
 from ptx import CASTS, check_arithmetic, count, ptx, widest
 
-from kvpagoda.kernels.append_swa import append_swa_kernel, ring_constants
+from kvpagoda.core.kernels.append_swa import append_swa_kernel, ring_constants
 
 POINTERS = {
     "kv": "*bf16", "slots": "*i32", "positions": "*i32",

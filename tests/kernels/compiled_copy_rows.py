@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpagoda.kernels.copy_rows import copy_regions_kernel
+from kvpagoda.core.kernels.copy_rows import copy_regions_kernel
 
 KINDS = {"regions": "*i64", "pairs": "*i64", "n": "i32", "num_regions": "i32"}
 

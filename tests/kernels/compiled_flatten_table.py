@@ -5,7 +5,7 @@ import re
 import pytest
 from ptx import check_arithmetic, ptx
 
-from kvpagoda.kernels.flatten_table import flatten_table_kernel
+from kvpagoda.core.kernels.flatten_table import flatten_table_kernel
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

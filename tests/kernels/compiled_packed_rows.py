@@ -8,10 +8,10 @@ from packed_cases import EVERY, IDS, heads_of
 from parts_cases import CASES, parts_of
 from ptx import CASTS, check_arithmetic, count, ptx, widest
 
+from kvpagoda.core.kernels.launch import ELEMENTS, OPTIONS
+from kvpagoda.core.kernels.packed_rows import Form, constants_of
+from kvpagoda.core.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.formats.encoding import packed_row
-from kvpagoda.kernels.launch import ELEMENTS, OPTIONS
-from kvpagoda.kernels.packed_rows import Form, constants_of
-from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.packed import views
 
 KERNELS = {"append": (append_rows_kernel, "rows"), "gather half": (gather_rows_kernel, "out")}

@@ -3,8 +3,8 @@
 import pytest
 from ptx import CASTS, check_arithmetic, count, ptx, widest
 
-from kvpagoda.kernels.scaled_rows import constants_of
-from kvpagoda.kernels.scaled_rows_gpu import append_scaled_kernel, gather_scaled_kernel
+from kvpagoda.core.kernels.scaled_rows import constants_of
+from kvpagoda.core.kernels.scaled_rows_gpu import append_scaled_kernel, gather_scaled_kernel
 
 PAGE, HEADS = 64, 8
 CODES = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}

@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpagoda.kernels.spread import WORDS, spread_kernel
+from kvpagoda.core.kernels.spread import WORDS, spread_kernel
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

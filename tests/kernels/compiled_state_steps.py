@@ -5,7 +5,7 @@ import re
 import pytest
 from ptx import ptx
 
-from kvpagoda.kernels.state_steps import VALUES, delta_steps_kernel
+from kvpagoda.core.kernels.state_steps import VALUES, delta_steps_kernel
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

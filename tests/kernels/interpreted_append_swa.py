@@ -7,10 +7,10 @@ import torch
 from programs import interpret, quiet
 from ring_cases import CASES, check_ordered, compare, expected, expected_heads
 
-from kvpagoda.kernels import append_swa
-from kvpagoda.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels import append_swa
+from kvpagoda.core.kernels.dispatch import VARIABLE
 
-module = importlib.import_module("kvpagoda.kernels.append_swa")
+module = importlib.import_module("kvpagoda.core.kernels.append_swa")
 
 
 @pytest.fixture(autouse=True)

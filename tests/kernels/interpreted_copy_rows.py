@@ -7,8 +7,8 @@ import torch
 from test_copy_rows import pairs_of, table
 from triton.runtime import interpreter
 
-from kvpagoda.kernels.copy_rows import Regions, copy_regions, copy_regions_kernel, copy_rows, copy_tables
-from kvpagoda.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.copy_rows import Regions, copy_regions, copy_regions_kernel, copy_rows, copy_tables
+from kvpagoda.core.kernels.dispatch import VARIABLE
 
 # The interpreter makes numbers of arrays of one element, for ``range``.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -37,7 +37,7 @@ def test_rows_arrive_and_nothing_else_changes(nbytes, source_padding, target_pad
 def test_many_tables_in_one_launch(programs, monkeypatch):
     """Tables of any widths and strides, by as many programs as one likes."""
     launches = []
-    module = importlib.import_module("kvpagoda.kernels.copy_rows")
+    module = importlib.import_module("kvpagoda.core.kernels.copy_rows")
     monkeypatch.setattr(module, "copy_regions", lambda *given: launches.append(copy_regions(*given)))
     pairs = pairs_of("runs", 40)
     made = [(table(40, n, 8, seed=n), table(40, n, 40, seed=n + 1)) for n in (16, 600, 33000)]

@@ -5,8 +5,8 @@ import pytest
 from test_flatten_table import case
 from triton.runtime import interpreter
 
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.flatten_table import flatten_table, flatten_table_kernel
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.flatten_table import flatten_table, flatten_table_kernel
 
 
 @pytest.mark.parametrize("spare", [0, 5])

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.memory import host_copy
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.host_copy import HostCopies
-from kvpagoda.memory.page_locks import PageLocks
-from kvpagoda.memory.pages import pages
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.memory import host_copy
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.host_copy import HostCopies
+from kvpagoda.core.memory.page_locks import PageLocks
+from kvpagoda.core.memory.pages import pages
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.units import table_rows
 from records import records_of

@@ -6,10 +6,10 @@ import torch
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for, rows_with_odd_ones
 from programs import SIZES, interpret, quiet, sized
 
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.packed_rows import append_parts, append_rows, gather_parts, gather_rows
+from kvpagoda.core.kernels.packed_rows_gpu import append_rows_kernel
 from kvpagoda.formats.dialects import dialect_of
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import append_parts, append_rows, gather_parts, gather_rows
-from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel
 
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
 

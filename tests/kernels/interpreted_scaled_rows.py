@@ -4,10 +4,10 @@ import pytest
 import torch
 from programs import SIZES, interpret, quiet, sized
 
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.scaled_rows import _divisor, append_scaled, gather_scaled
+from kvpagoda.core.kernels.scaled_rows_gpu import append_scaled_kernel
 from kvpagoda.formats.encoding import TENSOR, Encoding
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.scaled_rows import _divisor, append_scaled, gather_scaled
-from kvpagoda.kernels.scaled_rows_gpu import append_scaled_kernel
 
 PAGE, HEADS, DIM = 16, 2, 40
 SCALES = [1.0, 0.0217, 2.0**-40, 1e-37, 2.0**-140]

@@ -4,8 +4,8 @@ import pytest
 from test_spread import LENGTHS, assert_spread
 from triton.runtime import interpreter
 
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.spread import spread_kernel
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.spread import spread_kernel
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -6,8 +6,8 @@ import torch
 from test_state_steps import COUNTS, inputs, pool
 from triton.runtime import interpreter
 
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.state_steps import delta_steps, delta_steps_kernel
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.state_steps import delta_steps, delta_steps_kernel
 
 
 @pytest.mark.parametrize("order", ["dense", "strided"])

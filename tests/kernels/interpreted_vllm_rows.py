@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.packed_rows import Parts, append_parts, append_rows
 from kvpagoda.formats.encoding import Encoding
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import Parts, append_parts, append_rows
 from kvpagoda.layouts.packed import views
 
 pytestmark = pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")

@@ -2,8 +2,8 @@
 
 import torch
 
+from kvpagoda.core.kernels.packed_rows import Parts
 from kvpagoda.formats.encoding import Encoding
-from kvpagoda.kernels.packed_rows import Parts
 from kvpagoda.layouts.packed import by_part, bytes_of
 
 PAGE, PAGES, HEADS, CANARY = 4, 3, 2, 0xA5

@@ -5,8 +5,8 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from kvpagoda.kernels import launch, packed_rows, scaled_rows
-from kvpagoda.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels import launch, packed_rows, scaled_rows
+from kvpagoda.core.kernels.dispatch import VARIABLE
 
 for bits in (4, 8):
     launch.ELEMENTS[bits, False] = 256  # so that the few rows of tests are several programs

@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpagoda.kernels.launch import OPTIONS
+from kvpagoda.core.kernels.launch import OPTIONS
 
 FORBIDDEN = r"div\.full", r"\.approx", r"\bfma\b", r"\bfma\.", r"\.ftz", r"\.local\b", r"__local_depot"
 """What would round otherwise than IEEE operations do, and what spills."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvpagoda.core.kernels import append_swa
 from kvpagoda.formats import encode
-from kvpagoda.kernels import append_swa
 from kvpagoda.schema import Encoding
 from kvpagoda.units import align_up
 

@@ -7,13 +7,13 @@ import torch
 from ring_cases import CASES, Pools, check_ordered, compare, expected, expected_heads, launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpagoda.core.kernels import append_swa
+from kvpagoda.core.kernels.dispatch import VARIABLE
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode
-from kvpagoda.kernels import append_swa
-from kvpagoda.kernels.dispatch import VARIABLE
 from kvpagoda.schema import Encoding
 
-module = importlib.import_module("kvpagoda.kernels.append_swa")
+module = importlib.import_module("kvpagoda.core.kernels.append_swa")
 
 
 @pytest.mark.parametrize("order", ["layer", "block"])

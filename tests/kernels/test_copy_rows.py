@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch
 
+from kvpagoda.core.kernels import copy_rows
+from kvpagoda.core.kernels.copy_rows import as_ints
 from kvpagoda.errors import BadInput
-from kvpagoda.kernels import copy_rows
-from kvpagoda.kernels.copy_rows import as_ints
 
 
 def table(rows, nbytes, padding=0, seed=0):
@@ -54,7 +54,7 @@ def test_rows_that_start_anywhere(offset):
 
 
 def test_gathering_in_several_stages(monkeypatch):
-    from kvpagoda.kernels.copy_rows import STAGE_NBYTES
+    from kvpagoda.core.kernels.copy_rows import STAGE_NBYTES
 
     monkeypatch.setitem(STAGE_NBYTES, "cpu", 100)
     src, dst = table(200, 16)[0], table(300, 16, seed=2)[0]
@@ -120,7 +120,7 @@ def test_rows_cross_between_host_and_device(nbytes, kind, pinned):
 def test_large_rows_are_copied_past_the_caches_and_nothing_else(start, monkeypatch):
     """With numba, wherever rows begin and end beside the lines of a cache; the bytes around them stay."""
     pytest.importorskip("numba")
-    monkeypatch.setattr(importlib.import_module("kvpagoda.kernels.copy_rows"), "PAST_CACHES", 1)
+    monkeypatch.setattr(importlib.import_module("kvpagoda.core.kernels.copy_rows"), "PAST_CACHES", 1)
     nbytes, generator = (16 << 10) + 300, torch.Generator().manual_seed(start)
     src, dst = (torch.randint(0, 256, (6, nbytes + 50), dtype=torch.uint8, generator=generator) for _ in range(2))
     pairs, wanted = torch.tensor([[5, 0], [0, 3], [2, 2]]), dst.clone()

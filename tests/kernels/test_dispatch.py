@@ -1,8 +1,8 @@
 import subprocess
 import sys
 
+from kvpagoda.core.kernels import dispatch
 from kvpagoda.errors import BadInput
-from kvpagoda.kernels import dispatch
 from raises import raises
 
 
@@ -43,8 +43,8 @@ def test_everything_works_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from kvpagoda.kernels import append_swa
-from kvpagoda.kernels.dispatch import backend
+from kvpagoda.core.kernels import append_swa
+from kvpagoda.core.kernels.dispatch import backend
 assert backend("cuda") == "reference"
 pools = (
     torch.zeros(2, 4, 8, dtype=torch.uint8), torch.zeros(2, 4, 2, dtype=torch.bfloat16),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpagoda.kernels.fill_rows import as_words, fill_rows, fill_words
+from kvpagoda.core.kernels.fill_rows import as_words, fill_rows, fill_words
 
 
 def noise(*shape):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvpagoda.core.kernels.flatten_table import flatten_table
 from kvpagoda.errors import BadInput
-from kvpagoda.kernels.flatten_table import flatten_table
 from raises import raises
 
 

@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 
-from kvpagoda.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.dispatch import VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -15,5 +15,5 @@ from kvpagoda.kernels.dispatch import VARIABLE
 )
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    failed, tried = doctest.testmod(importlib.import_module(f"kvpagoda.kernels.{name}"))
+    failed, tried = doctest.testmod(importlib.import_module(f"kvpagoda.core.kernels.{name}"))
     assert failed == 0 and tried

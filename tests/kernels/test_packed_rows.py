@@ -8,11 +8,11 @@ import torch
 from packed_cases import EVERY, IDS, PAGE, SLOTS, expected, heads_of, pool, rows_for, rows_with_odd_ones
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpagoda.core.kernels import packed_rows
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.packed_rows import append_rows, gather_rows
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.dialects import dialect_of
-from kvpagoda.kernels import packed_rows
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import append_rows, gather_rows
 from kvpagoda.layouts import unpack
 from raises import raises
 

@@ -13,12 +13,20 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_ones
 
+from kvpagoda.core.kernels.dispatch import VARIABLE
+from kvpagoda.core.kernels.packed_rows import (
+    Form,
+    Grid,
+    append_parts,
+    append_rows,
+    constants_of,
+    gather_parts,
+    gather_rows,
+)
 from kvpagoda.errors import LayoutError
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
 from kvpagoda.formats.encoding import Encoding
-from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import Form, Grid, append_parts, append_rows, constants_of, gather_parts, gather_rows
 from raises import raises
 
 pytest.importorskip("numba", reason="numba is not installed")
@@ -208,7 +216,7 @@ def test_heads_of_any_width_are_written_and_read(head_dim, monkeypatch):
 def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, tmp_path):
     import numba
 
-    from kvpagoda.lanes import rows as lanes
+    from kvpagoda.core.lanes import rows as lanes
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     constants = json.dumps(append_constants(dialect_for_heads("gqa_int8_head", None, 2)))
@@ -226,7 +234,7 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
 
 APPEND = """
 import hashlib, sys, torch
-from kvpagoda.kernels.packed_rows import append_rows
+from kvpagoda.core.kernels.packed_rows import append_rows
 for dialect in sys.argv[1:]:
     pages = torch.zeros(1, 656, dtype=torch.uint8)
     rows = torch.randn(1, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -241,7 +249,7 @@ TWO = ["flashmla", "sglang_raw"]
 def test_loops_have_names_of_their_own():
     """numba names what it compiles by the function and by how many came before it in its process. Two dialects that were
     compiled in two processes once had one name in a third, which could not use the second."""
-    from kvpagoda.lanes import rows as lanes
+    from kvpagoda.core.lanes import rows as lanes
 
     constants = [append_constants(dialect_of("v32_656", dialect)) for dialect in TWO]
     loops = [lanes.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]

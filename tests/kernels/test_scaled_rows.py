@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvpagoda.core.kernels import scaled_rows
+from kvpagoda.core.kernels.dispatch import HAS_NUMBA, VARIABLE
+from kvpagoda.core.kernels.scaled_rows import append_scaled, gather_scaled
 from kvpagoda.formats.encoding import TENSOR, Encoding
-from kvpagoda.kernels import scaled_rows
-from kvpagoda.kernels.dispatch import HAS_NUMBA, VARIABLE
-from kvpagoda.kernels.scaled_rows import append_scaled, gather_scaled
 
 PAGE, HEADS, DIM = 16, 2, 40
 NAMES = list(TENSOR)

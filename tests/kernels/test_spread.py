@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.kernels.spread import spread
-from kvpagoda.memory.writes import Writes
+from kvpagoda.core.kernels.spread import spread
+from kvpagoda.core.memory.writes import Writes
 
 LENGTHS = {"short": (0, 4), "long": (900, 3000), "one": (1, 2)}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvpagoda import KVCache
+from kvpagoda.core.kernels.state_steps import conv_steps, delta_steps, ssd_steps
 from kvpagoda.errors import BadInput
-from kvpagoda.kernels.state_steps import conv_steps, delta_steps, ssd_steps
 from kvpagoda.schema import Attention, Layer, Recurrent, Rows, Schema
 
 Tensor = torch.Tensor

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpagoda import KVCache
+from kvpagoda.core.kernels.fill_rows import fill_rows
+from kvpagoda.core.memory import arena as arena_module
+from kvpagoda.core.memory import device_memory
+from kvpagoda.core.memory.arena import Arena
 from kvpagoda.errors import BadInput, NotOwned, SchemaError
-from kvpagoda.kernels.fill_rows import fill_rows
 from kvpagoda.layouts import named
-from kvpagoda.memory import arena as arena_module
-from kvpagoda.memory import device_memory
-from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Attention, Field, Growth, Layer, RowLayout, Schema
 from raises import raises
 from records import put_records, records_of

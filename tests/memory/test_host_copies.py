@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.memory import host_copy
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.host_copy import HostCopies, LayerwiseCopy, pairs_of
-from kvpagoda.memory.page_locks import PageLocks
-from kvpagoda.memory.pages import Bytes, pages
+from kvpagoda.core.memory import host_copy
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.host_copy import HostCopies, LayerwiseCopy, pairs_of
+from kvpagoda.core.memory.page_locks import PageLocks
+from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.units import table_rows
 from records import records_of
@@ -159,7 +159,7 @@ def test_a_full_stage_leaves_the_copy_to_the_current_stream(source: Arena, monke
 def test_rows_that_are_not_locked_go_through_the_processor_and_bytes_are_the_same(
     order: str, width_of_record: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpagoda.memory.page_locks.PIECE", 4096)
+    monkeypatch.setattr("kvpagoda.core.memory.page_locks.PIECE", 4096)
     source, target = arena(order), arena(order, seed=1)
     width = int(source.layout.nbytes * width_of_record)
     bench = Bench(160, width, num_locked=4096, is_late=False)

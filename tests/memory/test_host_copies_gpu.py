@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from kvpagoda import KVCache, Limits, Schema
-from kvpagoda.kernels.copy_rows import FEW, copy_tables
-from kvpagoda.memory import host_copy
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.device_memory import CudaPages
-from kvpagoda.memory.host_copy import CudaStreams, HostCopies, LayerwiseCopy
-from kvpagoda.memory.page_locks import PageLocks
-from kvpagoda.memory.pages import pages
+from kvpagoda.core.kernels.copy_rows import FEW, copy_tables
+from kvpagoda.core.memory import host_copy
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.device_memory import CudaPages
+from kvpagoda.core.memory.host_copy import CudaStreams, HostCopies, LayerwiseCopy
+from kvpagoda.core.memory.page_locks import PageLocks
+from kvpagoda.core.memory.pages import pages
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.tiers import host_tier
 from kvpagoda.units import table_rows
@@ -131,7 +131,7 @@ def test_many_tables_in_one_launch(nbytes: int, programs: int) -> None:
 
 
 def test_memory_is_locked_piece_by_piece_and_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpagoda.memory.page_locks.PIECE", 1 << 20)
+    monkeypatch.setattr("kvpagoda.core.memory.page_locks.PIECE", 1 << 20)
     memory = pages(4 << 20, large=True)
     locks = PageLocks(CudaPages(CUDA), 1 << 40)
     locks.watch(memory)

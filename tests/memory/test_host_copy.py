@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.units import table_rows
 from records import records_of

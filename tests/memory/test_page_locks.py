@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from kvpagoda.memory import page_locks
-from kvpagoda.memory.page_locks import PageLocks, machine_nbytes
-from kvpagoda.memory.pages import pages
+from kvpagoda.core.memory import page_locks
+from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes
+from kvpagoda.core.memory.pages import pages
 from streams import FakePages
 
 PIECE = 1 << 16

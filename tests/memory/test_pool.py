@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 import torch
 
+from kvpagoda.core.memory.arena import Arena
+from kvpagoda.core.memory.pool import Pool
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.dialects import DIALECTS
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.layouts import pack
-from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import FULL, Attention, Compressed, Group, IndexKeys, Latent, Layer, Rows
 from records import put_records, records_of
 

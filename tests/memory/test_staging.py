@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.memory import staging
-from kvpagoda.memory.staging import MOST_NBYTES, NUM_SLOTS, SLOT_NBYTES, Staging
-from kvpagoda.memory.writes import Writes
+from kvpagoda.core.memory import staging
+from kvpagoda.core.memory.staging import MOST_NBYTES, NUM_SLOTS, SLOT_NBYTES, Staging
+from kvpagoda.core.memory.writes import Writes
 from late_device import LateEvent, LateStaging
 
 CPU = torch.device("cpu")

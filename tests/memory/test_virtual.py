@@ -18,9 +18,9 @@ pytest.importorskip("torch")
 import torch
 
 from kvpagoda import KVCache, Schema
+from kvpagoda.core.memory import virtual
+from kvpagoda.core.memory.virtual import VirtualMemory
 from kvpagoda.errors import BadInput, Exhausted, MissingExtra
-from kvpagoda.memory import virtual
-from kvpagoda.memory.virtual import VirtualMemory
 from kvpagoda.schema import Attention, Layer
 from raises import raises
 
@@ -258,10 +258,10 @@ def test_devices_that_have_none(driver: Driver, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_package_is_imported_late() -> None:
-    program = "import sys, kvpagoda.memory.virtual; print('cuda.bindings' in sys.modules, 'cuda' in sys.modules)"
+    program = "import sys, kvpagoda.core.memory.virtual; print('cuda.bindings' in sys.modules, 'cuda' in sys.modules)"
     found = [
         subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120).stdout
-        for text in (program, program.replace("kvpagoda.memory.virtual", "torch"))
+        for text in (program, program.replace("kvpagoda.core.memory.virtual", "torch"))
     ]
     assert found[0] == found[1]
 

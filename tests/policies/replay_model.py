@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpagoda.prefix import EvictionPolicy, PrefixTree
+from kvpagoda.core.prefix import EvictionPolicy, PrefixTree
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from replay_model import model_replay, tree_replay
 from test_policies import chains, named
 
+from kvpagoda.core.prefix import PrefixTree
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import adaptive
 from kvpagoda.policies.adaptive import Auto, ShadowARC, ShadowLRU
-from kvpagoda.prefix import PrefixTree
 
 NEVER = 2**60
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_model import MODELS, TRACES, load_trace, model_replay, tree_replay
 
+from kvpagoda.core.prefix import POLICY_NAMES, PrefixTree, as_policy
+from kvpagoda.core.prefix.node import nodes_below
 from kvpagoda.errors import BadInput
-from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
-from kvpagoda.prefix.node import nodes_below
 from raises import raises
 
 QUICK = 18279

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvpagoda
-from kvpagoda.prefix import Evicted, PrefixTree
+from kvpagoda.core.prefix import Evicted, PrefixTree
 
 PACKAGE = str(Path(kvpagoda.__file__).parent)
 """The folder of the library, and not its name, which the path of numpy in a ``.venv`` of a checkout may contain too."""

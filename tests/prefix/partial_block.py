@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpagoda.prefix import Match, PrefixTree
+from kvpagoda.core.prefix import Match, PrefixTree
 
 
 def partial_ids(tree: PrefixTree, match: Match) -> list[int]:

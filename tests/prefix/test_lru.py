@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache
-from kvpagoda.cache.options import Limits, Retention
-from kvpagoda.cache.prefix_cache import checkpoint_cost
-from kvpagoda.prefix import Entry, PrefixTree
-from kvpagoda.prefix.order import Clock
+from kvpagoda.core.cache.options import Limits, Retention
+from kvpagoda.core.cache.prefix_cache import checkpoint_cost
+from kvpagoda.core.prefix import Entry, PrefixTree
+from kvpagoda.core.prefix.order import Clock
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 _FULL = Attention(1, 8, 8, "float32")

@@ -7,7 +7,7 @@ from plain_lru import LRU
 from test_tree_oracle import Pair, finish
 from tests.policies.replay_model import tree_replay
 
-from kvpagoda.prefix import POLICY_NAMES, PrefixTree
+from kvpagoda.core.prefix import POLICY_NAMES, PrefixTree
 
 
 @pytest.mark.parametrize("policy", ["lru", LRU])

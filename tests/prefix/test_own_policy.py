@@ -8,9 +8,9 @@ import pytest
 from plain_lru import LRU
 
 from kvpagoda import EvictionPolicy, Schema
+from kvpagoda.core.kv_cache import KVCache
+from kvpagoda.core.prefix import POLICY_NAMES, PrefixTree, as_policy
 from kvpagoda.errors import BadInput
-from kvpagoda.kv_cache import KVCache
-from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
 from kvpagoda.replay import hit_rate_curve, replay
 from kvpagoda.schema import Attention, Layer
 from raises import raises

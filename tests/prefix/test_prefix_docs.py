@@ -7,13 +7,13 @@ import pkgutil
 import numpy as np
 import pytest
 
-import kvpagoda.blocks
+import kvpagoda.core.blocks
+import kvpagoda.core.prefix
 import kvpagoda.policies
-import kvpagoda.prefix
 
 MODULES = [
     info.name
-    for room in (kvpagoda.blocks, kvpagoda.policies, kvpagoda.prefix)
+    for room in (kvpagoda.core.blocks, kvpagoda.policies, kvpagoda.core.prefix)
     for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpagoda.prefix import PrefixTree
+from kvpagoda.core.prefix import PrefixTree
 
 
 def fastest(call: Callable[[], object], times: int = 60) -> float:

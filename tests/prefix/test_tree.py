@@ -7,9 +7,9 @@ import pytest
 from partial_block import partial_ids
 from plain_lru import LRU
 
+from kvpagoda.core.prefix import EvictionPolicy, PrefixTree
+from kvpagoda.core.prefix.node import Children, Node
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, RetryLater, StaleHandle
-from kvpagoda.prefix import EvictionPolicy, PrefixTree
-from kvpagoda.prefix.node import Children, Node
 from raises import raises
 
 

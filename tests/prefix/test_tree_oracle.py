@@ -8,8 +8,8 @@ from partial_block import partial_ids
 from plain_lru import LRU
 from tree_oracle import Oracle, as_bytes
 
+from kvpagoda.core.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
-from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 
 NAMESPACES = (b"", b"tenant", b"tenant/adapter")
 

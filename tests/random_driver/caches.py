@@ -14,9 +14,9 @@ from unittest.mock import patch
 import numpy as np
 
 from kvpagoda import Identity, KVCache, Limits, Retention, Worker
-from kvpagoda.cache.request import State
+from kvpagoda.core.cache.request import State
+from kvpagoda.core.prefix import POLICY_NAMES
 from kvpagoda.errors import NeverFits
-from kvpagoda.prefix import POLICY_NAMES
 from kvpagoda.schema import Schema
 from kvpagoda.tiers import Driver, Lease, RecordBuffer, TierSpec, disk_tier, host_tier
 
@@ -121,7 +121,7 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []
-    with patch.multiple("kvpagoda.cache.prefix_cache", _COARSE=settings.coarse, _SLACK=settings.slack):
+    with patch.multiple("kvpagoda.core.cache.prefix_cache", _COARSE=settings.coarse, _SLACK=settings.slack):
         made = partial(
             KVCache,
             schema, budget_of(settings, schema), block_size=settings.block_size,
@@ -186,7 +186,7 @@ def _counted(tier: TierSpec, drivers: list[Counting]) -> TierSpec:
     return TierSpec(**{**fields, "make": make})
 
 
-_MEMORY = ("kvpagoda.memory.arena", "Arena", ("reset", "copy", "poison"))
+_MEMORY = ("kvpagoda.core.memory.arena", "Arena", ("reset", "copy", "poison"))
 
 
 class Failing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpagoda.cache.outcome import ANSWERS, ENDS
+from kvpagoda.core.cache.outcome import ANSWERS, ENDS
 from kvpagoda.errors import Asleep, OutOfBlocks, RetryLater
 
 from .faults import Fault, Refused

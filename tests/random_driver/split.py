@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvpagoda import KVCache, Worker
-from kvpagoda.batch.batch import StepCheckpoints
-from kvpagoda.memory.copies import Copies
+from kvpagoda.core.batch.batch import StepCheckpoints
+from kvpagoda.core.memory.copies import Copies
 
 
 def _tensor(value: Any) -> Any:

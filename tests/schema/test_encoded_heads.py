@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvpagoda import KVCache, Schema  # noqa: E402
+from kvpagoda.core.memory.arena import Arena  # noqa: E402
+from kvpagoda.core.memory.pool import Pool  # noqa: E402
 from kvpagoda.errors import LayoutError, SchemaError  # noqa: E402
 from kvpagoda.formats import decode, encode  # noqa: E402
 from kvpagoda.layouts import judge, pack  # noqa: E402
-from kvpagoda.memory.arena import Arena  # noqa: E402
-from kvpagoda.memory.pool import Pool  # noqa: E402
 from kvpagoda.schema import FULL, MXFP4, NVFP4, Attention, Encoding, Group, Growth, Layer  # noqa: E402
 from raises import raises  # noqa: E402
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, NeverFits, SchemaError
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import (
     MXFP4,
     NVFP4,

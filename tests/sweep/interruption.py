@@ -30,12 +30,12 @@ SOURCE = str(Path(kvpagoda.__file__).parent) + "/"
 LIBRARIES = tuple(str(Path(str(module.__file__)).parent) + "/" for module in (numpy, torch))
 
 CAN_FAIL = (
-    "kvpagoda.memory.arena:Arena.copy",
-    "kvpagoda.memory.arena:Arena.reset",
-    "kvpagoda.memory.arena:Arena.poison",
-    "kvpagoda.memory.host_copy:copy_to_host",
-    "kvpagoda.memory.host_copy:copy_from_host",
-    "kvpagoda.memory.pages:pages",
+    "kvpagoda.core.memory.arena:Arena.copy",
+    "kvpagoda.core.memory.arena:Arena.reset",
+    "kvpagoda.core.memory.arena:Arena.poison",
+    "kvpagoda.core.memory.host_copy:copy_to_host",
+    "kvpagoda.core.memory.host_copy:copy_from_host",
+    "kvpagoda.core.memory.pages:pages",
     "kvpagoda.tiers.tier:Tier.store",
     "kvpagoda.tiers.tier:Tier.lookup",
     "kvpagoda.tiers.tier:Tier.load",

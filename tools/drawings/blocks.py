@@ -9,7 +9,7 @@ import numpy as np
 from tools.drawings.svg import MARGIN, Picture
 
 from kvpagoda import KVCache, Limits, Schema
-from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 
 BLOCK, LEFT, CELL, STEP = 16, 96, 24, 30

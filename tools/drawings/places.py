@@ -10,7 +10,7 @@ from tools.drawings.blocks import BLOCK, WINDOW, model, state_of
 from tools.drawings.svg import MARGIN, Picture
 
 from kvpagoda import KVCache, Limits, Retention
-from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.schema import Attention
 
 SECTOR = 46.5

@@ -19,8 +19,8 @@ def imports() -> dict[str, set[str]]:
     """Return for each room what its files import, inside of functions too: names of other rooms, and ``torch``."""
     found: dict[str, set[str]] = {}
     for path in sorted(SRC.rglob("*.py")):
-        room = path.relative_to(SRC).parts[0].removesuffix(".py")
-        if room in ("__init__", "__main__"):
+        room = _room(".".join(path.relative_to(SRC).with_suffix("").parts))
+        if room in ("__init__", "__main__", "core.__init__"):
             continue
         names = found.setdefault(room, set())
         for node in ast.walk(ast.parse(path.read_text())):
@@ -30,10 +30,16 @@ def imports() -> dict[str, set[str]]:
                 names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
     rooms = set(found)
     return {
-        room: {name.split(".")[1] for name in names if name.startswith("kvpagoda.")} & rooms - {room}
+        room: {_room(name.removeprefix("kvpagoda.")) for name in names if name.startswith("kvpagoda.")} & rooms - {room}
         | ({"torch"} if any(name.split(".")[0] == "torch" for name in names) else set())
         for room, names in found.items()
     }
+
+
+def _room(name: str) -> str:
+    """Return the room of a module without ``kvpagoda.``: its first name, in the core its first two."""
+    parts = name.split(".")
+    return ".".join(parts[:2] if parts[0] == "core" else parts[:1])
 
 
 def levels(graph: dict[str, set[str]]) -> dict[str, int]:

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
-from kvpagoda.blocks.free_list import Ids, positive_numbers
+from kvpagoda.core.blocks.free_list import Ids, positive_numbers
+from kvpagoda.core.prefix import EvictionPolicy, Lease, Match, PrefixTree
+from kvpagoda.core.prefix.tokens import as_tokens
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
-from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
-from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.units import ceil_div
 
 Tensor = torch.Tensor

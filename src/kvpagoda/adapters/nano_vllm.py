@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
-from kvpagoda.blocks.free_list import Ids
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.prefix import EvictionPolicy, Lease, Match
+from kvpagoda.core.prefix.tokens import as_tokens
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.prefix import EvictionPolicy, Lease, Match
-from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.units import ceil_div
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpagoda.blocks import FreeList
-from kvpagoda.blocks.free_list import Ids, positive_numbers
+from kvpagoda.core.blocks import FreeList
+from kvpagoda.core.blocks.free_list import Ids, positive_numbers
+from kvpagoda.core.prefix import EvictionPolicy, Match, PrefixTree
 from kvpagoda.errors import CheckFailed, OutOfBlocks
-from kvpagoda.prefix import EvictionPolicy, Match, PrefixTree
 
 
 class SharedBlocks:

@@ -20,8 +20,8 @@ from time import perf_counter
 import torch
 
 import kvpagoda
+from kvpagoda.core.kernels.dispatch import triton
 from kvpagoda.errors import BadInput
-from kvpagoda.kernels.dispatch import triton
 
 Call = Callable[[], object]
 Facts = dict[str, str | int | None]

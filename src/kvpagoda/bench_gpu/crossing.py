@@ -14,10 +14,10 @@ import torch
 
 from kvpagoda.bench_gpu.card import Card
 from kvpagoda.bench_gpu.rows import CARD, SWAP, TIER, Bound, Case, Sizes, at_least, at_most
-from kvpagoda.cache.options import Limits
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.options import Limits
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import CheckFailed
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.tiers import host_tier
 

@@ -22,13 +22,13 @@ from kvpagoda.bench_gpu.rows import (
     at_least,
     at_most,
 )
-from kvpagoda.cache.options import Limits
+from kvpagoda.core.cache.options import Limits
+from kvpagoda.core.kernels import append_rows, append_scaled, copy_rows, gather_rows, gather_scaled
+from kvpagoda.core.kernels.packed_rows import append_parts, gather_parts
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import CheckFailed
 from kvpagoda.formats.dialects import dialect_for_heads
 from kvpagoda.formats.encoding import MXFP4, NVFP4, TENSOR, Encoding
-from kvpagoda.kernels import append_rows, append_scaled, copy_rows, gather_rows, gather_scaled
-from kvpagoda.kernels.packed_rows import append_parts, gather_parts
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Layer, Schema
 
 Tensor = torch.Tensor

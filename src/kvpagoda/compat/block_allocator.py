@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
-from kvpagoda.memory.staging import Staging
+from kvpagoda.core.blocks.free_list import FreeList
+from kvpagoda.core.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
+from kvpagoda.core.memory.staging import Staging
 from kvpagoda.units import whole_number
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpagoda.blocks.free_list import positive_numbers
+from kvpagoda.core.blocks.free_list import positive_numbers
+from kvpagoda.core.kernels.copy_rows import copy_rows
+from kvpagoda.core.memory.id_tensors import Device, default_device
 from kvpagoda.errors import BadInput, NotOwned, unknown_name
-from kvpagoda.kernels.copy_rows import copy_rows
-from kvpagoda.memory.id_tensors import Device, default_device
 from kvpagoda.units import whole_number
 
 Tensor = torch.Tensor

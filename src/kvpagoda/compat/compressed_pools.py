@@ -11,11 +11,11 @@ from typing import SupportsIndex
 
 import torch
 
-from kvpagoda.blocks.free_list import IdSet, positive_numbers
 from kvpagoda.compat.deepseek_v4 import LayerSchema
+from kvpagoda.core.blocks.free_list import IdSet, positive_numbers
+from kvpagoda.core.memory.arena import Arena, Device
+from kvpagoda.core.memory.pool import Pool
 from kvpagoda.errors import BadInput
-from kvpagoda.memory.arena import Arena, Device
-from kvpagoda.memory.pool import Pool
 
 Tensor = torch.Tensor
 

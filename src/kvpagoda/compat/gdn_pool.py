@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpagoda.blocks.free_list import FreeList, positive_numbers
+from kvpagoda.core.blocks.free_list import FreeList, positive_numbers
+from kvpagoda.core.memory.arena import Arena, Device, Tensor, dtype_name
+from kvpagoda.core.memory.id_tensors import integers
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.memory.id_tensors import integers
 from kvpagoda.schema import RowLayout, Rows
 from kvpagoda.schema.families.states import delta
 from kvpagoda.schema.fields import itemsize

@@ -14,10 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvpagoda.batch.step import Step
-from kvpagoda.blocks import FreeList, FreeStack
-from kvpagoda.blocks.free_list import positive_numbers
-from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool
 from kvpagoda.compat.deepseek_v4 import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
@@ -28,10 +24,14 @@ from kvpagoda.compat.deepseek_v4 import (
     build_schema,
 )
 from kvpagoda.compat.layer_handle import LayerCacheHandle
+from kvpagoda.core.batch.step import Step
+from kvpagoda.core.blocks import FreeList, FreeStack
+from kvpagoda.core.blocks.free_list import positive_numbers
+from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.memory.arena import Device, default_device
+from kvpagoda.core.memory.device_memory import DeviceArrays
+from kvpagoda.core.memory.writes import Writes
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
-from kvpagoda.memory.arena import Device, default_device
-from kvpagoda.memory.device_memory import DeviceArrays
-from kvpagoda.memory.writes import Writes
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div, whole_number

@@ -6,11 +6,11 @@ import os
 
 import torch
 
-from kvpagoda.blocks.free_list import positive_numbers
 from kvpagoda.compat.token_allocator import TokenToKVPoolAllocator
+from kvpagoda.core.blocks.free_list import positive_numbers
+from kvpagoda.core.memory.arena import Arena, Device, Tensor, dtype_name
+from kvpagoda.core.memory.id_tensors import IdsLike, integers
 from kvpagoda.errors import BadInput
-from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.memory.id_tensors import IdsLike, integers
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.units import whole_number
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from kvpagoda.blocks.free_list import FreeList, Ids, IdSet
+from kvpagoda.core.blocks.free_list import FreeList, Ids, IdSet
+from kvpagoda.core.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
+from kvpagoda.core.memory.staging import Staging
 from kvpagoda.errors import BadInput, CheckFailed
-from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
-from kvpagoda.memory.staging import Staging
 from kvpagoda.units import ceil_div, whole_number
 
 _NONE: Ids = np.empty(0, np.int32)

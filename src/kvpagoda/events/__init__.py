@@ -1,6 +1,6 @@
 """KV events for routers: which blocks a cache has in each group, and how many tokens of a prompt it could reuse."""
 
-from kvpagoda.cache.event_log import EventLog
+from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.events.follower import Follower, namespace_name
 from kvpagoda.events.index import Resumable
 from kvpagoda.events.publisher import Publisher, Subscriber

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import Ids
-from kvpagoda.cache.event_log import Followed
-from kvpagoda.cache.namespace import LEAST_MEDIA, MOST_MEDIA, with_media
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.cache.event_log import Followed
+from kvpagoda.core.cache.namespace import LEAST_MEDIA, MOST_MEDIA, with_media
+from kvpagoda.core.prefix.node import Children
+from kvpagoda.core.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.events.wire import Name
-from kvpagoda.prefix.node import Children
-from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.schema.fields import Growth
 
 _UNKNOWN = NO_TOKEN + 1

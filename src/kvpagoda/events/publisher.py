@@ -13,7 +13,7 @@ from threading import Condition, Thread
 from time import monotonic
 from typing import Any
 
-from kvpagoda.cache.event_log import EventLog
+from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message

@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from kvpagoda.cache.event_log import TEXT, Followed
+from kvpagoda.core.cache.event_log import TEXT, Followed
 from kvpagoda.errors import BadInput, MissingExtra, unknown_name
 from kvpagoda.schema.fields import FULL, STATE, Growth
 

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import BlockPlaces
-from kvpagoda.cache.admission import Cached
-from kvpagoda.cache.core import Core
-from kvpagoda.cache.prefix_cache import PrefixMatch
+from kvpagoda.core.blocks.free_list import BlockPlaces
+from kvpagoda.core.cache.admission import Cached
+from kvpagoda.core.cache.core import Core
+from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.core.prefix import Match
+from kvpagoda.core.prefix.hybrid import Holding
 from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.fetched import Given
 from kvpagoda.handover.recut import Recut, is_same
 from kvpagoda.handover.ticket import Ticket
-from kvpagoda.prefix import Match
-from kvpagoda.prefix.hybrid import Holding
 from kvpagoda.units import ceil_div
 
 _PART = 4 << 20

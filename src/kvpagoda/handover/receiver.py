@@ -15,12 +15,14 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.lookup import AnyNamespace
-from kvpagoda.cache.namespace import Namespace
-from kvpagoda.cache.request import Request, buffer_of
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.cache.lifecycle import Lifecycle
+from kvpagoda.core.cache.lookup import AnyNamespace
+from kvpagoda.core.cache.namespace import Namespace
+from kvpagoda.core.cache.request import Request, buffer_of
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.prefix import Match
+from kvpagoda.core.prefix.tokens import as_tokens
 from kvpagoda.errors import BadInput, HandoverMiss, RetryLater, TicketRefused
 from kvpagoda.handover.content import GroupPlace, content_of, places_of
 from kvpagoda.handover.fetched import Fetched, Given, WholeLeases
@@ -29,8 +31,6 @@ from kvpagoda.handover.received import Received, Taken
 from kvpagoda.handover.recut import givers_of
 from kvpagoda.handover.ticket import Ticket
 from kvpagoda.handover.transfer import Transfer, checked
-from kvpagoda.prefix import Match
-from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import ceil_div, format_bytes, whole_number
 

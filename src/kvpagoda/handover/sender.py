@@ -20,11 +20,11 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import Ids
-from kvpagoda.cache.below import NoHandOvers
-from kvpagoda.cache.guard import either_way, exclusive, observe
-from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.request import Request, State
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.cache.below import NoHandOvers
+from kvpagoda.core.cache.guard import either_way, exclusive, observe
+from kvpagoda.core.cache.lifecycle import Lifecycle
+from kvpagoda.core.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm
 from kvpagoda.handover.content import content_of, places_of

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, relu
 
-from kvpagoda.cache.sequence import Sequence
 from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.hf.runner import Work
-from kvpagoda.kv_cache import KVCache
 
 Tensor = torch.Tensor
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.core.cache.request import Tokens
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.runner import ModelRunner, Work
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
 
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import positive_numbers
-from kvpagoda.cache.request import Breakpoint, Tokens, breakpoints_of
-from kvpagoda.cache.sequence import Sequence
-from kvpagoda.cache.stats import CacheStats
+from kvpagoda.core.blocks.free_list import positive_numbers
+from kvpagoda.core.cache.request import Breakpoint, Tokens, breakpoints_of
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.cache.stats import CacheStats
+from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.drafter import Drafter
 from kvpagoda.hf.model_cache import commit_step, next_piece, runner_of
@@ -19,7 +20,6 @@ from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
 from kvpagoda.hf.weights import WeightsWatch
-from kvpagoda.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvpagoda.cache.options import Identity, Limits
-from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.options import Identity, Limits
+from kvpagoda.core.cache.request import Tokens
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.drafter import Drafter, check_draft
 from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.weights import weights_digest
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Layer, Schema
 from kvpagoda.schema.families import known_types
 from kvpagoda.schema.kv_format import KVFormatNames

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from kvpagoda import console
-from kvpagoda.cache.stats import CacheStats
+from kvpagoda.core.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.comparison import Comparison
 from kvpagoda.hf.embedded import ByteTokenizer, built_in_prompts, held_out_text

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.sequence import Sequence, requests_of
+from kvpagoda.core.cache.request import Tokens
+from kvpagoda.core.cache.sequence import Sequence, requests_of
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.hf.cache_name import cache_name_of
 from kvpagoda.hf.paged import ATTENTION, OWN_STATES, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.time_steps import TimeSteps
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Latent, Schema
 from kvpagoda.schema.families import model_types
 

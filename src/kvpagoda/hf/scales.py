@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from kvpagoda.core.prefix.tokens import TokenIds
 from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.formats.encoding import TENSOR
 from kvpagoda.hf.model_cache import check_model, runner_of, schema_of
-from kvpagoda.prefix.tokens import TokenIds
 from kvpagoda.schema import Schema
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.units import path_of

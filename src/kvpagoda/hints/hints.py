@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import Ids
-from kvpagoda.cache.core import Core
-from kvpagoda.cache.lookup import AnyNamespace, Reuse, read_ahead
-from kvpagoda.cache.outcome import Outcome
-from kvpagoda.cache.request import Breakpoints, Request, breakpoints_of
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.cache.core import Core
+from kvpagoda.core.cache.lookup import AnyNamespace, Reuse, read_ahead
+from kvpagoda.core.cache.outcome import Outcome
+from kvpagoda.core.cache.request import Breakpoints, Request, breakpoints_of
+from kvpagoda.core.prefix import Match
+from kvpagoda.core.prefix.tokens import NO_TOKEN, as_tokens
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.hints.envelope import Action, Payload, is_known, read_envelope
 from kvpagoda.hints.keep import Keep
 from kvpagoda.hints.options import HintLimits
 from kvpagoda.hints.promises import Promise, Promises
 from kvpagoda.hints.sessions import Session, Sessions
-from kvpagoda.prefix import Match
-from kvpagoda.prefix.tokens import NO_TOKEN, as_tokens
 
 if TYPE_CHECKING:
-    from kvpagoda.offload.hit import Prefetch
+    from kvpagoda.core.offload.hit import Prefetch
 
 
 _GRANTED = ("due", "kept", "cached", "always")

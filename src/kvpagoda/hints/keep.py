@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpagoda.cache.outcome import Outcome
+from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.hints.envelope import DEFAULT_PRIORITY, MOST_PRIORITY, Payload
 
 

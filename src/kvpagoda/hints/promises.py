@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from kvpagoda.blocks.free_list import Ids
-from kvpagoda.cache.core import Core
-from kvpagoda.cache.lookup import Reuse
-from kvpagoda.cache.outcome import Outcome
-from kvpagoda.cache.prefix_cache import Pin
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.cache.core import Core
+from kvpagoda.core.cache.lookup import Reuse
+from kvpagoda.core.cache.outcome import Outcome
+from kvpagoda.core.cache.prefix_cache import Pin
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.hints.options import HintLimits
 

@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvpagoda.blocks.free_list import Ids
-from kvpagoda.cache.request import Request
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.core.cache.request import Request
 from kvpagoda.hints.options import HintLimits
 
 

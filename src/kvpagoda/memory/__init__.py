@@ -1,4 +1,1 @@
-"""WHERE rows live: the arena, pools over it, copies to the host and back.
-
-Some files need torch, so import the modules one by one.
-"""
+"""Memory that a user gives to a cache: ``kvpagoda.memory.virtual``."""

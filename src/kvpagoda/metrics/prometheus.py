@@ -7,11 +7,11 @@ from itertools import accumulate
 from time import sleep
 from typing import Any
 
-from kvpagoda.cache.namespace import namespace_key
-from kvpagoda.cache.residency import Residency
-from kvpagoda.cache.stats import stats_of
+from kvpagoda.core.cache.namespace import namespace_key
+from kvpagoda.core.cache.residency import Residency
+from kvpagoda.core.cache.stats import stats_of
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, MissingExtra
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.metrics.names import COMMON, METRICS, VLLM, Metric, Moment
 from kvpagoda.scheduling import RunQueue
 from kvpagoda.tiers.health import Histogram

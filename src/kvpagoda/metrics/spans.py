@@ -8,7 +8,7 @@
     kvpagoda.suspend    a request is moved to host memory
     kvpagoda.resume     it is restored, or starts again
 
-The spans wrap the calls that ``kvpagoda.cache.guard`` lists. A cache that is not traced runs none of this code.
+The spans wrap the calls that ``kvpagoda.core.cache.guard`` lists. A cache that is not traced runs none of this code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from functools import wraps
 from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
-from kvpagoda.cache.core import Core
-from kvpagoda.cache.guard import observe
-from kvpagoda.cache.request import Request
+from kvpagoda.core.cache.core import Core
+from kvpagoda.core.cache.guard import observe
+from kvpagoda.core.cache.request import Request
+from kvpagoda.core.kv_cache import KVCache
+from kvpagoda.core.offload.hit import TierHit
 from kvpagoda.errors import Exhausted, HandoverMiss, MissingExtra
-from kvpagoda.kv_cache import KVCache
-from kvpagoda.offload.hit import TierHit
 from kvpagoda.units import whole_number
 
 with MissingExtra.unless("opentelemetry", "spans need opentelemetry-api; pip install 'kvpagoda[metrics]'"):

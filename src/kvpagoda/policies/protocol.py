@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from kvpagoda.blocks.free_list import Ids
+from kvpagoda.core.blocks.free_list import Ids
 from kvpagoda.errors import CheckFailed
 
 Keys = Ids
@@ -37,7 +37,7 @@ class EvictionPolicy(Protocol):
     ...     def choose(self, chain): return chain(next(iter(self.leaves)))
     ...     def remove(self, keys, *, evicted): return keys
     ...     def check(self, keys, leaves): assert set(self.leaves) == leaves
-    >>> from kvpagoda.prefix import PrefixTree
+    >>> from kvpagoda.core.prefix import PrefixTree
     >>> tree = PrefixTree(block_size=1, policy=Oldest())
     """
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvpagoda.cache.options import Identity, Limits, Retention
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.options import Identity, Limits, Retention
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import NeverFits, OutOfBlocks
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.texts import Tokens, text_of
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.cache.options import Limits, Retention
+from kvpagoda.core.cache.options import Limits, Retention
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput
 from kvpagoda.hints import HintLimits, Hints
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.run import ReplayResult
 from kvpagoda.replay.trace import Ints, Trace, readable

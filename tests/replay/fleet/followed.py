@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpagoda.cache.event_log import EventLog
+from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.replay.fleet import simulation
 from kvpagoda.replay.texts import text_of
 

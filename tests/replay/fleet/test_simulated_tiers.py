@@ -10,7 +10,7 @@ import pytest
 from test_worker import FULL, SCHEMAS, STATE, WINDOW, OneByOne, requests
 
 from kvpagoda import KVCache, Schema, simulate
-from kvpagoda.cache.options import Identity, Limits, Retention
+from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.errors import BadInput
 from kvpagoda.replay import Trace
 from kvpagoda.replay.batching import cache_for

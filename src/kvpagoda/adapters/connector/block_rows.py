@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpagoda.core.kernels.copy_rows import FEW, Regions, copy_gathered, copy_regions, copy_rows
+from kvpagoda.core.kernels.dispatch import backend
+from kvpagoda.core.memory.page_locks import PageLocks
+from kvpagoda.core.memory.staging import Staging
 from kvpagoda.errors import LayoutError
-from kvpagoda.kernels.copy_rows import FEW, Regions, copy_gathered, copy_regions, copy_rows
-from kvpagoda.kernels.dispatch import backend
-from kvpagoda.memory.page_locks import PageLocks
-from kvpagoda.memory.staging import Staging
 
 Tensor = torch.Tensor
 Ids = npt.NDArray[np.int64]

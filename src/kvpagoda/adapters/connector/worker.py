@@ -26,11 +26,11 @@ from kvpagoda.adapters.connector.block_rows import BlockRows, rows_of
 from kvpagoda.adapters.connector.found import Found, Record, batches, record_kind
 from kvpagoda.adapters.connector.groups import RecordGrid
 from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
+from kvpagoda.core.memory.device_memory import CudaPages
+from kvpagoda.core.memory.host_copy import side_stream
+from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes
+from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.errors import OutOfBlocks
-from kvpagoda.memory.device_memory import CudaPages
-from kvpagoda.memory.host_copy import side_stream
-from kvpagoda.memory.page_locks import PageLocks, machine_nbytes
-from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.tiers import LevelStats, TierSpec
 from kvpagoda.tiers.level import Level, Loading, RecordIdentity
 

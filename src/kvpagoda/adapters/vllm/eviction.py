@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from kvpagoda.blocks.free_list import IdPool, Ids
+from kvpagoda.core.blocks.free_list import IdPool, Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import EvictionPolicy
 

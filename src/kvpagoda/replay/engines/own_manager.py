@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpagoda.cache.options import Limits
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.core.cache.options import Limits
+from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import Exhausted, NeverFits, OutOfBlocks
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.texts import text_of
 from kvpagoda.replay.trace import Ids32

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.blocks.free_list import BlockNames
-from kvpagoda.cache.event_log import EventLog
-from kvpagoda.cache.request import Request
+from kvpagoda.core.blocks.free_list import BlockNames
+from kvpagoda.core.cache.event_log import EventLog
+from kvpagoda.core.cache.request import Request
+from kvpagoda.core.kv_cache import KVCache
+from kvpagoda.core.prefix.hybrid import Freed
 from kvpagoda.errors import unknown_name
-from kvpagoda.kv_cache import KVCache
-from kvpagoda.prefix.hybrid import Freed
 from kvpagoda.replay.fleet.engine_worker import EngineWorker
 from kvpagoda.replay.fleet.worker import AnyWorker
 from kvpagoda.replay.texts import text_of

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvpagoda.cache.sequence import requests_of
+from kvpagoda.core.cache.sequence import requests_of
 from kvpagoda.errors import RetryLater
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.fleet.costs import PER_SECOND, Ticks

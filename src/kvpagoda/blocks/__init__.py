@@ -1,6 +1,0 @@
-"""WHO owns an id: the free list, block tables, and the blocks of a group."""
-
-from kvpagoda.blocks.block_table import BlockTable
-from kvpagoda.blocks.free_list import FreeList, FreeStack
-
-__all__ = ["BlockTable", "FreeList", "FreeStack"]

@@ -1,0 +1,265 @@
+"""The arena: ``num_rows`` records of one layout in one allocation, in one of two orders.
+
+    block-major   | record 0: all fields | record 1: all fields | ..      a block is one byte range
+    layer-major   | field 0 of all rows | field 1 of all rows | ..        a field is one dense tensor
+
+Both orders use the same arithmetic: a field has a start, and its rows are a stride apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpagoda.core.kernels.copy_rows import copy_rows, copy_tables
+from kvpagoda.core.kernels.fill_rows import fill_rows
+from kvpagoda.core.memory.id_tensors import Device, default_device, integers
+from kvpagoda.core.memory.pages import pages
+from kvpagoda.core.memory.staging import Staging
+from kvpagoda.errors import BadInput, Exhausted, NotOwned
+from kvpagoda.schema import Page, Place, RowLayout
+from kvpagoda.schema.fields import itemsize
+from kvpagoda.schema.layout import ALIGN
+from kvpagoda.units import format_bytes
+
+__all__ = ["Arena", "Device", "default_device", "dtype_name"]
+
+Tensor = torch.Tensor
+LONG_ROW = 16 << 10
+"""Bytes from which copying rows one by one is faster than torch's indexing (measured on an AVX-512 CPU)."""
+Region = tuple[slice, Tensor]
+"""A byte range of a record, and these bytes of every row."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of ``dtype`` as a ``Field`` spells it: ``torch.float16`` -> ``"float16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def zeros(nbytes: int, device: torch.device) -> Tensor:
+    """Allocate zeroed uint8 ``[nbytes]``; on a CPU in large pages, if the system has them. Raises Exhausted."""
+    try:
+        if device.type == "cpu" and nbytes:
+            return torch.from_numpy(pages(nbytes, large=True))
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except (OSError, RuntimeError) as error:
+        text = f"{device} cannot allocate {format_bytes(nbytes)} ({' '.join(str(error).split())[:120]})"
+        raise Exhausted.with_hint(text, "lower the budget", needed=nbytes) from None
+
+
+class Arena:
+    """Memory for ``num_rows`` records of ``layout``, allocated once, by the constructor.
+
+    ``order``: ``"block"`` (the default, on every device) or ``"layer"``. In either order the arena takes exactly
+    ``num_rows * layout.nbytes`` bytes. A ``packed`` layer-major arena has no padding and takes
+    ``num_rows * layout.payload_nbytes``. New memory is zero; ``reset`` writes the initial values.
+
+    ``within``: uint8 memory that other arenas use too, and the distance of two records in bytes. The arena then
+    allocates nothing and is block-major. ``allocate``: returns zeroed uint8 ``[nbytes]`` on ``device`` (default: new
+    memory of its own).
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        num_rows: int,
+        *,
+        device: Device = None,
+        order: str | None = None,
+        packed: bool = False,
+        pin_memory: bool = False,
+        within: tuple[Tensor, int] | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.layout, self.num_rows = layout, num_rows
+        self.device = default_device(device) if within is None else within[0].device
+        self.staging = Staging(self.device)
+        """The way of ids to the device. Arenas of one cache share one."""
+        self.order = order or "block"
+        if self.order not in ("block", "layer") or num_rows < 0:
+            raise BadInput(f"order is 'block' or 'layer' and num_rows >= 0, got {order!r} and {num_rows}")
+        self.row_nbytes = layout.nbytes if within is None else within[1]
+        if within is None:
+            pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
+            nbytes = num_rows * (layout.payload_nbytes if packed else layout.nbytes)
+            if pin:
+                self.buffer = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self.buffer = zeros(nbytes, self.device) if allocate is None else allocate(nbytes)
+        else:
+            self.buffer = within[0][: num_rows * self.row_nbytes]
+        self.num_pages = num_rows * layout.kernel_pages
+        """Kernel pages: ``layout.kernel_pages`` for each record."""
+        # layer, byte range of a kernel page's record, these bytes of all pages
+        self._pieces: list[tuple[int, slice, Tensor]] = []
+        self._page_of: dict[tuple[int, str], tuple[Page, Tensor]] = {}
+        self._views: dict[int, dict[str, Tensor]] = {}
+        end = 0
+        for page in layout.pages:
+            start, stride, ranges = self.num_pages * (end if packed else page.offset), page.piece, page.ranges
+            if self.order == "block":
+                start, stride = page.offset, self.row_nbytes // layout.kernel_pages
+            else:
+                page = page.apart(self.num_pages)
+            size = self.num_pages, page.piece
+            pieces = [self.buffer[start + n * page.step :].as_strided(size, (stride, 1)) for n in range(page.heads)]
+            self._pieces += [(page.layer, *piece) for piece in zip(ranges, pieces)]
+            for name in page.rows:
+                self._page_of.setdefault((page.layer, name), (page, pieces[0]))
+            for place in page.places:
+                self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
+            end += page.nbytes
+
+    def _view(self, place: Place, start: int, stride: int) -> Tensor:
+        """Return a view ``[num_pages, count, *shape]`` of the field of ``place``.
+
+        Its pages begin at byte ``start`` and are ``stride`` bytes apart.
+        """
+        field, size = place.field, itemsize(place.field.dtype)
+        if any(step % size for step in (start + place.offset, stride, *place.strides)):
+            text = f"packed memory would misalign {field.name!r} ({field.dtype}): byte {start + place.offset}"
+            raise BadInput(text, needed=size, available=start + place.offset)
+        memory = self.buffer[start + place.offset :]
+        typed = memory[: len(memory) // size * size].view(getattr(torch, field.dtype))
+        strides = [step // size for step in (stride, *place.strides)]
+        return typed.as_strided((self.num_pages, field.count, *field.shape), strides)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return self.buffer.numel()
+
+    def layer(self, layer: int) -> Mapping[str, Tensor]:
+        """Return the fields of ``layer``: name -> view ``[num_pages, count, *shape]``. Empty if it has no fields here.
+
+        A record has ``layout.kernel_pages`` pages (often 1), one after the other. Views alias the arena and live as
+        long as it does.
+        """
+        return self._views.get(layer, {})
+
+    def page(self, layer: int, name: str) -> tuple[Page, Tensor]:
+        """Return the page in which rows ``name`` of ``layer`` lie, alone or with others, and its memory.
+
+        The memory is uint8 ``[num_pages, nbytes]``. If the rows lie in several pages (codes, and scales apart), this is
+        the first. Raises KeyError if there is none.
+        """
+        return self._page_of[layer, name]
+
+    def all_layers(self, name: str) -> Tensor:
+        """Return field ``name`` of all layers that have it, as one view ``[layers, num_rows, count, *shape]``.
+
+        The view aliases the arena. The field must be the same in these layers, and their distance in the layout
+        constant.
+        """
+        views = [fields[name] for fields in self._views.values() if name in fields]
+        starts = [view.storage_offset() for view in views]
+        step = starts[1] - starts[0] if len(starts) > 1 else 0
+        assert starts == [starts[0] + i * step for i in range(len(starts))], (
+            f"layers of {name!r} are not equally far apart"
+        )
+        return views[0].as_strided((len(views), *views[0].shape), (step, *views[0].stride()))
+
+    def regions(self, layer: int | None = None) -> list[Region]:
+        """Return the few byte regions that hold the data of ``layer``, or of all layers (None).
+
+        Each is a byte range of a record, and a strided view uint8 ``[num_rows, bytes]`` of the memory.
+        """
+        pieces = [(span, rows) for owner, span, rows in self._pieces if layer in (None, owner)]
+        if not pieces:
+            return []
+        per_record, width = self.layout.kernel_pages, self.layout.nbytes // self.layout.kernel_pages
+        starts = range(0, self.layout.nbytes, width)
+        if self.order == "layer":
+            return [
+                (slice(start + span.start, start + span.stop), rows[number::per_record])
+                for number, start in enumerate(starts)
+                for span, rows in pieces
+            ]
+        runs: list[list[int]] = []
+        for begin, end in sorted((span.start, span.stop) for span, _ in pieces):
+            if not runs or begin - runs[-1][1] >= ALIGN:
+                runs.append([begin, end])
+            runs[-1][1] = end
+        spans = [slice(start + begin, start + end) for start in starts for begin, end in runs]
+        spans = spans if layer is not None else [slice(spans[0].start, spans[-1].stop)]
+        records = self.buffer.as_strided((self.num_rows, self.layout.nbytes), (self.row_nbytes, 1))
+        return [(span, records[:, span]) for span in spans]
+
+    def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
+        """Set all fields of rows ``ids`` to their initial values. Raises NotOwned for an id out of range."""
+        index = self.row_index([ids] if isinstance(ids, int) else ids)
+        for (_, rows), initial in zip(self.regions(), self._initial):
+            fill_rows(rows, index, initial)
+
+    @cached_property
+    def _initial(self) -> list[Tensor | int]:
+        """The initial bytes of each of ``regions()``: one byte where all are equal."""
+        one = Arena(self.layout, 1, device="cpu")
+        for place in self.layout.places:
+            one._views[place.layer][place.field.name].fill_(place.field.fill)
+        parts = [one.buffer[span] for span, _ in self.regions()]
+        return [
+            int(part[0]) if (part == part[0]).all() else self.staging.to_device(part.numpy()) for part in parts
+        ]  # fmt: skip
+
+    def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
+        """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit.
+
+        Of each field, all sources are read before a target is written. The caller has validated the ids.
+        """
+        if isinstance(sources, np.ndarray) and isinstance(targets, np.ndarray):
+            source, target = self.staging.to_device(np.stack((sources, targets)), np.int64)
+        else:
+            source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
+        is_long = self.device.type == "cpu" and self.layout.nbytes >= LONG_ROW
+        are_apart = is_long and not torch.isin(source, target).any()
+        if self.device.type == "cuda" and isinstance(sources, np.ndarray) and not np.isin(sources, targets).any():
+            copy_tables(
+                [(rows, rows) for _, rows in self.regions()],
+                torch.stack((source, target), 1),
+                0,
+                self.staging.to_device,
+            )
+            return
+        for _, rows in self.regions():
+            if are_apart and rows.shape[1] >= LONG_ROW:
+                copy_rows(rows, rows, torch.stack((source, target), 1))
+            else:
+                rows[target] = rows[source]
+
+    def warm_up(self) -> None:
+        """Compile what ``copy`` launches on a GPU, by a call that moves nothing."""
+        if self.device.type == "cuda":
+            nowhere = torch.full((1, 2), -1, dtype=torch.int64, device=self.device)
+            copy_tables([(rows, rows) for _, rows in self.regions()], nowhere, 0, self.staging.to_device)
+
+    def poison(self, ids: npt.NDArray[np.int32]) -> None:
+        """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in integers."""
+        index = self.staging.to_device(ids, np.int64)
+        for _, rows in self.regions():
+            fill_rows(rows, index, 0xFF)
+
+    def row_index(
+        self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int], *, is_proven: bool = False
+    ) -> Tensor:
+        """Return ``ids`` as int64 ``[n]`` on the arena's device, for indexing.
+
+        Raises NotOwned for an id out of range, and BadInput for anything but a vector of whole numbers. The range check
+        waits for ids on a GPU; ``is_proven`` skips the check and the wait.
+        """
+        index = integers(ids, "row ids").to(torch.int64)
+        if index.ndim != 1:
+            raise BadInput(f"row ids must be a vector, got shape {list(index.shape)}")
+        if len(index) and not is_proven and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
+            raise NotOwned(f"row ids {int(index.min())}..{int(index.max())} are not all in 0..{self.num_rows - 1}")
+        return self.staging.to_device(index.numpy()) if index.device.type == "cpu" else index.to(self.device)
+
+    def page_index(self, index: Tensor) -> Tensor:
+        """Convert rows, int64 ``[n]``, to their kernel pages, int64 ``[n * kernel_pages]``."""
+        count = self.layout.kernel_pages
+        return index if count == 1 else (index[:, None] * count + torch.arange(count, device=index.device)).flatten()

@@ -1,0 +1,64 @@
+"""Conversion of ids: numpy arrays inside the library, tensors on the caller's device outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from kvpagoda.core.blocks.free_list import AnyIds
+from kvpagoda.core.memory.staging import Staging
+from kvpagoda.errors import BadInput, shown
+
+IdsLike = torch.Tensor | npt.NDArray[Any] | Sequence[int]
+Device = torch.device | str | None
+
+
+def default_device(device: Device = None, others: tuple[str, ...] = ()) -> torch.device:
+    """Return ``device``; for None, CUDA if there is a GPU, else the CPU. Raises BadInput for a missing device, with the
+    usual names, and ``others`` that the caller takes."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        names, reason = ("cpu", "cuda", "cuda:0", *others), str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        if reason.startswith("Expected one of"):
+            reason = "torch knows no such name"
+        raise BadInput.with_hint(
+            f"no device {shown(device)} here ({reason})",
+            f"give {', '.join(map(repr, names))}, or None for the default",
+            needed=device,
+            available=names,
+        ) from None
+    return torch.device(device)
+
+
+def integers(values: IdsLike | int, what: str) -> torch.Tensor:
+    """Return ``values`` as a tensor on their device. Raises BadInput for anything but whole numbers; may be empty."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"{what} must be one tensor, array or flat sequence of whole numbers, got {values!r}") from None
+    if not tensor.numel():
+        return tensor.to(torch.int32)
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise BadInput(f"{what} must be whole numbers, got {tensor.dtype}")
+    return tensor
+
+
+def ids_from(ids: IdsLike) -> AnyIds:
+    """Return ``ids`` as a vector of integers on the host: a tensor (any device), array or sequence, of any shape.
+
+    Raises BadInput for floats, bools and anything else. Waits for a tensor on a GPU.
+    """
+    array: AnyIds = integers(ids, "ids").detach().cpu().numpy()
+    return array.reshape(-1)
+
+
+def ids_to(ids: AnyIds, staging: Staging) -> torch.Tensor:
+    """Return ``ids`` as a tensor of the same dtype on the device of ``staging``, without waiting for it; on the CPU it shares
+    the memory of the array."""
+    return staging.to_device(ids)

@@ -1,0 +1,55 @@
+"""Token ids in the form that the prefix tree takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.errors import BadInput
+
+TokenIds = Collection[int | np.integer[Any]]
+"""Token ids, or other whole numbers, as callers give them: a list, a tuple, a range, an array or a tensor on the host."""
+NO_TOKEN = -(2**31)
+"""Padding after the last token of a text that ends inside a block. No token and no media id has this value."""
+MOST_TOKENS = 2**31
+"""Positions are int32: no text has as many tokens."""
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+
+
+def are_media(keys: Ids) -> npt.NDArray[np.bool_]:
+    """Return which of ``keys``, a text as the tree compares it, are media ids: bool ``[n]``."""
+    media: npt.NDArray[np.bool_] = (keys < 0) & (keys != NO_TOKEN)
+    return media
+
+
+def as_tokens(token_ids: TokenIds, vocab_size: int | None = None) -> Ids:
+    """Return ``token_ids`` as a contiguous int32 vector, without a copy if it is one already. O(n).
+
+    Raises BadInput for anything but a vector of fewer than 2^31 integers in the vocabulary
+    (``vocab_size`` None: 0 .. 2^31 - 1).
+    """
+    try:
+        if len(token_ids) >= MOST_TOKENS:  # before they are copied: a range is short whatever its length
+            raise OverflowError(f"{len(token_ids):,} are too many")
+        array = np.asarray(token_ids)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        text = f"token ids must be a vector of integers on the host: {error}"
+        raise BadInput(text, needed=type(error).__name__) from None
+    if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
+        unsigned = array.view(_UINT32)  # one pass checks both bounds: negative values are large as uint32
+        if not len(array) or unsigned.item(unsigned.argmax()) < (vocab_size or 2**31):
+            return array
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        text = f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}"
+        raise BadInput(text, needed=array.dtype, available=list(array.shape))
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        top = (vocab_size or 2**31) - 1
+        if low < 0 or high > top:
+            text = f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}"
+            raise BadInput(text, needed=low if low < 0 else high, available=top)
+    return np.ascontiguousarray(array, np.int32)
