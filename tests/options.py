@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-import kvpagoda.core.cache.core
+import kvpagoda.core.groups.base
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
 from kvpagoda.core.blocks.free_list import BlockPlaces, Ids, PlaceTable
 from kvpagoda.core.blocks.group import BlockGroup
@@ -43,7 +43,7 @@ def move_blocks(cache: KVCache, group: BlockGroup, sources: Ids) -> None:
     group."""
     if not isinstance(group._places, PlaceTable):
         group._places = PlaceTable(group.plan.num_rows)
-        group.names_at, group.places_of = group._places.names_at, group._places.places_of
+        group.names_at, group.places_of, group.may_move = group._places.names_at, group._places.places_of, True
     sources = BlockPlaces(np.sort(sources))
     core, targets = cache.core, BlockPlaces(group.free.acquire(len(sources)))
     core.memory.copy(group.index, sources, targets)
@@ -62,9 +62,9 @@ def shuffled_places(seed: int) -> Iterator[None]:
         table.shuffle(np.concatenate(([0], order)).astype(np.int32))
         return table
 
-    before = kvpagoda.core.cache.core.places_for
-    kvpagoda.core.cache.core.places_for = shuffled
+    before = kvpagoda.core.groups.base.places_for
+    kvpagoda.core.groups.base.places_for = shuffled
     try:
         yield
     finally:
-        kvpagoda.core.cache.core.places_for = before
+        kvpagoda.core.groups.base.places_for = before

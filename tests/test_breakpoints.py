@@ -36,7 +36,7 @@ def test_a_text_can_be_resumed_where_the_caller_asked_for_it(name: str, given: A
     with bare.open(TEXT, capacity=0) as sequence:
         assert sequence.checkpoints == ()
         compute(bare, sequence)
-    if cache.core.states.group is not None:
+    if cache.core.states is not None:
         assert [bare.lookup(TEXT[:end] + [77] * 9).resumable for end in (9, 22)] == [0, 0]
 
 
@@ -53,7 +53,7 @@ def test_positions_in_what_was_cached(name: str) -> None:
     cache = cache_of(*KINDS[name])
     with cache.open(TEXT, capacity=0, checkpoints=[8, 20]) as sequence:
         compute(cache, sequence)
-    has_states = cache.core.states.group is not None
+    has_states = cache.core.states is not None
     with cache.open([*TEXT[:22], 5, 6, 7], capacity=0, checkpoints=[8, 12, 20, 24]) as sequence:
         assert sequence.cached_tokens == 20
         middle = "skipped" if has_states else "kept"

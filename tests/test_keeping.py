@@ -218,7 +218,7 @@ def test_a_copy_that_fails_while_publishing_fails_no_commit_and_is_made_later(
 def test_a_checkpoint_that_could_not_be_kept_is_kept_with_the_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = books(FULL, WINDOW, num_blocks=24)
     sequence = cache.open(range(16), capacity=0, reserve=40)
-    index = cache.core.prefix.index
+    index = cache.core.prefix
     tails = index.tails
 
     def fail(*_: object) -> None:

@@ -14,8 +14,9 @@ import kvpagoda
 from kvpagoda import KVCache, Limits
 from kvpagoda.core.batch.persistent import PersistentBatch
 from kvpagoda.core.batch.step_buffers import TableSnapshot
+from kvpagoda.core.blocks.free_list import BlockNames
 from kvpagoda.core.cache.request import Request
-from kvpagoda.core.prefix.hybrid import WindowBlocks
+from kvpagoda.core.groups import WindowGroup
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
 HOME = str(Path(kvpagoda.__file__).parent)
@@ -75,17 +76,16 @@ def state_of(cache: KVCache) -> list[object]:
     """Return who owns which block, in which order blocks are allocated and evicted next, and what can be found."""
     found: list[object] = [[request.slot for request in cache.core.waiting]]
     for group in cache.core.groups:
-        cached = cache.core.prefix.cached[group.index]
         found += [group.table.cells, group.firsts, group.shares, group.ends, group.reserves, group.outstanding]
         found += [
             group.free.peek(group.free.num_free),
             group.num_held,
-            cached.num_spare,
-            cached.num_cold,
-            cached.oldest(),
+            group.surplus,
+            group.num_cold,
+            group.oldest(),
         ]
-        if isinstance(cached, WindowBlocks):
-            found.append([name for turn, names in cached._queue for name in cached._still_cold(turn, names).tolist()])
+        if isinstance(group, WindowGroup):
+            found.append([name for turn, ids in group._queue for name in ids[group._uses[ids] == -turn].tolist()])
     nodes = cache.core.prefix.tree.nodes()
     return [*found, [(node.used, node.uses, node.num_pinned, node.ids.tolist()) for node in nodes]]
 
@@ -131,13 +131,15 @@ def test_requests_that_are_settled_together_leave_what_they_leave_one_after_anot
 
 
 def test_a_block_that_two_readers_leave_in_one_call_is_cold_when_the_last_has_left() -> None:
-    blocks = WindowBlocks(Growth(window=8), SIZE, 10)
-    blocks.publish(np.array([3, 4, 5, 6]))
-    blocks.read(np.array([4, 5]))
-    for names in blocks.apart(np.array([3, 4, 4, 5]), [2, 2]):
-        blocks.leave(names)
-    assert (blocks.num_cold, blocks.num_reads, blocks.num_read) == (2, 2, 2)
-    assert blocks.evict_cold(2).tolist() == [3, 4]
+    (group,) = cache_of(WINDOW, num_blocks=10, max_requests=1).core.groups
+    assert isinstance(group, WindowGroup)
+    group.cache_blocks([], [], BlockNames(np.array([3, 4, 5, 6])))
+    group.read(BlockNames(np.array([4, 5])))
+    for ids in group.apart(BlockNames(np.array([3, 4, 4, 5])), [2, 2]):
+        group.leave(ids)
+    assert (group.num_cold, group.num_reads, group.num_read) == (2, 2, 2)
+    freed = group.evict(2)
+    assert freed is not None and freed.blocks[0][1].tolist() == [3, 4]
 
 
 def test_a_window_that_moves_changes_the_cells_that_left_and_those_that_came() -> None:

@@ -79,7 +79,7 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
     assert batch.positions.tolist() == [p for b in before for p in range(b, b + n)] + [0] * padding
     assert batch.step.request_slots.tolist() == [slot for slot in slots for _ in range(n)] + [-1] * padding
     assert batch.step.request_ids.tolist() == np.repeat(np.arange(num_rows), counts).tolist()
-    group = cache.core.states.group
+    group = cache.core.states
     places = [[0] if group is None else group.held_places(slot).tolist() for slot in slots]
     width = 1 if group is None else group.places
     states = [own[b % width] for own, b in zip(places, before)] + [0] * padding

@@ -112,7 +112,7 @@ def test_every_block_is_in_one_state(schema: Schema) -> None:
     stats, core = cache.stats(), cache.core
     assert stats.pins == 1 and stats.pinned_blocks == 7 and stats.checkpoints == len(core.prefix.kept)
     for group, told in zip(core.groups, stats.groups):
-        owned = set(core.prefix.cached[group.index].names().tolist())
+        owned = set(group.cached_ids().tolist())
         private = sum(len(group.own_places(one.slot)) for one in running)
         assert (told.private, told.shared + told.evictable) == (private, len(owned)), told
         assert told.free + told.held == told.total and told.held == told.private + told.shared + told.evictable

@@ -12,7 +12,7 @@ from tests.test_looking_up import FULL, STATE, WINDOW
 from kvpagoda import KVCache, Limits, Retention
 from kvpagoda.core.batch.step_buffers import StepBuffers
 from kvpagoda.core.blocks.free_list import FreeStack
-from kvpagoda.core.cache.step_states import StepStates
+from kvpagoda.core.groups import StateGroup
 from kvpagoda.errors import BadInput, CheckFailed, NeedsReset, StaleHandle
 from kvpagoda.schema import Layer, LayerKind, Schema
 from raises import raises
@@ -57,7 +57,7 @@ def test_one_step_leaves_states_at_every_position(kinds: tuple[LayerKind, ...]) 
     assert sequence.step_checkpoints == () and {one.state for one in sequence.checkpoints} == {"kept"}
     cache.check()
     kept = cache.core.prefix.kept
-    held = [int(cache.core.states.group.places_of(one.states)[0]) for one in kept.values()]
+    held = [int(cache.core.states.places_of(one.states)[0]) for one in kept.values()]
     assert held == places and cache.stats().passed_boundaries == 0
     found = [cache.lookup(TEXT[:end] + [77] * 9).resumable for end in (9, 22, 37, 41)]
     assert found == [8, 20, 36, 40]
@@ -126,7 +126,7 @@ def test_an_abandoned_step_gives_its_blocks_back(way: str) -> None:
         schema, asked, end = cache.schema.rewindable(4), (4,), 6
         limits = Limits(step_checkpoints=4)
         cache = KVCache(schema, num_blocks=60, block_size=4, max_requests=4, device="none", limits=limits)
-    before, places = free_states(cache), cache.core.states.group.places
+    before, places = free_states(cache), cache.core.states.places
     sequence, batch = begun(cache, asked, end)
     assert free_states(cache) == before - places - len(sequence.step_checkpoints) and sequence.step_checkpoints
     cache.check()
@@ -134,7 +134,7 @@ def test_an_abandoned_step_gives_its_blocks_back(way: str) -> None:
     cache.check()
     is_running = sequence.is_open and way != "suspend"
     assert free_states(cache) == before - is_running * places
-    assert not cache.core.step_states.named and not cache.core.step_states.wrote
+    assert not cache.core.states.named and not cache.core.states.wrote
     if not is_running:
         with pytest.raises(StaleHandle):
             _ = batch.checkpoints
@@ -155,7 +155,7 @@ def test_inside_a_fence_nothing_is_given_back_and_its_end_keeps_what_was_written
     with cache.fence([sequence]):
         sequence.close()
         cache.check()
-    assert not cache.core.step_states.named
+    assert not cache.core.states.named
     cache.check()
 
 
@@ -193,7 +193,7 @@ def test_two_requests_with_one_text_keep_one_checkpoint_of_it() -> None:
     assert batch.checkpoints.rows.tolist() == [0] * 3 + [1] * 3
     first.commit(TEXT, first.step_checkpoints)
     second.commit(TEXT, second.step_checkpoints)
-    assert len(cache.core.prefix.kept) == 3 and not cache.core.step_states.named
+    assert len(cache.core.prefix.kept) == 3 and not cache.core.states.named
     cache.check()
 
 
@@ -218,7 +218,7 @@ def test_a_batch_that_raises_leaves_what_the_step_before_it_named(monkeypatch: p
     cache = cache_of(*ALL)
     sequence, _ = begun(cache, end=30)
     named, free = sequence.step_checkpoints, free_states(cache)
-    blocks = dict(cache.core.step_states.named[sequence._request])
+    blocks = dict(cache.core.states.named[sequence._request])
     assert named == (8, 20)
 
     def lacks_memory(*_: Any) -> None:
@@ -229,7 +229,7 @@ def test_a_batch_that_raises_leaves_what_the_step_before_it_named(monkeypatch: p
         with pytest.raises(MemoryError):
             cache.batch([sequence], [41])
     assert sequence.step_checkpoints == named and free_states(cache) == free
-    assert cache.core.step_states.named[sequence._request] == blocks
+    assert cache.core.states.named[sequence._request] == blocks
     cache.check()
     sequence.commit(TEXT[:30], named)
     assert [one.state for one in sequence.checkpoints] == ["kept", "kept", "due"]
@@ -288,7 +288,7 @@ def test_a_commit_that_is_interrupted_keeps_the_states_or_needs_a_reset(monkeypa
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(StepStates, "commit", interrupted)
+    monkeypatch.setattr(StateGroup, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sequence.commit(TEXT, (8, 20))
     with pytest.raises(NeedsReset):
@@ -300,6 +300,6 @@ def test_a_commit_that_is_interrupted_keeps_the_states_or_needs_a_reset(monkeypa
 def test_a_lost_block_is_found() -> None:
     cache = cache_of(*ALL)
     sequence, _ = begun(cache)
-    cache.core.step_states.pop(sequence._request, 2)
+    cache.core.states.pop(sequence._request, 2)
     with raises(CheckFailed, available=[2], group="group 'state'"):
         cache.check()

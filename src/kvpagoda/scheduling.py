@@ -235,7 +235,7 @@ class RunQueue(Generic[J]):
         If the model has states, the running job keeps a checkpoint where the two texts part.
         """
         cache, text, namespace, media = self.cache, job.text, job.namespace, job.media
-        if cache.core.states.group is not None:
+        if cache.core.states is not None:
             return checkpoint_at_divergence(cache.core, text, namespace, media)
         return bool(cache.lookup(text, namespace, media=media).pending)
 

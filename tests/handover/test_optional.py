@@ -57,9 +57,9 @@ def optional(cache: KVCache) -> list[str]:
 def forget_optional(cache: KVCache) -> None:
     """Evict every block of optional groups that no request reads."""
     core = cache.core
-    for window in core.prefix.index.optional:
-        while window.num_cold:
-            core.capacity.forget(core.prefix.evict, core.groups[window.number], window.num_cold)
+    for group in core.prefix.optional:
+        while group.num_cold:
+            core.capacity.forget(core.prefix.evict, group, group.num_cold)
 
 
 def goes_on(side: Side, received: Any, text: Any) -> None:
@@ -70,7 +70,7 @@ def goes_on(side: Side, received: Any, text: Any) -> None:
     side.rows[0].compare(received)
     received.close()
     again = side.caches[0].open(np.append(text, text[-1:]), capacity=0)
-    if side.caches[0].core.states.group is None:
+    if side.caches[0].core.states is None:
         assert again.length >= len(text) - len(text) % side.caches[0].block_size
     side.rows[0].compare(again)
     again.close()

@@ -120,7 +120,7 @@ def test_a_failed_pass_gives_the_blocks_back() -> None:
             generator.step()
     finally:
         model.lm_head.forward = head
-    assert not generator.cache.core.step_states.named
+    assert not generator.cache.core.states.named
     generator.cache.check()
     while not request.done:
         generator.step()

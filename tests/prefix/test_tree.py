@@ -343,8 +343,8 @@ def test_check_names_what_is_wrong() -> None:
         lambda tree, node: node.checkpoints.all.clear(),
         lambda tree, node: node.children.take(tokens(4).tobytes()),
         lambda tree, node: setattr(tree, "num_cached", 9),
-        lambda tree, node: setattr(tree._leases, "num_pinned", 9),
-        lambda tree, node: setattr(tree._leases, "num_open", 0),
+        lambda tree, node: setattr(tree.leases, "num_pinned", 9),
+        lambda tree, node: setattr(tree.leases, "num_open", 0),
         lambda tree, node: node.children[tokens(4).tobytes()].leases.clear(),
         lambda tree, node: setattr(next(iter(node.children.values())), "parent", None),
     )

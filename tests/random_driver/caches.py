@@ -247,12 +247,12 @@ def num_moves(cache: KVCache) -> int:
 
 def has_places(cache: KVCache) -> bool:
     """Return whether the states of a request lie in several places in turn."""
-    return cache.core.states.places > 1
+    return cache.core.states is not None and cache.core.states.places > 1
 
 
 def state_places(handle: Any) -> Any:
     """Return the places of a running sequence's states in turn: int32 ``[places]``, ``[0]`` if there are none."""
-    group = handle._lifecycle.core.states.group
+    group = handle._lifecycle.core.states
     return np.empty(0, np.int32) if group is None else group.held_places(handle.slot)
 
 

@@ -41,7 +41,7 @@ def batch(scene: Scene) -> Any:
 def batch_that_leaves_states(scene: Scene) -> Any:
     request = scene.open(scene.words(1, 2.5), capacity=0)
     outcome = yield from batched(scene, [request], [2 * scene.size])
-    has_states = scene.cache.core.states.group is not None
+    has_states = scene.cache.core.states is not None
     assert bool(request.sequence.step_checkpoints) == has_states or not scene.is_undisturbed
     return outcome
 

@@ -9,7 +9,7 @@ import numpy as np
 from tools.drawings.svg import MARGIN, Picture
 
 from kvpagoda import KVCache, Limits, Schema
-from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.groups import Group
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 
 BLOCK, LEFT, CELL, STEP = 16, 96, 24, 30
@@ -50,7 +50,7 @@ def feed(cache: KVCache, sequence: Any, tokens: range) -> None:
     cache.lookup([0])  # what follows from commits is done when the tree is read
 
 
-def state_of(cache: KVCache, group: BlockGroup, place: int) -> str:
+def state_of(cache: KVCache, group: Group, place: int) -> str:
     """Return the state of the block at ``place``, a key of ``SHADES``."""
     if place not in group.free.held_ids():
         return "free"
@@ -103,7 +103,7 @@ def life() -> Picture:
         for group in cache._core.groups:
             picture.text(MARGIN, picture.y + 14, group.plan.name, size=10)
             states = [state_of(cache, group, place) for place in range(1, group.plan.num_rows)]
-            assert states.count("cold") == cache._core.prefix.cached[group.index].num_cold
+            assert states.count("cold") == group.num_cold
             for column, state in enumerate(states):
                 cell(picture, LEFT + column * STEP, str(column + 1), state)
             seen.update(states)

@@ -44,8 +44,8 @@ def found() -> Found:
         feed(cache, other, range(900, 948))
     prefix = cache._core.prefix
     match = prefix.tree.match(np.arange(152, dtype=np.int32), cache._core.namespaces.key(None))
-    ((group, window),) = prefix.windows
-    there = window.are_there(window.cells_of(match.ids)).tolist()
+    (group,) = prefix.windows
+    there = group.are_there(group.cells_of(match.ids)).tolist()
     copies, depth = [], match.num_blocks
     while depth > 0 and (last := prefix.tree.last_checkpoint(match, depth)) is not None:
         copies.append(last[0] // BLOCK)

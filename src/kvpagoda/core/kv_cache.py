@@ -154,8 +154,8 @@ class KVCache:
             state = "needs reset" if guard.is_torn else "asleep"
         where = "without memory" if self.device is None else f"on {self.device}"
         blocks = (
-            f"{group.growth.name} {group.free.num_free:,} + {part.num_evictable:,} of {group.plan.num_blocks:,}"
-            for group, part in zip(core.groups, core.prefix.cached)
+            f"{group.growth.name} {group.free.num_free:,} + {group.num_evictable:,} of {group.plan.num_blocks:,}"
+            for group in core.groups
         )
         return (
             f"of {plan.schema_name}, {format_bytes(plan.nbytes)} {where}, {state}: {len(core.running)} of "

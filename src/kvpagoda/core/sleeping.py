@@ -25,6 +25,7 @@ from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.sequence import Fence
+from kvpagoda.core.groups import Group
 from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.tiers.driver import Status
@@ -137,7 +138,7 @@ def wake(core: Core) -> None:
 
 def _idle(core: Core) -> tuple[int, int]:
     """Return how many blocks are cached and not in use, and their bytes."""
-    counts = [(core.prefix.cached[group.index].num_evictable, group.plan.layout.nbytes) for group in core.groups]
+    counts = [(group.num_evictable, group.plan.layout.nbytes) for group in core.groups]
     return sum(n for n, _ in counts), sum(n * nbytes for n, nbytes in counts)
 
 
@@ -148,19 +149,19 @@ def _evict_coldest(core: Core, most: int) -> None:
         for group in _by_age(core):
             n = ceil_div(excess, group.plan.layout.nbytes)
             if len(core.groups) > 1:
-                n = min(n, ceil_div(core.prefix.cached[group.index].num_evictable, _SHARE))
+                n = min(n, ceil_div(group.num_evictable, _SHARE))
             if core.capacity.forget(core.prefix.evict, group, n):
                 break
         else:
             return  # the rest is held
 
 
-def _by_age(core: Core) -> list[BlockGroup]:
+def _by_age(core: Core) -> list[Group]:
     """Return the groups with evictable blocks, the one whose next block was used least recently first."""
-    ages: list[tuple[int, BlockGroup]] = []
-    for group, part in zip(core.groups, core.prefix.cached):
-        if part.num_evictable:
-            ages.append((0 if part.num_cold else core.guard.change(part.oldest) or 0, group))
+    ages: list[tuple[int, Group]] = []
+    for group in core.groups:
+        if group.num_evictable:
+            ages.append((0 if group.num_cold else core.guard.change(group.oldest) or 0, group))
     return [group for _, group in sorted(ages, key=lambda one: one[0])]
 
 
@@ -180,8 +181,8 @@ def _evict_all(core: Core, deadline: float | None = None) -> None:
         before, left = left, prefix.tree.num_evictable
         if left >= before:
             break
-    for group, window in prefix.windows:
-        while window.num_cold and forget(prefix.evict, group, window.num_cold, is_evicted=stores):
+    for group in prefix.windows:
+        while group.num_cold and forget(prefix.evict, group, group.num_cold, is_evicted=stores):
             pass
 
 

@@ -12,8 +12,8 @@ from kvpagoda.core.blocks.free_list import BlockPlaces
 from kvpagoda.core.cache.admission import Cached
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.core.groups.base import Holding
 from kvpagoda.core.prefix import Match
-from kvpagoda.core.prefix.hybrid import Holding
 from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.fetched import Given
 from kvpagoda.handover.recut import Recut, is_same
@@ -51,7 +51,7 @@ class Received(Cached):
 
     def _columns(self, num_tokens: int) -> list[range]:
         core, length, num_blocks = self._core, self._ticket.length, num_tokens // self._core.block_size
-        cached, columns = core.prefix.index.columns(self._match, length), list[range]()
+        cached, columns = core.prefix.columns(self._match, length), list[range]()
         for group, span in zip(core.groups, cached):
             first = 0 if group.growth.is_state else group.growth.first_needed(length) // group.block_size
             if group is core.full:
@@ -77,7 +77,7 @@ class Received(Cached):
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, length = self._core, self._ticket.length
-        targets, given = core.states.begin_at(length, own), self._read()
+        targets, given = own if core.states is None else core.states.begin_at(length, own), self._read()
         columns = [self._sent(index) for index in range(len(self._taken))]
         for index, (places, wanted) in enumerate(zip(targets, columns)):
             if wanted:

@@ -170,7 +170,7 @@ class Promises:
         core, holding = self._core, pin.holding
         nbytes = 0 if core.full is None else pin.num_blocks * core.full.plan.row_nbytes
         nbytes += sum(
-            len(names) * group.plan.row_nbytes for (group, _), names in zip(core.prefix.windows, holding.windows)
+            len(names) * group.plan.row_nbytes for group, names in zip(core.prefix.windows, holding.windows)
         )
         if holding.checkpoint is not None and core.prefix.states is not None:
             nbytes += core.prefix.states.plan.row_nbytes

@@ -103,6 +103,38 @@ WHOLE_TEXT = 2**40
 
 
 @dataclass(frozen=True)
+class FullSpec:
+    """The next token reads every token before it."""
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """The next token reads the last ``window`` tokens, itself included, or those of its ``chunk``, or all (None and None: an
+    optional group alone). ``slack``, ``is_optional``: see ``Growth``."""
+
+    window: int | None
+    chunk: int | None
+    slack: int
+    is_optional: bool
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state of all tokens together, which a step overwrites, in ``places`` blocks in turn."""
+
+    places: int
+
+
+@dataclass(frozen=True)
+class CopySpec:
+    """Copies of states in another encoding, one for each checkpoint; requests hold none."""
+
+
+Spec = FullSpec | WindowSpec | StateSpec | CopySpec
+"""What a kind of layers keeps: each has its own class in the cache."""
+
+
+@dataclass(frozen=True)
 class Growth:
     """Which cached tokens the next token of a request reads: all, the last ``window``, or those of its ``chunk``.
 
@@ -131,6 +163,15 @@ class Growth:
     slack: int = 0
     is_optional: bool = field(default=False, repr=False)
     is_at_rest: bool = field(default=False, repr=False)
+
+    @property
+    def spec(self) -> Spec:
+        """The kind, with its own numbers."""
+        if self.is_state:
+            return CopySpec() if self.is_at_rest else StateSpec(self.places)
+        if self.span is None and not self.is_optional:
+            return FullSpec()
+        return WindowSpec(self.window, self.chunk, self.slack, self.is_optional)
 
     @property
     def name(self) -> str:

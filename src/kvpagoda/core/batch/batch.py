@@ -18,7 +18,7 @@ from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import Request, State
-from kvpagoda.core.cache.step_states import Named
+from kvpagoda.core.groups.state import Named
 from kvpagoda.core.memory.copies import Copies, Noted
 from kvpagoda.core.memory.writes import Array
 from kvpagoda.errors import BadInput, NeedsReset, StaleHandle, shown, unknown_name
@@ -495,7 +495,8 @@ class Batch:
             for column in (self.lengths, self.columns, self.last_page_len):
                 column[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
-        states = core.states.rows(rows.slots, before)
+        kept = core.states
+        states = buffers.no_states(len(before)) if kept is None else kept.rows(rows.slots, before)
         self.state_indices = buffers.put("state_indices", states)
         slots, positions = buffers.put("request_slots", rows.slot_of), buffers.put("positions", positions)
         ids = buffers.put("request_ids", rows.row_of)
@@ -542,14 +543,17 @@ class Batch:
     @_sent_together
     def state_writes(self) -> StepArray:
         """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
-        written = self.core.states.written(self.rows.slots, self.before, self.before + self.rows.counts)
+        states, rows = self.core.states, self.rows
+        written = np.zeros((len(rows.slots), 1), np.int32)
+        if states is not None:
+            written = states.written(rows.slots, self.before, self.before + rows.counts)
         return self.buffers.put("state_writes", written.reshape(-1)).reshape(written.shape)
 
     @cached_property
     @_sent_together
     def checkpoints(self) -> StepCheckpoints:
         """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
-        put, group = self.buffers.put, self.core.step_states.group
+        put, group = self.buffers.put, self.core.states
         rows = np.array([row for row, _, _, _ in self._named], np.int64)
         tokens = np.array([depth * self.block_size for _, depth, _, _ in self._named], np.int64) - 1
         tokens += self.rows.indptr[rows] - self.before[rows]

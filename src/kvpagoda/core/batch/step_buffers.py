@@ -153,6 +153,7 @@ class StepBuffers:
 
     def __init__(self, arrays: HostArrays) -> None:
         self.arrays, self.number = arrays, 0
+        self._no_states: Array = np.zeros(0, np.int32)
         # host side and device side: the same memory on the CPU, else there is no host side
         self._buffers: dict[str, tuple[Array | None, StepArray]] = {}
         self._put: dict[
@@ -177,6 +178,13 @@ class StepBuffers:
             for array in [array for array, batches in self._unread.items() if batches == _STEPS]:
                 del self.expected[array]
             self.made.clear()
+
+    def no_states(self, num_rows: int) -> Array:
+        """Return the records of states of ``num_rows`` rows of a model without states: 0, int32. The same array while there
+        are as many rows."""
+        if len(self._no_states) != num_rows:
+            self._no_states = np.zeros(num_rows, np.int32)
+        return self._no_states
 
     def send(self) -> None:
         """Write on the device what was put here: kernels that are launched from now on, on the current stream, find it."""

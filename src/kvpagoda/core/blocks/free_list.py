@@ -99,6 +99,8 @@ class Move(NamedTuple):
 class FixedPlaces:
     """The places of blocks that never move: name and place are the same number."""
 
+    may_move = False
+
     def names_at(self, places: BlockPlaces) -> BlockNames:
         """Return the names of the blocks at ``places``: ``[n]``, a copy."""
         return BlockNames(places.copy())
@@ -128,6 +130,8 @@ class PlaceTable(FixedPlaces):
     >>> table.places_of(np.array([1, 3])), table.names_at(np.array([3, 1], np.int32))
     (array([3, 1], dtype=int32), array([1, 3]))
     """
+
+    may_move = True
 
     def __init__(self, num_rows: int) -> None:
         self._place_of: Ids = np.arange(num_rows, dtype=np.int32)  # by name

@@ -70,6 +70,7 @@ class BlockGroup:
         first_id = plan.first_id if first_id is None else first_id
         self._places = FixedPlaces() if places is None else places
         self.names_at, self.places_of = self._places.names_at, self._places.places_of
+        self.may_move = self._places.may_move  #: whether names and places of blocks differ
         self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
         self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
         self._bounds: Int64s = np.zeros((4, num_slots), np.int64)
@@ -125,16 +126,6 @@ class BlockGroup:
         """Return the places in columns ``first .. end - 1`` of ``slot``: int32, a copy."""
         return BlockPlaces(self.table.cells[slot, first:end].copy())
 
-    def names_in(self, slots: list[int], begins: list[int] | None, ends: list[int]) -> tuple[BlockNames, list[int]]:
-        """Return the names of the blocks in columns ``begins[i] .. ends[i] - 1`` of each of ``slots`` (None: of those that it
-        does not share), one row after another, and how many these are of each."""
-        cells, parts, counts = self.table.cells, [], []
-        for at, (slot, end) in enumerate(zip(slots, ends)):
-            begin = max(self.first[slot], self.shared[slot]) if begins is None else begins[at]
-            parts.append(cells[slot, begin:end])
-            counts.append(end - begin if begin < end else 0)
-        return self.names_at(BlockPlaces(parts[0] if len(parts) == 1 else np.concatenate(parts))), counts
-
     def names_between(self, slot: int, first: int, end: int) -> BlockNames:
         """Return the names of the blocks in columns ``first .. end - 1`` of ``slot``."""
         return self.names_at(BlockPlaces(self.table.cells[slot, first:end]))
@@ -153,20 +144,6 @@ class BlockGroup:
                 num_blocks += len(cells)
                 num_runs += 1 + int(np.count_nonzero(cells[1:] != cells[:-1] + 1))
         return num_blocks, num_runs
-
-    def leaving(self, slots: list[int], firsts: list[int]) -> tuple[BlockNames, list[int], BlockPlaces]:
-        """Return what ``slots`` lose if their rows begin at columns ``firsts``, one row after another: the names of shared
-        blocks, how many these are of each row, and the places of own ones, int32."""
-        cells, shared, own, counts = self.table.cells, [], [], []
-        for slot, first in zip(slots, firsts):
-            begin = self.first[slot]
-            middle = min(max(self.shared[slot], begin), first)
-            shared.append(cells[slot, begin:middle])
-            counts.append(middle - begin)
-            if middle < first:
-                own.append(cells[slot, middle:first])
-        names = self.names_at(BlockPlaces(shared[0] if len(shared) == 1 else np.concatenate(shared)))
-        return names, counts, BlockPlaces(np.concatenate(own)) if own else _NONE
 
     def next_names(self, n: int) -> BlockNames:
         """Return the names of the blocks that ``free.peek(n)`` returns."""
@@ -236,27 +213,10 @@ class BlockGroup:
         """Set how many blocks ``slot`` reserves to ``num_blocks``; the caller has checked that they are available."""
         self._hold(slot, self.first[slot], self.end[slot], num_blocks)
 
-    def share(self, slots: list[int], columns: list[int]) -> None:
-        """Mark the first ``columns[i]`` columns of each of ``slots`` as shared: the prefix cache has their blocks now."""
-        shared = self.shared
-        for slot, end in zip(slots, columns):
-            shared[slot] = end
-
-    def adopt(self, slot: int, places: BlockPlaces) -> None:
+    def put_shared(self, slot: int, places: BlockPlaces) -> None:
         """Show ``places`` as the last of the shared blocks of ``slot``, where the prefix cache had a block for the same tokens
         already."""
         self.table.put(slot, self.shared[slot] - len(places), places)
-
-    def slide(self, slots: list[int], firsts: list[int]) -> None:
-        """Begin the rows of ``slots`` at columns ``firsts``. The caller frees what ``leaving`` returned. O(n)."""
-        cells, empty = self.table.cells, self.table.empty
-        for slot, first in zip(slots, firsts):
-            begin = self.first[slot]
-            cells[slot, begin:first] = empty
-            self.first[slot] = first
-            outstanding = self.reserved[slot] - self.end[slot] + first
-            if outstanding > 0:  # each block that leaves is one more, but those above what was reserved
-                self.outstanding += min(outstanding, first - begin)
 
     def close(self, slot: int) -> None:
         """Empty the row of ``slot`` and end its reservation. The caller frees what ``own_places`` returned. O(n)."""

@@ -40,8 +40,8 @@ from kvpagoda.core.cache.prefix_cache import PrefixMatch
 from kvpagoda.core.cache.request import Request, State, Tokens
 from kvpagoda.core.cache.settling import Settler
 from kvpagoda.core.cache.swap import Suspended
+from kvpagoda.core.groups.base import Holding
 from kvpagoda.core.prefix import Match
-from kvpagoda.core.prefix.hybrid import Holding
 from kvpagoda.errors import RetryLater
 from kvpagoda.units import ceil_div
 
@@ -80,26 +80,26 @@ class Cached:
         self._core, self._match = core, match
         self.found = found
         self.shared = self._columns(found.resumable)
-        if core.prefix.index.optional:
+        if core.prefix.optional:
             self.found = found._replace(lacking_from=core.prefix.lacking_from(self.shared, found.resumable))
 
     def _columns(self, num_tokens: int) -> list[range]:
         """Return for each group the columns that are shared to go on after ``num_tokens`` tokens."""
         core = self._core
-        if core.prefix.index.optional:
-            return core.prefix.index.columns(self._match, num_tokens)
-        return [part.span(num_tokens // core.block_size) for part in core.prefix.cached]
+        if core.prefix.optional:
+            return core.prefix.columns(self._match, num_tokens)
+        return [group.shared_columns(num_tokens // core.block_size) for group in core.groups]
 
     def hold(self) -> tuple[Holding, list[BlockNames]]:
-        core, match, index = self._core, self._match, self._core.prefix.index
+        core, match, prefix = self._core, self._match, self._core.prefix
         whole, rest = divmod(self.found.resumable, core.block_size)
         whole = min(whole, match.num_blocks)
-        windows = index.names_in(match.ids, self.shared)
-        holding = core.guard.change(index.hold, match, whole, windows, self.found.checkpoint, has_partial=rest > 0)
+        windows = prefix.read_in(match, self.shared)
+        holding = core.guard.change(prefix.hold, match, whole, windows, self.found.checkpoint, has_partial=rest > 0)
         names = [_NONE] * len(core.groups)
         if core.full is not None:
             names[core.full.index] = BlockNames(match.ids[0, :whole])
-        for (group, _), read in zip(core.prefix.windows, windows):
+        for group, read in zip(prefix.windows, windows):
             names[group.index] = read
         return holding, names
 
@@ -109,10 +109,11 @@ class Cached:
             source = core.full.places_of(BlockNames(core.prefix.tree.last_ids(partial)[:1]))
             rows = self.found.resumable % core.block_size
             core.memory.copy(core.full.index, source, own[core.full.index][:1], rows)
-        if checkpoint is None:
-            core.states.reset(own)
-        else:
-            core.states.restore(core.prefix.kept[checkpoint].states, self.found.resumable, own)
+        if (states := core.states) is not None:
+            if checkpoint is None:
+                states.reset(own[states.index])
+            else:
+                states.restore(core.prefix.kept[checkpoint].states, self.found.resumable, own)
         return self.found
 
 
@@ -125,20 +126,23 @@ class Loaded(Cached):
         known = max(found.num_tokens, end)
         limited_by = "nothing" if known == end else found.limited_by
         super().__init__(core, match, PrefixMatch(known, end, limited_by, groups, None, end - found.resumable))
-        self._hit, self.scratch = hit, core.states.scratch
+        self._hit, self.scratch = hit, None if core.states is None else core.states.scratch
 
     def _columns(self, num_tokens: int) -> list[range]:
         core, num_blocks = self._core, num_tokens // self._core.block_size
         whole = min(num_blocks, self._match.num_blocks)
-        columns = [part.span(num_blocks) for part in core.prefix.cached]
+        columns = [group.shared_columns(num_blocks) for group in core.groups]
         return [range(whole) if group is core.full else span[:0] for group, span in zip(core.groups, columns)]
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, found, hit = self._core, self.found, self._hit
         whole, grid = 0 if core.full is None else self.shared[core.full.index].stop, core.prefix.points.grid
-        targets = own if self.scratch is not None else core.states.begin_at(found.resumable, own)
+        targets: Many[BlockPlaces] = own
+        if core.states is not None and self.scratch is None:
+            targets = core.states.begin_at(found.resumable, own)
         end = whole + core.tiers.load(hit, targets, whole)
-        core.states.loaded(found.resumable, own)
+        if core.states is not None:
+            core.states.loaded(found.resumable, own)
         if core.full is None:
             return found
         lost = (hit.end - end // grid * grid) * core.block_size
@@ -164,10 +168,11 @@ class Swapped(Cached):
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, suspended = self._core, self._suspended
         counts = [max(0, part.end - span.stop) for part, span in zip(suspended.parts, self.shared)]
-        targets = core.states.begin_at(suspended.length, own)
+        states = core.states
+        targets = own if states is None else states.begin_at(suspended.length, own)
         core.swap.copy_in(suspended, [places[:count] for places, count in zip(targets, counts)])
-        if core.states.group is not None and not counts[core.states.group.index]:
-            core.states.reset(own)
+        if states is not None and not counts[states.index]:
+            states.reset(own[states.index])
         return self.found
 
 
@@ -185,18 +190,18 @@ class Forked:
     def hold(self) -> tuple[Holding, list[BlockNames]]:
         core, parent = self._core, self._parent
         names = [group.shared_names(parent.slot) for group in core.groups]
-        windows = [names[group.index] for group, _ in core.prefix.windows]
-        index = core.prefix.index
-        return core.guard.change(index.hold, parent.lease, parent.lease.num_blocks, windows), names
+        windows = [names[group.index] for group in core.prefix.windows]
+        return core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, windows), names
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         states, slot = self._core.states, self._parent.slot
         for group, span, places in zip(self._core.groups, self.shared, own):
-            if len(places) and group is not states.group:
+            if len(places) and group is not states:
                 last = group.places_between(slot, span.stop, span.stop + len(places))
                 rows = self.found.resumable - span.stop * group.block_size
                 self._core.memory.copy(group.index, last, places, min(rows, len(places) * group.block_size))
-        states.fork(slot, self.found.resumable, own)
+        if states is not None:
+            states.fork(slot, self.found.resumable, own)
         return self.found
 
 
@@ -433,7 +438,7 @@ class Admission:
             # it was continued with other weights: only blocks that it published itself have its content
             keys = keys[: max((span.stop for span in suspended.left_behind if span), default=0) * core.block_size]
         match = core.prefix.tree.match(keys, namespace)
-        is_whole = core.prefix.index.are_there(match, suspended.left_behind)
+        is_whole = core.prefix.are_there(match, suspended.left_behind)
         reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]
         if not is_whole or reserve is not None or more > suspended.capacity:
             least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
@@ -514,7 +519,7 @@ class Admission:
         RetryLater if blocks that it left in the prefix cache were evicted: the next ``resume`` then has tokens to
         compute."""
         prefix = self._core.prefix
-        while prefix.index.are_there(match, suspended.left_behind):
+        while prefix.are_there(match, suspended.left_behind):
             yield Swapped(self._core, match, suspended)
             yield None
             match, _ = prefix.find_again(match)
@@ -574,7 +579,7 @@ class Admission:
                 core.guard.change(core.prefix.tree.touch, holding.lease, priority=request.priority)
             found = None if own is None else source.fill(holding, own)
             if own is None or found is None:
-                core.guard.change(core.prefix.index.release, holding)
+                core.guard.change(core.prefix.release, holding)
                 return False
             if source.scratch is not None:
                 own[source.scratch] = BlockPlaces(own[source.scratch][:-1])  # free again
@@ -586,7 +591,7 @@ class Admission:
             self._commit(request, found, holding, is_same, list(zip(source.shared, shared, own, reserved)))
         except BaseException:
             if not core.guard.is_torn:
-                core.guard.change(core.prefix.index.release, holding)
+                core.guard.change(core.prefix.release, holding)
             raise
         return True
 
@@ -624,7 +629,7 @@ class Admission:
         slot = core.free_slots.pop()
         for group, (columns, shared, own, most) in zip(core.groups, rows):
             group.begin(slot, columns.start, shared, own, most)
-        core.prefix.index.release_copied(holding)
+        core.prefix.release_copied(holding)
         is_resumed = request.state is State.SUSPENDED
         if is_resumed:
             core.swap.drop(core.suspended[request])

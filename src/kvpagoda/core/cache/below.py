@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kvpagoda.core.blocks.free_list import BlockPlaces, Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.request import Request
-from kvpagoda.core.prefix.hybrid import Freed, Kept
+from kvpagoda.core.groups.base import Freed, Kept
 from kvpagoda.errors import BadInput
 
 

@@ -15,22 +15,20 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from math import inf
-from operator import gt
 from typing import Any
 
 import numpy as np
 
 from kvpagoda.core.blocks.free_list import BlockPlaces
-from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.event_log import NoEvents
 from kvpagoda.core.cache.guard import Guard, observable
-from kvpagoda.core.cache.prefix_cache import PrefixCache, num_evicted_ahead
+from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
-from kvpagoda.core.cache.step_states import StepStates
+from kvpagoda.core.groups import Group, StateGroup
+from kvpagoda.core.groups.base import Freed
 from kvpagoda.core.memory.no_memory import NoMemory
-from kvpagoda.core.prefix.hybrid import Freed
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.units import ceil_div, format_bytes
 
@@ -49,7 +47,7 @@ class Capacity:
 
     def __init__(
         self,
-        groups: tuple[BlockGroup, ...],
+        groups: tuple[Group, ...],
         sectors: Sectors | None,
         prefix: PrefixCache,
         tiers: NoTiers,
@@ -60,32 +58,26 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._tiers, self._memory, self._guard, self._running, self._events = tiers, memory, guard, running, events
-        self.step_states = StepStates(None)  #: blocks that steps in flight named; ``Core`` sets it
         self._tells_freed = bool(tiers.levels) or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
         self._portion = max(min(_PORTION, many // 64), many // 256)
-        self._for_steps = [num_evicted_ahead(group) for group in groups]  # stay free for the next steps
+        self._for_steps = [group.num_ahead for group in groups]  # stay free for the next steps
         self._fruitless = [0] * len(groups)  # by group: idle sectors when none could be vacated
         self.num_moves = 0
 
     # -- queries: nothing changes ------------------------------------------------------------------------------------
 
-    def surplus(self, group: BlockGroup) -> int:
-        """Return how many blocks of the group's own memory are free or evictable, less its outstanding ones; below 0 if
-        memory of other groups is needed."""
-        return group.free.num_free + self._prefix.cached[group.index].num_spare - group.outstanding
-
     def slack(self, more: Many[int]) -> int:
         """Return the number of sectors that no reservation needs if ``more[i]`` further blocks of group i are reserved:
         free ones, and those that groups could free, less those that they lack."""
         assert self._sectors is not None
-        left = [(self.surplus(group) - n) // group.plan.per_sector for group, n in zip(self._groups, more)]
+        left = [(group.surplus - n) // group.plan.per_sector for group, n in zip(self._groups, more)]
         return self._sectors.num_free + sum(left)
 
-    def available(self, group: BlockGroup) -> int:
+    def available(self, group: Group) -> int:
         """Return how many blocks of ``group`` are free or could be, and no request has reserved."""
-        surplus = self.surplus(group)
+        surplus = group.surplus
         if self._sectors is None:
             return surplus
         per = group.plan.per_sector
@@ -94,7 +86,7 @@ class Capacity:
     def fits(self, more: Many[int]) -> bool:
         """Return whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
         if self._sectors is None:
-            return not any(map(gt, more, map(self.surplus, self._groups)))
+            return not any(n > group.surplus for n, group in zip(more, self._groups))
         return self.slack(more) >= 0
 
     # -- making room -------------------------------------------------------------------------------------------------
@@ -131,13 +123,13 @@ class Capacity:
             return False
         return True
 
-    def _free_some(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
+    def _free_some(self, group: Group, short: int, needs: Many[int], more: Many[int]) -> bool:
         """Free blocks of ``group``, which is ``short`` of some, in the order that the module's docstring gives. Return
         False if nothing can be freed. The caller repeats this until it has enough."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
         if not sectors.num_free and not self._take_idle_sectors(group, wanted, more):
-            if self._prefix.cached[group.index].num_cold:
+            if group.num_cold:
                 return self._evict(group, short)
             for source, until in self._by_age(group, more):
                 if source is group:
@@ -151,15 +143,15 @@ class Capacity:
             self._grant(sectors.grant(group, wanted))
         return True
 
-    def _by_age(self, group: BlockGroup, more: Many[int]) -> list[tuple[BlockGroup, float]]:
+    def _by_age(self, group: Group, more: Many[int]) -> list[tuple[Group, float]]:
         """Return the groups that could free blocks for ``group``, the one with the least recently used block first.
         Each comes with the age of the next group's block: up to there it stays first. If a policy does not order by
         use: ``group`` itself, then the groups with the most to spare."""
-        able: list[tuple[int, int, BlockGroup]] = []
+        able: list[tuple[int, int, Group]] = []
         is_known = True
         for source in self._groups:
-            spare = (self.surplus(source) - more[source.index]) // source.plan.per_sector
-            num_evictable = self._prefix.cached[source.index].num_evictable
+            spare = (source.surplus - more[source.index]) // source.plan.per_sector
+            num_evictable = source.num_evictable
             if num_evictable if source is group else spare > 0:
                 age = self._oldest(source)
                 is_known &= age is not None or not num_evictable
@@ -169,15 +161,14 @@ class Capacity:
         ends = [*(age for age, _, _ in able[1:]), inf] if is_known else [inf] * len(able)
         return [(source, end) for (_, _, source), end in zip(able, ends)]
 
-    def _oldest(self, group: BlockGroup) -> int | None:
+    def _oldest(self, group: Group) -> int | None:
         """Return when the block of ``group`` that is evicted next was last used, None if unknown. Cold window blocks
         count as oldest of all, except as many as its requests have reserved and its next step takes: these are needed
         soon."""
         own = group.outstanding + self._for_steps[group.index] - group.free.num_free
-        cached = self._prefix.cached[group.index]
-        return 0 if cached.num_cold > max(0, own) else self._guard.change(cached.oldest)
+        return 0 if group.num_cold > max(0, own) else self._guard.change(group.oldest)
 
-    def _take_idle_sectors(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
+    def _take_idle_sectors(self, taker: Group, wanted: int, more: Many[int]) -> bool:
         """Take up to ``wanted`` idle sectors from the group, other than ``taker``, that has most: its free blocks that
         are not outstanding, beyond a portion and what its next step takes. Takes empty sectors, or any sectors if much
         is idle. Return False if there are none."""
@@ -197,13 +188,13 @@ class Capacity:
         self._fruitless[group.index] = most
         return False
 
-    def _take_evicted_sectors(self, group: BlockGroup, wanted: int, need: int, more: Many[int], until: float) -> bool:
+    def _take_evicted_sectors(self, group: Group, wanted: int, need: int, more: Many[int], until: float) -> bool:
         """Evict cached blocks of ``group``, which could free a sector, that were used before ``until``, and take its
         sectors: ``wanted``, or a portion if that is more, since each move scans all blocks. ``need`` blocks stay free
         in it. Return False if no sector can be vacated now and nothing was evicted."""
         assert self._sectors is not None
         per, has_evicted = group.plan.per_sector, False
-        count = min(max(wanted, self._portion), (self.surplus(group) - more[group.index]) // per)
+        count = min(max(wanted, self._portion), (group.surplus - more[group.index]) // per)
         while (lacking := count * per + need - group.free.num_free) > 0:
             if has_evicted and (self._oldest(group) or 0) > until:
                 count = (group.free.num_free - need) // per
@@ -215,17 +206,17 @@ class Capacity:
         is_vacated = least > 0 and self.vacate(self._sectors.vacate(group, count, fixed, least=least))
         return is_vacated or has_evicted
 
-    def _fixed_places(self, group: BlockGroup) -> BlockPlaces:
+    def _fixed_places(self, group: Group) -> BlockPlaces:
         """Return the places in ``group`` whose blocks may not move now: those of fenced requests. int32."""
         fenced = [request for request in self._running.values() if request.num_fences]
         places = [np.empty(0, np.int32), *(group.held_places(request.slot) for request in fenced)]
-        if group is self.step_states.group:
-            places += [self.step_states.places(request) for request in fenced]
+        if isinstance(group, StateGroup):
+            places += [group.places_of_steps(request) for request in fenced]
         return BlockPlaces(np.concatenate(places))
 
     # -- applying ----------------------------------------------------------------------------------------------------
 
-    def _evict(self, group: BlockGroup, n: int) -> bool:
+    def _evict(self, group: Group, n: int) -> bool:
         """Evict ``n`` cached blocks of ``group`` or fewer, and some ahead; return False if it has none to evict."""
         if self._memory.is_copying:
             self._memory.finish_copies(group.index)
@@ -264,14 +255,14 @@ class Capacity:
             with suppress(MemoryError, RuntimeError):
                 self._memory.poison_freed()
 
-    def release(self, group: BlockGroup, places: BlockPlaces) -> None:
+    def release(self, group: Group, places: BlockPlaces) -> None:
         """Free the blocks at ``places``, which nothing holds any more. Tiers forget their names; their bytes may be
         overwritten."""
         group.release(places)
         if self._tells_freed:
             self.freed(group, places)
 
-    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
+    def freed(self, group: Group, places: BlockPlaces) -> None:
         """Tell the tiers and the memory that the blocks at ``places`` were freed."""
         self._tiers.freed(group, places)
         self._memory.freed(group.index, places)
@@ -331,11 +322,11 @@ class Capacity:
         if self._sectors is not None:
             self._sectors.check()
         if not self.fits(self._none):
-            lack = [group.name for group in self._groups if self.surplus(group) < 0]
+            lack = [group.name for group in self._groups if group.surplus < 0]
             raise CheckFailed(f"more blocks are reserved than could be free; groups short of their own: {lack}")
         for group in self._groups:
             absent = np.empty(0, np.int32) if self._sectors is None else self._sectors.absent_ids(group)
-            elsewhere = [group.places_of(self._prefix.cached[group.index].names())]
-            if group is self.step_states.group:
-                elsewhere.append(self.step_states.places())
+            elsewhere = [group.places_of(group.cached_ids())]
+            if isinstance(group, StateGroup):
+                elsewhere.append(group.places_of_steps())
             group.check(BlockPlaces(np.concatenate(elsewhere)), absent)

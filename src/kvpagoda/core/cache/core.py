@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from kvpagoda.core.blocks.free_list import BlockPlaces, Ids, places_for
-from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.free_list import BlockPlaces, Ids
 from kvpagoda.core.blocks.sectors import Sectors
 from kvpagoda.core.cache.below import NoHandOvers, NoTiers
 from kvpagoda.core.cache.capacity import Capacity
@@ -21,13 +20,12 @@ from kvpagoda.core.cache.namespace import Media, Namespaces
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import PrefixCache, ResumePoints
 from kvpagoda.core.cache.request import Request, State, TextPart
-from kvpagoda.core.cache.states import NoStates, States
-from kvpagoda.core.cache.step_states import StepStates
 from kvpagoda.core.cache.swap import Suspended, Swap
+from kvpagoda.core.groups import Group, StateGroup, groups_of
+from kvpagoda.core.groups.base import Added
 from kvpagoda.core.memory.copies import agreement_of
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.prefix import EvictionPolicy
-from kvpagoda.core.prefix.hybrid import Added
 from kvpagoda.core.prefix.tokens import are_media
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.schema import Plan
@@ -58,7 +56,7 @@ class Settings:
 class Core:
     """The state of one cache for ``plan``: who owns which slot and which block.
 
-    It consists of request slots, one ``BlockGroup`` for every growth law, and the prefix cache. ``memory`` moves the
+    It consists of request slots, one ``Group`` for each kind of layers, and the prefix cache. ``memory`` moves the
     bytes. No torch.
 
     ``running``: slot -> request. ``suspended``: request -> where its bytes are. ``stale``: namespaces that were
@@ -74,16 +72,8 @@ class Core:
         limits = [plan.longest_context, plan.max_positions, settings.limits.max_context]
         self.max_context = min([limit for limit in limits if limit is not None], default=DEFAULT_CONTEXT)
         columns = ceil_div(self.max_context, plan.block_size)
-        self.groups = tuple(
-            BlockGroup(
-                group,
-                plan.max_requests,
-                group.places if group.growth.is_state else columns,
-                index=index,
-                places=places_for(group.num_rows, may_move=bool(plan.num_sectors)),
-            )
-            for index, group in enumerate(plan.groups)
-        )
+        self.groups = groups_of(plan, columns)
+        self.states = next((group for group in self.groups if isinstance(group, StateGroup)), None)
         grid = settings.limits.hit_grid
         if grid > 1 and grid % plan.block_size:
             text = f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}"
@@ -91,18 +81,15 @@ class Core:
         if settings.retention.rounds_states and grid < 2:
             text = "rounds_states rounds at multiples of Limits.hit_grid, which is 1; set it to the prefill chunk"
             raise BadInput(text, needed="hit_grid", available=grid)
-        has_states = any(group.growth.is_state for group in self.groups)
-        points = ResumePoints.of(plan.block_size, grid, settings.retention.checkpoint_every, has_states=has_states)
+        every, has_states = settings.retention.checkpoint_every, self.states is not None
+        points = ResumePoints.of(plan.block_size, grid, every, has_states=has_states)
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
             max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
-        states = next((group for group in self.groups if group.growth.is_state), None)
-        self.states = NoStates()
-        if states is not None and self.prefix.states is not None:
-            self.states = States(states, self.prefix.states, len(self.groups), memory)
-        self.step_states = StepStates(states)
+        if self.states is not None and self.prefix.states is not None:
+            self.states.begin_with_memory(memory, self.prefix.states)
         self._held = tuple(group for group in self.groups if group.places)
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
         swap = settings.limits.swap
@@ -133,7 +120,6 @@ class Core:
             self.running,
             self.events,
         )
-        self.capacity.step_states = self.step_states
         #: their ``observable`` methods can be observed
         self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
         if settings.events is not None:
@@ -183,7 +169,7 @@ class Core:
         """
         slot, guard = request.slot, self.guard
         owned = [(group, group.own_places(slot)) for group in self.groups]
-        read = [group.shared_names(slot) for group, _ in self.prefix.windows]
+        read = [group.shared_names(slot) for group in self.prefix.windows]
         if self.memory.is_copying:
             self.memory.finish_copies()
         guard.is_torn = True
@@ -193,9 +179,9 @@ class Core:
             group.close(slot)
         for group, places in owned:
             self.capacity.release(group, places)
-        if self.step_states.named:
-            self.give_back(request, [*self.step_states.named.get(request, ())])
-        self.prefix.index.leave(read)
+        if self.states is not None and self.states.named:
+            self.give_back(request, [*self.states.named.get(request, ())])
+        self.prefix.leave(read)
         self.prefix.tree.unpin(request.lease)
         if request.own_length < request.prompt_length:  # the rest of its prompt will not be computed
             request.lease.node.trim()
@@ -212,16 +198,15 @@ class Core:
         self.counters.stopped += 1
         guard.is_torn = False
 
-    def give_back(self, request: Request, depths: list[int]) -> None:
+    def give_back(self, request: Request, depths: Collection[int]) -> None:
         """Free the blocks that steps of ``request`` named for the states after ``depths`` blocks. Cannot fail."""
-        group = self.step_states.group
         for depth in depths:
-            assert group is not None
-            self.capacity.release(group, group.places_of(self.step_states.pop(request, depth)))
+            assert self.states is not None
+            self.capacity.release(self.states, self.states.places_of(self.states.pop(request, depth)))
 
     def _publish_last(
-        self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, BlockPlaces]]
-    ) -> list[tuple[BlockGroup, BlockPlaces]]:
+        self, request: Request, last: TextPart, owned: list[tuple[Group, BlockPlaces]]
+    ) -> list[tuple[Group, BlockPlaces]]:
         """Publish the ``last`` blocks of ``request``, and return the blocks, by group, that its release must free.
 
         They are as old as those before them: at the end of a request nothing of it is used. ``owned``: its own blocks,
@@ -231,14 +216,14 @@ class Core:
         begin = request.lease.num_blocks
         try:
             added = Added(request.lease, *last, request.priority, is_late=True)
-            _, duplicates = self.prefix.publish([request.slot], [begin], [added], False)
+            _, duplicates = self.prefix.cache_blocks([request.slot], [begin], [added], is_whole=False)
         except MemoryError:
             return owned
         if self.events.is_followed and request.namespace not in self.stale:
             self.events.published(request, begin)
         count = request.lease.num_blocks - begin
         return duplicates + [
-            (group, places if group.growth.is_optional else BlockPlaces(places[count:])) for group, places in owned
+            (group, places if group.is_optional else BlockPlaces(places[count:])) for group, places in owned
         ]
 
     def clear(self) -> None:
@@ -251,7 +236,6 @@ class Core:
         self.suspended.clear()
         self.stale.clear()
         self.waiting.clear()
-        self.step_states.clear()
         self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
         self.counters.stopped += 1
         for group in self.groups:
@@ -278,7 +262,7 @@ class Core:
             ids.update(keys[are_media(keys)].tolist())
         return ids
 
-    def num_blocks(self, group: BlockGroup) -> int:
+    def num_blocks(self, group: Group) -> int:
         """Return the number of blocks that ``group`` has memory for now."""
         if self.sectors is None:
             return group.free.num_ids

@@ -19,7 +19,7 @@ from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, Ids
 from kvpagoda.core.cache.namespace import Media, Namespaces
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
-from kvpagoda.core.prefix.hybrid import Freed
+from kvpagoda.core.groups.base import Freed
 from kvpagoda.core.prefix.tokens import are_media
 from kvpagoda.errors import BadInput
 from kvpagoda.schema.fields import Growth
@@ -197,7 +197,7 @@ class EventLog(NoEvents):
         prefix, numbers, end = self._prefix, self.followed.numbers, request.lease.num_blocks
         try:
             low, groups = begin, list[tuple[int, int, AnyIds]]()
-            for group, _ in prefix.windows:
+            for group in prefix.windows:
                 if group.index not in numbers:
                     continue  # what nobody needs for a hit, no router needs to know
                 first = group.first[request.slot]
@@ -273,11 +273,11 @@ class EventLog(NoEvents):
             assert node.parent is not None
             above = node.parent.ids[row, -1:] if node.start else node.ids[row, :0]
             groups = list[tuple[int, int, AnyIds]]()
-            for group, window in prefix.windows:
+            for group in prefix.windows:
                 if group.index not in numbers:
                     continue
-                cells = window.cells_of(node.ids)
-                groups.append((numbers[group.index], node.start, cells[0] * window.are_there(cells)))
+                cells = group.cells_of(node.ids)
+                groups.append((numbers[group.index], node.start, cells[0] * group.are_there(cells)))
             if states is not None:
                 for found in node.checkpoints.all if node.checkpoints is not None else ():
                     groups.append((numbers[states.index], found.depth - 1, prefix.kept[found.state_id].states))

@@ -29,11 +29,13 @@ def _check_slots(core: Core) -> None:
     for request in core.suspended:
         if request.slot != -1 or request.state is not State.SUSPENDED or request.rows is not None:
             raise CheckFailed(f"a suspended request is {request.state.value} in slot {request.slot}")
-    for request, blocks in core.step_states.named.items():
-        if request.state not in (State.RUNNING, State.CLOSING) or not core.step_states.wrote.get(request, set()) <= {
-            *blocks
-        }:
-            raise CheckFailed(f"a request that is {request.state.value} has blocks {[*blocks]} for states of a step")
+    if core.states is not None:
+        running = {id(request) for request in core.running.values()}
+        for stepping, blocks in core.states.named.items():
+            if id(stepping) not in running or not core.states.wrote.get(stepping, set()) <= {*blocks}:
+                raise CheckFailed(
+                    f"a request that does not run, or did not write them, has blocks {[*blocks]} of a step"
+                )
     for group in core.groups:
         idle = [slot for slot in np.flatnonzero(np.array(group.end)).tolist() if slot not in core.running]
         idle += [slot for slot in np.flatnonzero(np.array(group.reserved)).tolist() if slot not in core.running]
@@ -59,8 +61,8 @@ def _check_prefix(core: Core) -> None:
     held = {name for name in prefix.kept if tree.checkpoints.is_held(name)}
     if held != {holding.checkpoint for holding in holdings if holding.checkpoint is not None}:
         raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
-    readers = [[group.shared_names(slot) for group, _ in prefix.windows] for slot in core.running]
-    prefix.index.check([*readers, *(one.windows for one in holdings)])
+    readers = [[group.shared_names(slot) for group in prefix.windows] for slot in core.running]
+    prefix.check([*readers, *(one.windows for one in holdings)])
 
 
 def _check_request(core: Core, request: Request) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from kvpagoda.core.blocks.free_list import BlockPlaces, Ids, Int64s
-from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.admission import Admission
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.request import Request, positions_of
 from kvpagoda.core.cache.settling import Settler
+from kvpagoda.core.groups import Group
 from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 
@@ -56,7 +56,8 @@ class Lifecycle:
             return
         core.capacity.ensure_free(needs, more)
         ids = [group.free.peek(need) for group, need in zip(core.groups, needs)]
-        core.states.reset(ids)
+        if core.states is not None:
+            core.states.reset(ids[core.states.index])
         if not isinstance(slots, int):
             self._append_each(slots, counts, ids)
             return
@@ -109,7 +110,8 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         if written:
-            core.guard.change(core.step_states.commit, request, written, end)
+            assert core.states is not None
+            core.guard.change(core.states.commit, request, written, end)
         else:
             request.own_length = end
         if end >= request.settle_at:
@@ -120,7 +122,8 @@ class Lifecycle:
     def _written(self, request: Request, checkpoints: TokenIds, end: int) -> set[int]:
         """Return after how many blocks of ``request`` a step left states, which are ``checkpoints`` in tokens. ``end``: the
         tokens that are committed with it. Raises BadInput for positions that the step did not name."""
-        size, asked = self.core.block_size, self.core.step_states.positions(request, self.core.block_size)
+        size = self.core.block_size
+        asked = step_positions(self.core, request)
         positions = positions_of(checkpoints)
         for position in positions:
             if position not in asked or position > end:
@@ -148,8 +151,9 @@ class Lifecycle:
         due = [depth for depth in request.due if depth <= columns]
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
-        if self.core.step_states.named:
-            self.core.guard.change(self.core.give_back, request, [*self.core.step_states.named.get(request, ())])
+        states = self.core.states
+        if states is not None and states.named:
+            self.core.guard.change(self.core.give_back, request, [*states.named.get(request, ())])
         request.written = max(request.written, request.own_length)
         request.due, request.epochs = due, epochs
         request.own_length, request.media_ids = length, media_ids
@@ -193,14 +197,12 @@ class Lifecycle:
         core, slot = self.core, request.slot
         groups = [group for group in core.groups if group.shared[slot] > columns]
         tokens = request.tokens.copy()  # the tree keeps views of published tokens
-        cuts: list[
-            tuple[BlockGroup, BlockPlaces, BlockPlaces, bool]
-        ] = []  # group, its own block, blocks to free, is_new
+        cuts: list[tuple[Group, BlockPlaces, BlockPlaces, bool]] = []  # group, its own block, blocks to free, is_new
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
             is_copied = length % core.block_size > 0
             taking = self._make_room_for_copies(groups, request) if is_copied else []
-            released = [group.names_between(slot, columns, group.shared[slot]) for group, _ in core.prefix.windows]
+            released = [group.names_between(slot, columns, group.shared[slot]) for group in core.prefix.windows]
             for group in sorted(groups, key=lambda group: group not in taking):  # the overwritten block comes last
                 freed, is_new = group.own_places(slot), group in taking
                 own = BlockPlaces(group.free.peek(1) if is_new else freed[:is_copied])
@@ -213,7 +215,7 @@ class Lifecycle:
                 core.guard.change(core.prefix.tree.unpin, shorter)
             raise
         core.guard.is_torn = True
-        core.prefix.index.leave(released)
+        core.prefix.leave(released)
         reserved = [group.reserved[slot] for group in groups]
         for group, own, freed, is_new in cuts:
             if is_new:
@@ -230,7 +232,7 @@ class Lifecycle:
         core.allocated(request)
         core.guard.is_torn = False
 
-    def _make_room_for_copies(self, groups: list[BlockGroup], request: Request) -> list[BlockGroup]:
+    def _make_room_for_copies(self, groups: list[Group], request: Request) -> list[Group]:
         """Free one block in each of ``groups``, for the copy of a shared block; return the groups that have it.
 
         At most one group is left out: there ``request`` overwrites a block of its own, whose tokens are taken back.
@@ -265,21 +267,27 @@ class Lifecycle:
         self.settler.settle(request)
         self.settler.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, request.capacity, whole)
-        if core.states.places > 1:
+        if core.states is not None and core.states.places > 1:
             request.oldest = request.own_length
         core.release(request, suspended)
         self.ending.tidy()
 
 
-def _lacking(
-    groups: Many[BlockGroup], slots: int | Int64s, ends: int | Int64s
-) -> tuple[list[Int64s], list[int], list[int]]:
+def step_positions(core: Core, request: Request) -> tuple[int, ...]:
+    """Return the positions, in tokens and ascending, at which the newest step of ``request`` leaves states and that are not
+    committed yet."""
+    depths = () if core.states is None else core.states.positions(request)
+    length = request.length
+    return tuple(at * core.block_size for at in depths if at * core.block_size > length)
+
+
+def _lacking(groups: Many[Group], slots: int | Int64s, ends: int | Int64s) -> tuple[list[Int64s], list[int], list[int]]:
     """Return what slots lack for ``ends`` tokens: by group, how many blocks each of ``slots`` does (nothing for one slot);
     how many blocks in all; and how many of these were not reserved."""
     if isinstance(slots, int):
         assert isinstance(ends, int)
         needs, more = [0] * len(groups), [0] * len(groups)
-        for index, group in enumerate(groups):  # ``BlockGroup.lacking`` for one: numpy would take ten times as long
+        for index, group in enumerate(groups):  # ``Group.lacking`` for one: numpy would take ten times as long
             n = -(-ends // group.block_size) * group.places - group.end[slots]
             if n > 0:
                 needs[index], outstanding = n, group.reserved[slots] - group.end[slots] + group.first[slots]

@@ -1,19 +1,17 @@
-"""What requests leave behind for others: the prefix index of ``kvpagoda.core.prefix.hybrid``, for the groups of one cache.
+"""What requests leave behind for others: the prefix tree and the checkpoints, over all groups of one cache.
 
-    blocks of the full group        in the tree           cached as long as their tokens
-    blocks of windows and chunks    in the tree           evicted first, once they slid out of every window; but those
-                                                          that a checkpoint needs are kept as long as the checkpoint
-    states                          in a checkpoint       a copy, at some block boundaries
+A text can be resumed after each block before which every group has what it needs: the last window; where states are
+copied, a checkpoint with a copy. What one group keeps, shares and evicts is said by its class (``kvpagoda.core.groups``);
+this file loops over the groups, and says what a hit is to a user.
 
-The index knows blocks by name. This file translates the places in block tables to names, and back, and says what a hit
-is to a user. Blocks are not visible to others before the ``commit`` of their tokens. Nothing is copied, freed or stored
-here: methods return what follows from them, and ``Capacity`` applies it.
+Blocks are known by id. They are not visible to others before the ``commit`` of their tokens. Nothing is copied, freed or
+stored here: methods return what follows from them, and ``Capacity`` applies it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Many
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -22,13 +20,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, BlockPlaces, Ids
-from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, IdPool, Ids
 from kvpagoda.core.cache.options import Retention
 from kvpagoda.core.cache.residency import Residency
+from kvpagoda.core.groups.base import NO_IDS, Added, Freed, Group, Holding, Kept, ToCache
+from kvpagoda.core.groups.full import FullGroup
+from kvpagoda.core.groups.state import CopyGroup
+from kvpagoda.core.groups.window import WindowGroup
 from kvpagoda.core.prefix import EvictionPolicy, Match
-from kvpagoda.core.prefix.hybrid import Added, Freed, Holding, HybridIndex, IndexGroup, Published, Window
-from kvpagoda.errors import OutOfBlocks
+from kvpagoda.core.prefix.node import Evicted, Lease
+from kvpagoda.core.prefix.order import Entry
+from kvpagoda.core.prefix.tree import PrefixTree
+from kvpagoda.errors import OutOfBlocks, StaleHandle
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.names import copied
 from kvpagoda.units import ceil_div
@@ -96,20 +99,12 @@ class ResumePoints:
 
 # -- the prefix cache ------------------------------------------------------------------------------------------------
 
-EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
-_NONE = BlockNames(np.empty(0, np.intp))
-_SHARE = 32  # at most 1/32 of a window group
+_EVICT_AHEAD = 1024  # without a full group, 1/1024 of the texts is evicted ahead
 MOST_PRIORITY = 100
 """The priority of pins that users make themselves."""
 
 
-def num_evicted_ahead(group: BlockGroup) -> int:
-    """Return how many blocks of ``group`` are evicted beyond those that are asked for. For a window group these are as
-    many as a request holds in a step, up to 1/32 of the group: they are cold, and seldom found."""
-    return max(group.plan.num_blocks // EVICT_AHEAD, min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE))
-
-
-def checkpoint_cost(kept: Many[BlockGroup], texts: Many[BlockGroup]) -> float:
+def checkpoint_cost(kept: Many[Group], texts: Many[Group]) -> float:
     """Return how many blocks of ``texts``, the groups that keep every token, take as many bytes as a checkpoint, which keeps
     the last window or the states of the groups ``kept``. Without ``texts``, blocks of windows count; 0 if there are none."""
     windows = [group for group in kept if not group.growth.is_state]
@@ -167,18 +162,19 @@ class Pin:
 
 
 class PrefixCache:
-    """The prefix ``index`` of a cache, and pins. ``cached``: the cached blocks of each group, by its index. ``windows``:
-    the window groups, each with its part of the index.
+    """The prefix ``tree`` of a cache, its checkpoints, and pins. ``kept``: what each checkpoint keeps, by name.
 
-    ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the most blocks of
-    texts in a tree without a full group, where texts take no device memory. ``points``: after which blocks texts may be
-    resumed. ``is_followed``: blocks of such texts have
-    numbers, in the last row of the tree, by which an event log names them.
+    ``full``, ``states``: the group of full attention, and that of the copies that checkpoints keep; None: there is none.
+    ``windows``: the window groups; ``required`` and ``optional`` are these apart. ``bounded``: the groups that limit where a
+    text can be resumed. ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the
+    most blocks of texts in a tree without a full group, where texts take no device memory. ``points``: after which blocks
+    texts may be resumed. ``is_followed``: blocks of such texts have numbers, in the last row of the tree, by which an event
+    log names them.
     """
 
     def __init__(
         self,
-        groups: Many[BlockGroup],
+        groups: Many[Group],
         block_size: int,
         policy: str | EvictionPolicy,
         retention: Retention,
@@ -187,17 +183,16 @@ class PrefixCache:
         points: ResumePoints,
         is_followed: bool = False,
     ) -> None:
-        self.points = points
-        self.full = next((group for group in groups if not group.growth.is_bounded), None)
-        of_states = [group for group in groups if group.growth.is_state]
-        self.states = of_states[-1] if of_states else None  #: the group of the copies that checkpoints keep
-        self._private = of_states[:-1]
-        self.bounded = tuple(
-            group
-            for group in groups
-            if group.growth.is_bounded and not group.growth.is_optional and group not in self._private
-        )  #: groups that limit where a text can be resumed
-        self.block_size, self._fresh_policy, self._groups = block_size, copied(policy), tuple(groups)
+        self.points, self.groups = points, tuple(groups)
+        self.full = next((group for group in groups if isinstance(group, FullGroup)), None)
+        self.windows = tuple(group for group in groups if isinstance(group, WindowGroup))
+        self.required = tuple(group for group in self.windows if not group.is_optional)
+        self.optional = tuple(group for group in self.windows if group.is_optional)
+        of_states = [group for group in groups if isinstance(group, CopyGroup)]
+        self.states = of_states[-1] if of_states else None
+        self.bounded = tuple(group for group in groups if group in self.required or group is self.states)
+        self._in_tree: tuple[Group, ...] = (*(() if self.full is None else (self.full,)), *self.windows)
+        self.block_size, self._fresh_policy = block_size, copied(policy)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._names = [group.plan.name for group in groups]
@@ -212,30 +207,22 @@ class PrefixCache:
         self._start(deepcopy(self._fresh_policy))
 
     def _start(self, policy: str | EvictionPolicy) -> None:
-        groups = [
-            IndexGroup(
-                group.growth,
-                group.plan.num_rows,
-                num_evicted_ahead(group),
-                group is self.states,
-                group in self._private,
-            )
-            for group in self._groups
-        ]
-        capacity = max(1, self._capacity)
-        cost = checkpoint_cost(self.bounded, [group for group in self._groups if not group.growth.is_bounded])
-        self.index = HybridIndex(
-            groups,
-            self.block_size,
-            policy,
-            capacity=capacity,
-            is_numbered=self._is_numbered,
-            checkpoint_cost=cost,
-        )
-        self.tree, self.kept, self.cached = self.index.tree, self.index.kept, self.index.parts
-        self.windows: tuple[tuple[BlockGroup, Window], ...] = tuple(
-            (self._groups[window.number], window) for window in self.index.windows
-        )
+        num_rows = sum(group.num_tree_rows for group in self._in_tree)
+        self.tree = PrefixTree(
+            self.block_size, num_rows + self._is_numbered, policy, capacity=max(1, self._capacity), proves_ids=False,
+            checkpoint_cost=checkpoint_cost(self.bounded, () if self.full is None else (self.full,)),
+        )  # fmt: skip
+        self.kept: dict[int, Kept] = {}
+        self._next_checkpoint = 0
+        self._numbers = IdPool(first=1) if self._is_numbered else None
+        row = 0
+        for group in self._in_tree:
+            group.begin_empty(self.tree, row)
+            row += group.num_tree_rows
+        if self.full is not None:
+            self.full.removed = self.removed
+        if self.states is not None:
+            self.states.begin_with_copies(self.tree, self.kept)
         self._pins: dict[int, Pin] = {}  # by number, oldest first
         self._first_pins = LazyHeap(lambda number: (self._pins[number].priority, number))
         self._num_made = self.num_pinned = 0  #: pins made so far; blocks of those that are held, each for itself
@@ -265,17 +252,73 @@ class PrefixCache:
             limited_by = "nothing" if resumable == match.num_tokens else "alignment"
             return match, PrefixMatch(match.num_tokens, resumable, limited_by, {self._names[0]: match.num_tokens})
         size = self.block_size
-        end, most, limited_by = self.index.resume_point(match, self.points.grid)
+        end, most, limited_by = self._resume_point(match)
         if limited_by == "nothing" and match.num_blocks * size < match.num_tokens:
             limited_by = "alignment"
         last = self.tree.last_checkpoint(match, end) if self.states is not None and end else None
         groups = {name: num_blocks * size for name, num_blocks in zip(self._names, most)}
         return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups, None if last is None else last[1])
 
+    def _resume_point(self, match: Match) -> tuple[int, list[int], str]:
+        """Return after how many blocks of ``match`` its text can be resumed, a multiple of the grid. Then: the most blocks
+        that each group allows. Then the limit: ``nothing``, ``alignment``, ``window`` or ``checkpoint``. O(blocks)."""
+        end, states, grid = match.num_blocks, self.states, self.points.grid
+        state_end = 0 if match.checkpoint is None else match.checkpoint[0] // self.block_size
+        most = [end] * len(self.groups)
+        if (states is None or state_end == end) and end % grid == 0:
+            for group in self.required:
+                if not group.can_resume(match.ids):
+                    break
+            else:
+                return end, most, "nothing"
+        allowed = np.ones(end + 1, np.bool_)
+        for group in self.required:
+            allows = group.boundaries(match.ids)
+            allowed &= allows
+            most[group.index] = int(np.flatnonzero(allows)[-1])
+        anywhere = int(np.flatnonzero(allowed)[-1])
+        allowed &= np.arange(end + 1) % grid == 0
+        longest = int(np.flatnonzero(allowed)[-1])
+        limited_by = "window" if anywhere < end else "alignment"
+        if states is None:
+            return longest, most, limited_by
+        depth = most[states.index] = state_end
+        while not allowed[depth]:  # depth 0 is always allowed
+            above = self.tree.last_checkpoint(match, depth - 1)
+            depth = 0 if above is None else above[0] // self.block_size
+        return depth, most, "checkpoint" if depth < longest else limited_by
+
+    def columns(self, match: Match, num_tokens: int) -> list[range]:
+        """Return for each group which whole blocks of ``match`` a text shares to go on after its first ``num_tokens``. Of
+        an optional group these are the ones before the first that ``match`` lacks."""
+        num_blocks = num_tokens // self.block_size
+        columns = [group.shared_columns(num_blocks) for group in self.groups]
+        for group in self.optional:
+            columns[group.index] = group.columns_there(match, num_tokens)
+        return columns
+
+    def are_there(self, match: Match, columns: Many[range]) -> bool:
+        """Return whether ``match`` has the blocks ``columns[i]`` of each group i."""
+        if max((span.stop for span in columns if span), default=0) > match.num_blocks:
+            return False
+        for group in self.windows:
+            span = columns[group.index]
+            if not group.are_there(group.cells_of(match.ids)[:, span.start : span.stop]).all():
+                return False
+        return True
+
+    def read_in(self, match: Match, columns: Many[range]) -> list[BlockNames]:
+        """Return for each window group the ids that ``match`` has for the blocks ``columns[i]`` of its group i, intp."""
+        ids: list[BlockNames] = []
+        for group in self.windows:
+            span = columns[group.index]
+            ids.append(BlockNames(match.ids[group.row, span.start : span.stop].astype(np.intp)))
+        return ids
+
     def lacking_from(self, columns: Many[range], num_tokens: int) -> int | None:
         """Return the first of ``num_tokens`` tokens whose row an optional group still reads and lacks, if it shares
         ``columns[i]`` of group i; None if there is none."""
-        stops = [columns[window.number].stop * self.block_size for window in self.index.optional]
+        stops = [columns[group.index].stop * self.block_size for group in self.optional]
         return min((stop for stop in stops if stop < num_tokens), default=None)
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
@@ -284,60 +327,176 @@ class PrefixCache:
         whole = 0 if self.bounded else match.num_blocks // grid * grid * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
+    # -- what is held ------------------------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        at: Match | Lease,
+        num_blocks: int,
+        windows: Many[BlockNames],
+        checkpoint: int | None = None,
+        *,
+        has_partial: bool = False,
+    ) -> Holding:
+        """Keep from eviction the first ``num_blocks`` blocks of texts of ``at``, the cached blocks ``windows`` of each
+        window group, ``checkpoint``, and the block that begins with the last tokens of the match ``at`` (``has_partial``).
+        Raises StaleHandle, keeping nothing, if blocks of the match were evicted."""
+        partial: Lease | None = None
+        if has_partial:
+            partial = self.tree.pin_partial(at) if isinstance(at, Match) else None
+            if partial is None:
+                raise StaleHandle("blocks of this match were evicted; match again")
+        holding = Holding(self.tree.pin(at, num_blocks), tuple(windows), checkpoint, partial)
+        for group, ids in zip(self.windows, windows):
+            group.read(ids)
+        if checkpoint is not None:
+            self.tree.checkpoints.hold(checkpoint)
+        return holding
+
+    def release(self, holding: Holding) -> None:
+        """End ``holding``: what it held is evictable unless others use it."""
+        self.release_copied(holding)
+        self.leave(holding.windows)
+        self.tree.unpin(holding.lease)
+
+    def release_copied(self, holding: Holding) -> None:
+        """End the holds of ``holding`` on what is copied, the checkpoint and the partial block; a request has taken over
+        the rest."""
+        if holding.checkpoint is not None:
+            self.tree.checkpoints.release(holding.checkpoint)
+        if holding.partial is not None:
+            self.tree.unpin(holding.partial)
+
+    def leave(self, windows: Many[BlockNames]) -> None:
+        """Remove one reader from the blocks ``windows`` of each window group."""
+        for group, ids in zip(self.windows, windows):
+            group.leave(ids)
+
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(
-        self, slots: list[int], begins: list[int], added: Many[Added], has_optional: bool
-    ) -> tuple[int, list[tuple[BlockGroup, BlockPlaces]]]:
+    def cache_blocks(
+        self, slots: list[int], begins: list[int], added: Many[Added], is_whole: bool, *, takes_over: bool = True
+    ) -> tuple[int, list[tuple[Group, BlockPlaces]]]:
         """Make what the requests in ``slots`` have ``added`` shareable, behind their first ``begins`` blocks, one after
-        another; their leases then cover it.
-        ``has_optional``: whether blocks of optional groups are whole; if not, they stay the requests' own.
+        another; their leases then cover it. ``is_whole``: whether optional groups have the rows of all tokens; if not, their
+        blocks stay the requests' own. ``takes_over``: see ``WindowGroup.adopt``.
 
         Returns how many requests are done, and, by group, blocks of these that duplicate cached ones: the caller frees them.
         It stops before a request for which memory lacks. Raises MemoryError if that is the first, changing nothing."""
-        full, size = self.full, self.block_size
-        ends = [begin + len(one.keys) // size for begin, one in zip(begins, added)]
-        if full is None:
-            texts: AnyIds = np.empty((0, sum(ends) - sum(begins)), np.int32)
-        else:
-            texts = full.names_in(slots, begins, ends)[0][None]
-        kept_back = () if has_optional else self.index.optional
-        own: list[BlockNames] = []
-        counts: list[list[int]] = []
-        for group, window in self.windows:
-            names, each = group.names_in(slots, ends if window in kept_back else None, ends)
-            own.append(BlockNames(names.astype(np.intp, copy=False)))
-            counts.append(each)
-        num_done, found = self.index.publish(added, texts, own, counts)
-        slots, duplicates = slots[:num_done], []
-        if full is not None:
-            full.share(slots, ends)
-        for group, window in self.windows:
-            if window not in kept_back:
-                group.share(slots, ends)
-        for number, published in found.items():
-            if full is not None:
-                duplicates.append((full, full.places_of(BlockNames(published.doubles))))
-                full.adopt(slots[number], full.places_of(BlockNames(published.texts[0])))
-            for (group, window), names, doubles in zip(self.windows, published.windows, published.window_doubles):
-                if window not in kept_back:
-                    duplicates.append((group, group.places_of(doubles)))
-                    group.adopt(slots[number], group.places_of(names))
-        if self.residency is not None and num_done == len(added):
-            self._note_published(full, texts, own, found)
-        return num_done, duplicates
+        tree, size = self.tree, self.block_size
+        sizes = [len(one.keys) // size for one in added]
+        ends = [begin + n for begin, n in zip(begins, sizes)]
+        rows: Ids = np.empty((tree.num_groups, sum(sizes)), np.int32)
+        given = [group.rows_to_cache(slots, begins, ends, rows, is_whole=is_whole) for group in self._in_tree]
+        is_even = all(each.counts == sizes for each in given)
+        column, first, at, done = 0, 0, [0] * len(given), 0  # ``at``: where the ids of text ``first`` begin
+        adopted: list[
+            tuple[int, Group, BlockNames, BlockNames]
+        ] = []  # slot, group, ids of the tree, duplicates of these
+        doubled: list[list[BlockNames]] = [[] for _ in given]
+        for one, n in zip(added, sizes):
+            blocks = rows if n == rows.shape[1] else rows[:, column : column + n]
+            column += n
+            if self._numbers is not None:
+                blocks[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
+            try:
+                inserted = tree.insert(
+                    one.lease, one.keys, blocks, text=one.text, priority=one.priority, is_late=one.is_late,
+                    entry=one.entry,
+                )  # fmt: skip
+            except Exception:
+                if not done:
+                    raise
+                break
+            if self._numbers is not None:
+                self._numbers.advance(inserted.num_added)
+            # The tree had some of its blocks already, or lacks more than it was given: one by one, and in turn.
+            if inserted.num_added < n or not (is_even or all(each.counts[done] <= n for each in given)):
+                self._cache_whole(given, at, first, done)
+                for number, (group, each) in enumerate(zip(self._in_tree, given)):
+                    own = BlockNames(each.ids[at[number] : at[number] + each.counts[done]])
+                    at[number] += len(own)
+                    theirs, doubles = group.adopt(one.lease, own, inserted, takes_over=takes_over)
+                    doubled[number].append(doubles)
+                    if is_whole or not group.is_optional:
+                        adopted.append((slots[done], group, theirs, doubles))
+                first = done + 1
+            done += 1
+        for number, (group, each) in enumerate(zip(self._in_tree, given)):
+            if is_whole or not group.is_optional:
+                end = at[number] + sum(each.counts[first:done])
+                group.cache_blocks(slots[:done], ends, BlockNames(each.ids[at[number] : end]))
+        for slot, group, theirs, _ in adopted:
+            group.put_shared(slot, group.places_of(theirs))
+        if self.residency is not None and done == len(added):
+            for group, each, some in zip(self._in_tree, given, doubled):
+                twice = np.isin(each.ids, np.concatenate([NO_IDS, *some]))
+                self.residency.published(group.index, each.ids[~twice])
+        return done, [(group, group.places_of(doubles)) for _, group, _, doubles in adopted]
 
-    def _note_published(
-        self, full: BlockGroup | None, texts: AnyIds, own: Many[BlockNames], found: Mapping[int, Published]
-    ) -> None:
-        """Tell ``residency`` which of the blocks ``texts`` and ``own`` the tree took."""
-        assert self.residency is not None
-        if full is not None:
-            doubles = np.concatenate([_NONE, *(one.doubles for one in found.values())])
-            self.residency.published(full.index, texts[0][~np.isin(texts[0], doubles)])
-        for at, (group, _) in enumerate(self.windows):
-            doubles = np.concatenate([_NONE, *(one.window_doubles[at] for one in found.values())])
-            self.residency.published(group.index, own[at][~np.isin(own[at], doubles)])
+    def _cache_whole(self, given: Many[ToCache], at: list[int], first: int, end: int) -> None:
+        """Count as cached what texts ``first .. end - 1`` have ``given``, of which the tree took all: from ``at`` on, which
+        advances, by group."""
+        if first < end:
+            for number, (group, each) in enumerate(zip(self._in_tree, given)):
+                begin = at[number]
+                at[number] = begin + sum(each.counts[first:end])
+                group.cache_blocks([], [], BlockNames(each.ids[begin : at[number]]))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
+        """Return the name of the checkpoint after ``num_blocks`` blocks of ``lease``, or None."""
+        last = self.tree.last_checkpoint(lease, num_blocks)
+        return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
+
+    def last_checkpoint(self, lease: Lease, num_blocks: int) -> tuple[int, int]:
+        """Return (blocks, name) of the last checkpoint within the first ``num_blocks`` blocks of ``lease``, or (0, 0)."""
+        last = self.tree.last_checkpoint(lease, num_blocks)
+        return (0, 0) if last is None else (last[0] // self.block_size, last[1])
+
+    def tails(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[BlockNames, ...], tuple[int, ...]] | None:
+        """Return for each window group the blocks that a text needs to be resumed after ``num_blocks`` blocks of ``lease``,
+        and up to ``more`` blocks before these as far as they are cached; and how many of them are needed. None are of
+        optional groups. None if a needed block is not cached any more."""
+        found: list[BlockNames] = []
+        needed: list[int] = []
+        for group in self.windows:
+            tail = (NO_IDS, 0) if group.is_optional else group.tail(lease, num_blocks, more)
+            if tail is None:
+                return None
+            found.append(tail[0])
+            needed.append(tail[1])
+        return tuple(found), tuple(needed)
+
+    def keep(self, lease: Lease, num_blocks: int, kept: Kept, entry: Entry | None = None) -> int:
+        """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there; return its name,
+        which is never used again. ``entry``: see ``Clock``."""
+        name = self._next_checkpoint
+        self._next_checkpoint += 1
+        self.kept[name] = kept
+        for group, ids in zip(self.windows, kept.tails):
+            group.keep(ids)
+        self.tree.set_checkpoint(lease, num_blocks * self.block_size, name, entry)
+        return name
+
+    def use(self, name: int) -> None:
+        """Count a use of checkpoint ``name``, if it is still kept."""
+        if name in self.kept:
+            self.tree.checkpoints.use(name)
+
+    def drop(self, name: int) -> Freed:
+        """Drop checkpoint ``name``, if it is still kept and not held."""
+        if name not in self.kept or self.tree.checkpoints.is_held(name):
+            return Freed()
+        self.tree.checkpoints.drop(name)
+        return self._forget((name,))
+
+    def blocks_of(self, kept: Kept) -> list[tuple[BlockNames, int]]:
+        """Return for each of the ``bounded`` groups, in their order, the blocks that a checkpoint with ``kept`` keeps, and how
+        many of these, the last, a text needs to be resumed there."""
+        tails = {group.index: (ids, n) for group, ids, n in zip(self.windows, kept.tails, kept.needed)}
+        return [tails.get(group.index, (kept.states, len(kept.states))) for group in self.bounded]
 
     @property
     def is_full(self) -> bool:
@@ -361,9 +520,9 @@ class PrefixCache:
             )
             raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - self.num_pinned)
         _, found = self.found(match)
-        spans = self.index.columns(match, found.resumable)
-        windows = self.index.names_in(match.ids, spans)
-        holding = self.index.hold(match, match.num_blocks, windows, found.checkpoint)
+        spans = self.columns(match, found.resumable)
+        windows = self.read_in(match, spans)
+        holding = self.hold(match, match.num_blocks, windows, found.checkpoint)
         self._num_made += 1
         pin = self._pins[self._num_made] = Pin(holding, match.namespace, priority, ended, self._num_made)
         self.num_pinned += match.num_blocks
@@ -376,7 +535,7 @@ class PrefixCache:
             del self._pins[pin.number]
             self._first_pins.discard(pin.number)
             self.num_pinned -= pin.num_blocks
-            self.index.release(pin.holding)
+            self.release(pin.holding)
             if pin.ended is not None:
                 pin.ended.append(pin)
 
@@ -393,36 +552,35 @@ class PrefixCache:
 
     def evict_end(self, match: Match) -> Freed:
         """Evict the blocks at the end of ``match`` that no other text, request or pin uses, whatever their age."""
-        freed = self.index.removed(self.tree.evict_end(match))
+        freed = self.removed(self.tree.evict_end(match))
         for number, names in freed.blocks:
             self.num_evicted[number] += len(names)
         return freed
 
-    def evict(self, group: BlockGroup, n: int) -> Freed:
-        """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable. Full group: in the policy's order.
-        Window group: cold blocks; without any, one checkpoint, whose blocks become cold. States: one checkpoint."""
-        freed = self.cached[group.index].evict(n)
+    def evict(self, group: Group, n: int) -> Freed:
+        """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable: as its kind does, else one checkpoint."""
+        freed = group.evict(n)
         if freed is None:
             return self.evict_checkpoint()
-        for number, names in freed.blocks:
+        for number, ids in freed.blocks:
             if number == group.index:
-                self.num_evicted[number] += len(names)
+                self.num_evicted[number] += len(ids)
             if self.residency is not None:
-                self.residency.evicted(number, names)
+                self.residency.evicted(number, ids)
         return freed
 
     def evict_texts(self, n: int) -> Freed:
         """Evict ``n`` blocks of texts in the policy's order, none ahead, and what other groups have of these. O(n)."""
-        freed = self.index.removed(self.tree.evict(n))
-        for number, names in freed.blocks:
-            self.num_evicted[number] += len(names)
+        freed = self.removed(self.tree.evict(n))
+        for number, ids in freed.blocks:
+            self.num_evicted[number] += len(ids)
             if self.residency is not None:
-                self.residency.evicted(number, names)
+                self.residency.evicted(number, ids)
         return freed
 
     def evict_checkpoint(self) -> Freed:
-        """Evict the least recently used checkpoint that is not held, if there is one."""
-        freed = self.index.evict_checkpoint()
+        """Evict the least recently used checkpoint that is not held, if there is one. Its window blocks become cold."""
+        freed = self._forget(self.tree.checkpoints.evict())
         self.num_evicted_checkpoints += len(freed.checkpoints)
         return freed
 
@@ -431,9 +589,48 @@ class PrefixCache:
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
             return Freed()
-        return self.index.removed(self.tree.evict(surplus + self._capacity // EVICT_AHEAD))
+        return self.removed(self.tree.evict(surplus + self._capacity // _EVICT_AHEAD))
+
+    def removed(self, evicted: Evicted) -> Freed:
+        """Return what follows in all groups from what the tree ``evicted``."""
+        blocks, checkpoints, _ = self._forget(evicted.states) if evicted.states else _NOTHING
+        if self.full is not None:
+            blocks += ((self.full.index, BlockNames(evicted.ids[self.full.row])),)
+        for group in self.windows:
+            blocks += ((group.index, group.removed(evicted.ids)),)
+        if self._numbers is None:
+            return Freed(blocks, checkpoints)
+        self._numbers.give(evicted.ids[-1])
+        return Freed(blocks, checkpoints, evicted.ids[-1])
+
+    def _forget(self, names: Many[int]) -> Freed:
+        """Remove the checkpoints ``names``, which the tree has removed. Their window blocks lose a keeper."""
+        removed = tuple((name, self.kept.pop(name)) for name in names)
+        for _, kept in removed:
+            for group, tail in zip(self.windows, kept.tails):
+                group.drop(tail)
+        number = None if self.states is None else self.states.index
+        blocks = () if number is None else tuple((number, kept.states) for _, kept in removed)
+        return Freed(blocks, removed)
 
     def clear(self, namespace: bytes | None = None) -> Freed:
         """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs
         there or something is pinned."""
-        return self.index.removed(self.tree.clear(namespace))
+        return self.removed(self.tree.clear(namespace))
+
+    # -- proof -------------------------------------------------------------------------------------------------------
+
+    def check(self, held: Iterable[Many[BlockNames]]) -> None:
+        """Prove the tree, and the counts of readers and keepers of each window block. ``held``: by reader, the ids of
+        the blocks that it reads in each window group. Raises CheckFailed."""
+        self.tree.check()
+        rows, held = self.tree.all_ids(), [*held]
+        for at, group in enumerate(self.windows):
+            counts = [
+                np.bincount(np.concatenate([NO_IDS, *users]), minlength=group.plan.num_rows)
+                for users in ([ids[at] for ids in held], [kept.tails[at] for kept in self.kept.values()])
+            ]
+            group.check_cached(rows, counts[0], counts[1])
+
+
+_NOTHING = Freed()

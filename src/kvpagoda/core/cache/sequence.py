@@ -10,7 +10,7 @@ from weakref import ref
 
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.guard import either_way, exclusive
-from kvpagoda.core.cache.lifecycle import Lifecycle
+from kvpagoda.core.cache.lifecycle import Lifecycle, step_positions
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
 from kvpagoda.core.cache.request import Breakpoint, Request, State, Tokens
@@ -122,8 +122,7 @@ class Sequence:
     def step_checkpoints(self) -> tuple[int, ...]:
         """The positions, in tokens, at which the newest batch of this sequence asks its step to leave the states; see
         ``Batch.checkpoints``. () once they are committed."""
-        core = self._lifecycle.core
-        return core.step_states.positions(self._request, core.block_size) if core.step_states.named else ()
+        return step_positions(self._lifecycle.core, self._request)
 
     @property
     def epochs(self) -> list[tuple[int, int]]:

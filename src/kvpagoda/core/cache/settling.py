@@ -19,18 +19,16 @@ from itertools import islice
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
 from kvpagoda.core.cache.request import Breakpoints, Request, TextPart
-from kvpagoda.core.cache.step_states import Named
+from kvpagoda.core.groups.base import NO_IDS, Added, Kept
+from kvpagoda.core.groups.state import Named
 from kvpagoda.core.prefix import Entry, Match
-from kvpagoda.core.prefix.hybrid import Added, Kept
 from kvpagoda.errors import Exhausted
 
 _log = logging.getLogger(__name__)
-_NONE = BlockNames(np.empty(0, np.int32))
 _MOST_WAITING = 64
 """Blocks that an answer completes before it is settled, if nobody asks for them earlier."""
 _MOST_HELD = 8
@@ -47,14 +45,12 @@ class Settler:
         """How many tokens steps may have written after a text whose states are still there."""
         self._most_named = (core.settings.limits.step_checkpoints or 0) if self._points.ends_steps else 0
         """Positions inside a step of one request at which it leaves states."""
-        rounds = core.settings.retention.rounds_states and core.states.scratch is not None
+        rounds = core.settings.retention.rounds_states and core.states is not None and core.states.scratch is not None
         self._round_every = core.settings.limits.hit_grid if rounds else 0
         """Tokens after which the states of requests are rounded; 0: they are not."""
-        self._windows = [(group, window) for group, window in core.prefix.windows if group.growth.span is not None]
-        self._spans = [group.growth.span or 0 for group, _ in self._windows]
-        # by window: the most blocks that a request holds while it commits at most a block at a time
-        self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in self._windows]
-        in_step = [(group.plan.most_blocks or 0) - most for (group, _), most in zip(self._windows, self._most_decoding)]
+        self._windows = [group for group in core.prefix.windows if group.slides]
+        self._spans = [group.growth.span or 0 for group in self._windows]
+        in_step = [(group.plan.most_blocks or 0) - group.most_decoding for group in self._windows]
         self._is_bounded = bool(core.bounded or self._windows)
         self._step = size * min(in_step, default=0)
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
@@ -64,7 +60,7 @@ class Settler:
             self._points.ends_steps or self._round_every or self._is_followed
         )
         """Whether settling a request does nothing but publish and slide, unless a checkpoint is due."""
-        self._has_optional = bool(core.prefix.index.optional)
+        self._has_optional = bool(core.prefix.optional)
         self.patience = (
             1 if self._points.ends_steps or self._is_followed else _MOST_HELD if self._is_bounded else _MOST_WAITING
         )
@@ -98,7 +94,7 @@ class Settler:
     def _next_slide(self, length: int) -> int:
         """Return the length above ``length`` at which a block slides out of a window next, at most a block further."""
         lengths = np.arange(length, length + self._core.block_size + 1)
-        first = [group.growth.first_kept(lengths) // group.block_size for group, _ in self._windows]
+        first = [group.growth.first_kept(lengths) // group.block_size for group in self._windows]
         slides = np.any([one > one[0] for one in first], axis=0)
         return length + (int(slides.argmax()) or len(lengths) - 1)
 
@@ -136,9 +132,9 @@ class Settler:
                         if core.bounded and request.publishes and (request.due or self._points.ends_steps):
                             self._keep_due(request)
                     self._slide(some)
-                if core.step_states.named:
+                if core.states is not None and core.states.named:
                     for request in some:
-                        useless = core.step_states.useless(request, request.own_length // core.block_size)
+                        useless = core.states.useless(request, request.own_length // core.block_size)
                         core.guard.change(core.give_back, request, useless)
             except (MemoryError, RuntimeError) as error:
                 for request in some[:count]:
@@ -186,7 +182,7 @@ class Settler:
                 self._publish_blocks([request], hit, found.resumable)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
             if saved is not None:
-                core.prefix.index.use(saved[0])
+                core.prefix.use(saved[0])
                 request.kept.append(saved[0])
                 if saved[1] and not found.loaded:
                     self._store(saved[0])
@@ -232,15 +228,16 @@ class Settler:
 
         They are allocated while there is room, after evictions if necessary; a position that an earlier step named, and
         nobody committed, keeps its block. If it raises, nothing is named anew. ``named`` follows when there is a batch."""
-        core, steps, size, found = self._core, self._core.step_states, self._core.block_size, list[Named]()
-        group, needs = steps.group, [int(one is steps.group) for one in core.groups]
+        core, group, size, found = self._core, self._core.states, self._core.block_size, list[Named]()
+        if group is None:
+            return found
+        needs = [int(one is group) for one in core.groups]
         try:
             for row, (request, end) in enumerate(zip(requests, ends)):
-                known = steps.named.get(request, {})
+                known = group.named.get(request, {})
                 in_flight = known if request.num_fences else ()
                 inside = [at for at in request.due if request.length < at * size < end and at not in in_flight]
                 for depth in inside[: self._most_named]:
-                    assert group is not None, "checkpoints end steps where there are states"
                     is_new = depth not in known
                     if is_new and not core.capacity.make_room(needs, needs):
                         return found
@@ -249,7 +246,7 @@ class Settler:
                     if is_new:
                         core.guard.is_torn = True
                         group.take(1)
-                        steps.name(request, depth, block)
+                        group.leave_in(request, depth, block)
                         core.guard.is_torn = False
         except (MemoryError, RuntimeError) as error:
             self._report(error)
@@ -260,18 +257,25 @@ class Settler:
 
     def unname(self, requests: Many[Request], found: Many[Named]) -> None:
         """Free what ``name_states`` named anew, for a step of which there is no batch."""
-        core = self._core
+        core, states = self._core, self._core.states
         for row, depth, _, is_new in found:
-            if is_new and depth in core.step_states.named.get(requests[row], ()) and not core.guard.is_torn:
+            if (
+                is_new
+                and states is not None
+                and depth in states.named.get(requests[row], ())
+                and not core.guard.is_torn
+            ):
                 core.guard.change(core.give_back, requests[row], [depth])
 
     def named(self, requests: Many[Request], found: Many[Named]) -> None:
         """Free what earlier steps of ``requests`` named and nobody committed, unless it is in ``found``, or a fence is around
         the request: there is a batch of the step for which ``found`` was named."""
-        core, steps, now = self._core, self._core.step_states, {one[:2] for one in found}
-        for row, request in enumerate(requests if steps.named else ()):
-            named = () if request.num_fences else steps.named.get(request, ())
-            old = [at for at in named if (row, at) not in now and not steps.is_written(request, at)]
+        core, states, now = self._core, self._core.states, {one[:2] for one in found}
+        if states is None or not states.named:
+            return
+        for row, request in enumerate(requests):
+            named = () if request.num_fences else states.named.get(request, ())
+            old = [at for at in named if (row, at) not in now and not states.is_written(request, at)]
             core.guard.change(core.give_back, request, old)
 
     def ending(self, request: Request) -> None:
@@ -314,7 +318,7 @@ class Settler:
         core, size = self._core, self._core.block_size
         for at, state in asked.states.items():
             if state == "skipped":
-                is_there = core.prefix.index.checkpoint_at(request.lease, at // size) is not None
+                is_there = core.prefix.checkpoint_at(request.lease, at // size) is not None
                 if not is_there and self._points.ends_steps:
                     continue  # its states are not computed
                 saved = self._save(request, at // size, 0)
@@ -348,10 +352,10 @@ class Settler:
                 added.append(Added(lease, keys, request.text, request.priority, entry))
         if not rows:
             return len(requests)
-        has_optional, guard = not self._has_optional or requests[0].lacking_from is None, core.guard
+        is_whole, guard = not self._has_optional or requests[0].lacking_from is None, core.guard
         guard.is_torn = True
         try:
-            num_done, duplicates = core.prefix.publish(slots, begins, added, has_optional)
+            num_done, duplicates = core.prefix.cache_blocks(slots, begins, added, is_whole)
         except Exception:
             guard.is_torn = False
             raise
@@ -386,51 +390,21 @@ class Settler:
         """Round the states of ``request``, if it has computed them and stands at a multiple of the hit grid."""
         length = request.own_length
         is_new = length > request.match.resumable and length != request.rounded_at
-        if is_new and length % self._round_every == 0 and request.most_written <= length:
-            self._core.states.round(request.slot, length)
+        states = self._core.states
+        if states is not None and is_new and length % self._round_every == 0 and request.most_written <= length:
+            states.round(request.slot, length)
             request.rounded_at = length
 
     def _slide(self, requests: Many[Request]) -> None:
-        """Free, or stop reading, the window blocks that each of ``requests`` does not need any more.
-
-        An answer keeps what is needed to resume it at its last whole block. Once the prompt is computed, the request
-        reserves room for a block at a time only. If steps are so short that not even that was reserved, an answer loses
-        all that slides out, and reservations stay as they are."""
-        core, size = self._core, self._core.block_size
-        for (group, window), num_blocks in zip(self._windows, self._most_decoding):
-            growth, has_reserved = group.growth, num_blocks <= (group.plan.most_blocks or 0)
-            slots: list[int] = []
-            firsts: list[int] = []
-            kept: list[int] = []
-            needed: list[int] = []
-            if len(requests) > 1:
-                kept = growth.first_kept(np.array([request.own_length for request in requests])).tolist()
-                needed = growth.first_needed(
-                    np.array([request.lease.num_blocks for request in requests]) * size
-                ).tolist()
-            for row, request in enumerate(requests):
-                slot, length = request.slot, request.own_length
-                first = kept[row] if kept else growth.first_kept(length)
-                if has_reserved and length >= request.prompt_length:
-                    if request.publishes:
-                        resumed = needed[row] if needed else growth.first_needed(request.lease.num_blocks * size)
-                        if resumed < first:
-                            first = resumed
-                    if group.reserved[slot] > num_blocks:
-                        group.reserve(slot, num_blocks)
-                first = min(first // size, group.end[slot])
-                if first > group.first[slot]:
-                    slots.append(slot)
-                    firsts.append(first)
-            if slots:
-                shared, counts, own = group.leaving(slots, firsts)
-                left = window.apart(shared, counts)
+        """Free, or stop reading, the window blocks that each of ``requests`` does not need any more."""
+        core = self._core
+        for group in self._windows:
+            leaving = group.leaving(requests)
+            if leaving is not None:
                 core.guard.is_torn = True
-                group.slide(slots, firsts)
-                for names in left:
-                    window.leave(names)
-                if len(own):
-                    core.capacity.release(group, own)
+                group.slide(leaving)
+                if len(leaving.own):
+                    core.capacity.release(group, leaving.own)
                 core.guard.is_torn = False
 
     def _keep_due(self, request: Request) -> None:
@@ -441,9 +415,9 @@ class Settler:
         first = request.own_length - self._most_ahead  # the states of fewer tokens are overwritten
         while request.due and request.due[0] <= published:
             depth, is_last = request.due[0], len(request.due) == 1
-            is_left = bool(core.step_states.wrote) and core.step_states.is_written(request, depth)
+            is_left = core.states is not None and core.states.is_written(request, depth)
             is_over = self._points.ends_steps and depth * size < first and not is_left
-            if is_over and core.prefix.index.checkpoint_at(request.lease, depth) is None:
+            if is_over and core.prefix.checkpoint_at(request.lease, depth) is None:
                 core.counters.passed += 1  # a step went past it
                 del request.due[0]
                 self._became(request, depth, "passed")
@@ -473,7 +447,7 @@ class Settler:
     def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
         core, previous = self._core, request.tail
-        if not num_blocks or core.prefix.index.checkpoint_at(request.lease, num_blocks) == previous:
+        if not num_blocks or core.prefix.checkpoint_at(request.lease, num_blocks) == previous:
             return
         saved = self._save(request, num_blocks, max(0, more))
         if saved is None:
@@ -482,46 +456,50 @@ class Settler:
         request.tail = name if is_new else -1
         if not is_new:
             request.kept.append(name)
-        core.capacity.forget(core.prefix.index.drop, previous)
+        core.capacity.forget(core.prefix.drop, previous)
 
     def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
         it needs. Return (its name, True), or (name, False) if there is one already. ``is_left``: a step left the states in a
-        block of ``step_states``, which becomes the checkpoint's; where it does not, ``settle`` frees it.
+        block, which becomes the checkpoint's; where it does not, ``settle`` frees it.
 
         Returns None if there is no room for it, if a window block is gone, or if the states after these blocks are
         overwritten, perhaps by a step that computed more tokens than were committed. For room the least recently used
         checkpoint is evicted, but nothing that requests have reserved is used."""
         core, prefix, states = self._core, self._core.prefix, self._core.states
-        index = prefix.index
-        before, name = index.last_checkpoint(request.lease, num_blocks)
+        before, name = prefix.last_checkpoint(request.lease, num_blocks)
         if before == num_blocks:
-            index.use(name)
+            prefix.use(name)
             return name, False
         if prefix.is_full:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        if not is_left and states.group is not None and not self._has_states(request, num_blocks * core.block_size):
+        if not is_left and states is not None and not self._has_states(request, num_blocks * core.block_size):
             return None
-        as_left = is_left and states.scratch is None
-        if prefix.is_full or not (as_left or states.make_room(core.capacity)):
+        as_left = is_left and states is not None and states.scratch is None
+        if prefix.is_full:
             return None
-        tails = index.tails(request.lease, num_blocks, more)
+        if states is not None and not as_left:
+            needs = [int(group is states.copies) for group in core.groups]
+            if not core.capacity.make_room(needs, needs):
+                return None
+        tails = prefix.tails(request.lease, num_blocks, more)
         if tails is None:
             return None
-        if is_left:
-            left = core.step_states.named[request][num_blocks]
+        copy = NO_IDS
+        if states is not None and is_left:
+            left = states.named[request][num_blocks]
             copy = left if as_left else states.copied_from(left)
-        else:
+        elif states is not None:
             copy = states.copied(request.slot, num_blocks * core.block_size)
         if before and name == request.tail:  # it is dropped next
-            before, _ = index.last_checkpoint(request.lease, before - 1)
+            before, _ = prefix.last_checkpoint(request.lease, before - 1)
         entry = Entry(num_blocks - before, request.found)
         core.guard.is_torn = True
-        if as_left:
-            core.step_states.pop(request, num_blocks)
-        else:
-            states.take()
-        name = index.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
+        if states is not None and as_left:
+            states.pop(request, num_blocks)
+        elif states is not None:
+            states.copies.take(1)
+        name = prefix.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
         if request.namespace not in core.stale:
             core.events.kept(request, num_blocks, copy)
         core.guard.is_torn = False

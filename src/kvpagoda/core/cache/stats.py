@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.counters import HIT_TOKENS, Tally
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.cache.residency import ResidencyStats
+from kvpagoda.core.groups import Group
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.tiers.level import LevelStats
 
@@ -194,18 +194,17 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
     )
 
 
-def group_stats(core: Core, group: BlockGroup) -> GroupStats:
+def group_stats(core: Core, group: Group) -> GroupStats:
     """Return the counters of ``group``, one of ``core``, now, but for ``blocks_per_run``. O(1)."""
-    blocks = core.prefix.cached[group.index]
-    cached, idle = blocks.num_cached, blocks.num_evictable
+    cached, idle = group.num_cached, group.num_evictable
     return GroupStats(
         group.plan.name, core.num_blocks(group), group.free.num_free, group.num_held, group.num_held - cached, cached - idle,
         idle, group.outstanding, group.peak_held, group.plan.row_nbytes, core.prefix.num_evicted[group.index],
-        core.counters.found[group.plan.name], blocks.num_cold,
+        core.counters.found[group.plan.name], group.num_cold,
     )  # fmt: skip
 
 
-def _blocks_per_run(core: Core, group: BlockGroup) -> float:
+def _blocks_per_run(core: Core, group: Group) -> float:
     num_blocks, num_runs = group.runs([*core.running])
     return num_blocks / max(1, num_runs)
 

@@ -29,11 +29,11 @@ from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.namespace import Media
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
+from kvpagoda.core.groups.base import Freed, Kept
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.offload.hit import Prefetch, TierHit, bounded_part
 from kvpagoda.core.offload.reader import TierReader
 from kvpagoda.core.offload.watch import watches_of
-from kvpagoda.core.prefix.hybrid import Freed, Kept
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
@@ -229,8 +229,8 @@ class Offloader(NoTiers):
         return min((level.num_writable for level in levels), default=None)
 
     def records(self) -> dict[Level, dict[bytes, tuple[int, int]]]:
-        names = _NONE if self._full is None else self._prefix.index.texts.names()
-        hashes, index = self._hashes[names], self._prefix.index
+        names = _NONE if self._full is None else self._full.cached_ids()
+        hashes, index = self._hashes[names], self._prefix
         texts = [one.tobytes() for one in hashes[hashes.any(axis=1)]]
         width = 0 if self._full is None else self._full.plan.layout.nbytes
         found = {
@@ -311,7 +311,7 @@ class Offloader(NoTiers):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
-        blocks = self._prefix.index.blocks_of(self._prefix.kept[checkpoint])
+        blocks = self._prefix.blocks_of(self._prefix.kept[checkpoint])
         first = num_blocks - max((len(names) for names, _ in blocks), default=0)
         self._checkpoints[checkpoint] = self.hashes_of(request, num_blocks)[first + 1 : num_blocks + 1]
 
@@ -328,7 +328,7 @@ class Offloader(NoTiers):
 
     def _num_needed(self, level: Level, kept: Kept) -> int:
         """Return how many records of ``level`` a text needs to be resumed at a checkpoint with ``kept``."""
-        blocks = self._prefix.index.blocks_of(kept)
+        blocks = self._prefix.blocks_of(kept)
         return sum(len(level.parts_of(n, width)) for (_, n), width in zip(blocks, self._widths))
 
     def _store_checkpoint(self, level: Level, checkpoint: int, kept: Kept) -> bool:
@@ -336,7 +336,7 @@ class Offloader(NoTiers):
         count = self._num_needed(level, kept)
         if count > level.num_writable:
             return False
-        hashes, blocks = self._checkpoints[checkpoint], self._prefix.index.blocks_of(kept)
+        hashes, blocks = self._checkpoints[checkpoint], self._prefix.blocks_of(kept)
         apart = [level.is_apart(width) for width in self._widths]
         one_more = sum(len(level.parts_of(1, width)) for width, is_apart in zip(self._widths, apart) if is_apart)
         more = max(0, level.num_readable_ahead - count) // max(1, one_more)
@@ -376,7 +376,7 @@ class Offloader(NoTiers):
     # -- proof, counters, closing ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        cached = _NONE if self._full is None else self._prefix.index.texts.names()
+        cached = _NONE if self._full is None else self._full.cached_ids()
         hashed = np.flatnonzero(self._hashes.any(axis=1))
         known = self._checkpoints.keys()
         loose = [

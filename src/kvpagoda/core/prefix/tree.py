@@ -426,23 +426,23 @@ class PrefixTree:
         self._roots = Roots(block_size, self._num_rows)
         self._owned = OwnedIds(num_groups) if proves_ids else None
         self._inserter = Inserter(block_size, self._roots, self._order, self._owned)
-        self._leases = Leases(self, self._order)
+        self.leases = Leases(self, self._order)
         self._removals = 0  # removals so far: a match from before the last one has to be located again
 
     @property
     def num_pinned(self) -> int:
         """Cached blocks that at least one lease covers. O(1)."""
-        return self._leases.num_pinned
+        return self.leases.num_pinned
 
     @property
     def num_leases(self) -> int:
         """Open leases. O(1)."""
-        return self._leases.num_open
+        return self.leases.num_open
 
     @property
     def num_evictable(self) -> int:
         """Blocks that ``evict`` could evict now: cached and not pinned. O(1)."""
-        return self.num_cached - self._leases.num_pinned
+        return self.num_cached - self.leases.num_pinned
 
     def namespaces(self) -> set[bytes]:
         """Return the namespaces in which something is cached or pinned."""
@@ -503,7 +503,7 @@ class PrefixTree:
     def unpin(self, lease: Lease) -> None:
         """End ``lease``. O(nodes on the path). Raises StaleHandle, changing nothing, if it is not open in this tree."""
         node = lease.node if lease.is_open and lease.tree is self else self._locate(lease)[0]
-        root = self._leases.close(lease, node)
+        root = self.leases.close(lease, node)
         if root is not None and self._roots.drop(root):
             self._removals += 1
 
@@ -560,7 +560,7 @@ class PrefixTree:
             )
         self.num_cached += added
         if lease is not None:
-            self._leases.extend(lease, node, covered + n)
+            self.leases.extend(lease, node, covered + n)
         elif pin:
             lease = self._open(node, covered + n)
         if node.num_pinned < node.num_blocks or node.leaf >= 0:
@@ -573,7 +573,7 @@ class PrefixTree:
         Leaves first, block by block from the end. Costs the policy's choice, amortised O(log leaves) with LRU, and O(1)
         for each block. ``victims``: see ``evict_end``. Raises BadInput for a negative number."""
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
-        evictable = self.num_cached - self._leases.num_pinned
+        evictable = self.num_cached - self.leases.num_pinned
         ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
         done, states, bare = evict_leaves(self._order, self.checkpoints, ids, victims)
         if done:
@@ -668,7 +668,7 @@ class PrefixTree:
     def _open(self, node: Node, depth: int) -> Lease:
         if node.root is not None:
             self._roots[node.root[1]] = node
-        return self._leases.open(node, depth)
+        return self.leases.open(node, depth)
 
     def _gone(self, ids: Ids, states: list[int], shortfall: int) -> Evicted:
         if self._num_rows > self.num_groups:  # the eviction order has rows of its own

@@ -10,8 +10,8 @@ import numpy as np
 from kvpagoda.core.blocks.free_list import BlockNames
 from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.core.cache.request import Request
+from kvpagoda.core.groups.base import Freed
 from kvpagoda.core.kv_cache import KVCache
-from kvpagoda.core.prefix.hybrid import Freed
 from kvpagoda.errors import unknown_name
 from kvpagoda.replay.fleet.engine_worker import EngineWorker
 from kvpagoda.replay.fleet.worker import AnyWorker
