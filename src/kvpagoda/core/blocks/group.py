@@ -177,6 +177,13 @@ class BlockGroup:
         self.free.give(places)
         self.num_held -= len(places)
 
+    def free_blocks(self, ids: BlockNames) -> BlockPlaces:
+        """Free the blocks ``ids``, which no request and no cache holds any more; return their places. O(n)."""
+        places = self.places_of(ids) if self.may_move else BlockPlaces(ids.astype(np.int32, copy=False))
+        self.free.give(places)
+        self.num_held -= len(places)
+        return places
+
     def begin(self, slot: int, column: int, shared: Ids, own: Ids, reserved: int) -> None:
         """Begin the row of ``slot``, which holds nothing, at ``column``: ``shared`` blocks, then ``own`` blocks.
 
@@ -186,17 +193,23 @@ class BlockGroup:
         middle = column + len(shared)
         end = middle + len(own)
         self.take(len(own))
+        table = self.table
         if len(shared):
-            self.table.put(slot, column, shared)
-        self.table.cells[slot, middle:end] = own
-        self.shared[slot] = middle
-        self._hold(slot, column, end, reserved)
+            table.cells[slot, column:middle] = shared
+            table.version[slot] += 1
+        table.cells[slot, middle:end] = own
+        self.first[slot], self.shared[slot], self.end[slot], self.reserved[slot] = column, middle, end, reserved
+        outstanding = reserved - end + column  # the row held nothing before
+        self.outstanding += outstanding if outstanding > 0 else 0
 
     def append(self, slot: int, own: Ids) -> None:
         """Append the blocks ``own``, from ``free.peek``, to the row of ``slot``. O(n)."""
         begin, count = self.end[slot], len(own)
         outstanding = self.reserved[slot] - begin + self.first[slot]
-        self.take(count)
+        self.free.num_free -= count
+        self.num_held = held = self.num_held + count
+        if held > self.peak_held:
+            self.peak_held = held
         self.table.cells[slot, begin : begin + count] = own
         if outstanding > 0:
             self.outstanding -= count if count < outstanding else outstanding
@@ -225,7 +238,8 @@ class BlockGroup:
         if outstanding > 0:
             self.outstanding -= outstanding
         self.first[slot] = self.end[slot] = self.shared[slot] = self.reserved[slot] = 0
-        self.table.drop(slot, first, end)
+        self.table.cells[slot, first:end] = self.table.empty
+        self.table.version[slot] += 1
 
     def cut(self, slot: int, columns: int, own: Ids) -> None:
         """End the row of ``slot`` after ``columns`` shared columns and then ``own``; the caller frees its other blocks.

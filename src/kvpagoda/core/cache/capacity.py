@@ -58,7 +58,7 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._tiers, self._memory, self._guard, self._running, self._events = tiers, memory, guard, running, events
-        self._tells_freed = bool(tiers.levels) or memory.is_poisoning
+        self.tells_freed = bool(tiers.levels) or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
         self._portion = max(min(_PORTION, many // 64), many // 256)
@@ -107,7 +107,13 @@ class Capacity:
                     self._memory.poison_freed()  # before these blocks are allocated
                 return
             short = need - group.free.num_free
-            if not (self._evict(group, short) if self._sectors is None else self._free_some(group, short, needs, more)):
+            if self._sectors is not None:
+                has_freed = self._free_some(group, short, needs, more)
+            else:
+                if self._memory.is_copying:
+                    self._memory.finish_copies(group.index)
+                has_freed = self.forget(self._prefix.evict, group, short, is_evicted=True)
+            if not has_freed:
                 free, name = group.free.num_free, group.plan.name
                 text = f"OOM: need {need} {group.free.what}, {free} free of {group.plan.num_blocks}"
                 raise OutOfBlocks.with_hint(text, "close a sequence", needed=need, available=free, group=name)
@@ -233,19 +239,24 @@ class Capacity:
         except Exception:
             guard.is_torn = False
             raise
+        has_tiers = bool(self._tiers.levels)
         try:
-            if is_evicted:
+            if is_evicted and has_tiers:
                 self._tiers.evicted(freed)
         finally:
-            self._events.evicted(freed)
-            for number, names in freed.blocks:
-                if len(names):
+            if self._events.is_followed:
+                self._events.evicted(freed)
+            for number, ids in freed.blocks:
+                if len(ids):
                     has_freed = True
                     group = self._groups[number]
-                    self.release(group, group.places_of(names))
+                    places = group.free_blocks(ids)
+                    if self.tells_freed:
+                        self.freed(group, places)
             for checkpoint, _ in freed.checkpoints:
                 has_freed = True
-                self._tiers.checkpoint_dropped(checkpoint)
+                if has_tiers:
+                    self._tiers.checkpoint_dropped(checkpoint)
             guard.is_torn = False
         return has_freed
 
@@ -259,7 +270,7 @@ class Capacity:
         """Free the blocks at ``places``, which nothing holds any more. Tiers forget their names; their bytes may be
         overwritten."""
         group.release(places)
-        if self._tells_freed:
+        if self.tells_freed:
             self.freed(group, places)
 
     def freed(self, group: Group, places: BlockPlaces) -> None:

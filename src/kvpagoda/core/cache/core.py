@@ -178,7 +178,9 @@ class Core:
         for group in self.groups:
             group.close(slot)
         for group, places in owned:
-            self.capacity.release(group, places)
+            group.release(places)
+            if self.capacity.tells_freed:
+                self.capacity.freed(group, places)
         if self.states is not None and self.states.named:
             self.give_back(request, [*self.states.named.get(request, ())])
         self.prefix.leave(read)

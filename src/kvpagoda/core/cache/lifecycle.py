@@ -61,11 +61,14 @@ class Lifecycle:
         if not isinstance(slots, int):
             self._append_each(slots, counts, ids)
             return
+        capacity = core.max_context
         core.guard.is_torn = True
         for group, own in zip(core.groups, ids):
             if len(own):
                 group.append(slots, own)
-        core.allocated(core.running[slots])
+            if group.places:
+                capacity = min(capacity, group.end[slots] * group.block_size)
+        core.running[slots].capacity = capacity
         core.guard.is_torn = False
 
     def _append_each(self, slots: Int64s, counts: Many[Int64s], ids: Many[Ids]) -> None:

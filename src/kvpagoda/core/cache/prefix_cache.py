@@ -447,13 +447,14 @@ class PrefixCache:
 
     def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
         """Return the name of the checkpoint after ``num_blocks`` blocks of ``lease``, or None."""
-        last = self.tree.last_checkpoint(lease, num_blocks)
-        return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
+        before, name = self.last_checkpoint(lease, num_blocks)
+        return name if before == num_blocks and before else None
 
     def last_checkpoint(self, lease: Lease, num_blocks: int) -> tuple[int, int]:
         """Return (blocks, name) of the last checkpoint within the first ``num_blocks`` blocks of ``lease``, or (0, 0)."""
-        last = self.tree.last_checkpoint(lease, num_blocks)
-        return (0, 0) if last is None else (last[0] // self.block_size, last[1])
+        node = lease.node if num_blocks == lease.num_blocks else lease.node.up_to(num_blocks)
+        last = self.tree.checkpoints.last(node, num_blocks)
+        return (0, 0) if last is None else (last.depth, last.state_id)
 
     def tails(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[BlockNames, ...], tuple[int, ...]] | None:
         """Return for each window group the blocks that a text needs to be resumed after ``num_blocks`` blocks of ``lease``,
@@ -497,11 +498,6 @@ class PrefixCache:
         many of these, the last, a text needs to be resumed there."""
         tails = {group.index: (ids, n) for group, ids, n in zip(self.windows, kept.tails, kept.needed)}
         return [tails.get(group.index, (kept.states, len(kept.states))) for group in self.bounded]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether ``num_checkpoints`` checkpoints are kept, so that one must be evicted for the next."""
-        return len(self.kept) >= self.most_checkpoints
 
     # -- pins --------------------------------------------------------------------------------------------------------
 

@@ -197,6 +197,11 @@ class Request:
         tokens = self.tokens[first:end]
         return with_media(tokens, first, self.media_ids) if self.media_ids else tokens
 
+    def to_publish(self, first: int, end: int) -> TextPart:
+        """Return ``keys`` and ``text``, for tokens that are committed."""
+        tokens = self.tokens[first:end]
+        return (with_media(tokens, first, self.media_ids), None) if self.media_ids else (tokens, self.tokens)
+
     def committed_keys(self, first: int, end: int) -> Tokens:
         """Return ``keys`` of committed tokens only, with ``NO_TOKEN`` at the positions behind them."""
         keys = self.keys(first, min(end, self.own_length))

@@ -151,7 +151,7 @@ class Sequence:
         if type(n) is not int or not 0 <= n < MOST:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._lifecycle
-        end = request.length + n
+        end = (request.own_length if request.rows is None else request.length) + n
         if end > request.capacity:
             lifecycle.extend(request.slot, end)
 

@@ -116,7 +116,9 @@ class Settler:
                 waiting.append(request)
         at, end, is_plain = 0, len(waiting), self._is_plain
         while at < end:
-            some, count = self._together(waiting, at) if is_plain else waiting[at : at + 1], 1
+            some, count = waiting[at : at + 1], 1
+            if is_plain and end - at > 1:
+                some = self._together(waiting, at)
             for request in some:
                 if request.rows is not None:
                     request.rows.flush(request)
@@ -131,7 +133,14 @@ class Settler:
                     for request in some:
                         if core.bounded and request.publishes and (request.due or self._points.ends_steps):
                             self._keep_due(request)
-                    self._slide(some)
+                    for group in self._windows:
+                        leaving = group.leaving(some)
+                        if leaving is not None:
+                            core.guard.is_torn = True
+                            group.slide(leaving)
+                            if len(leaving.own):
+                                core.capacity.release(group, leaving.own)
+                            core.guard.is_torn = False
                 if core.states is not None and core.states.named:
                     for request in some:
                         useless = core.states.useless(request, request.own_length // core.block_size)
@@ -149,8 +158,6 @@ class Settler:
         """Return request ``at`` and those that follow as long as it is all the same whether each of them is published and
         slides before the next, or all are published and then all slide: nothing is evicted for any of them, and none frees
         blocks of its own."""
-        if len(requests) == 1:
-            return requests
         end = at
         for request in requests[at:]:
             if request.due or not request.publishes or (self._has_optional and request.lacking_from is not None):
@@ -184,14 +191,14 @@ class Settler:
             if saved is not None:
                 core.prefix.use(saved[0])
                 request.kept.append(saved[0])
-                if saved[1] and not found.loaded:
+                if saved[1] and not found.loaded and core.tiers.levels:
                     self._store(saved[0])
             if request.breakpoints is not None:
                 self._keep_before(request, request.breakpoints, begin)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
-        if begin and not found.loaded:  # one that was kept later may have evicted the checkpoint
+        if begin and not found.loaded and core.tiers.levels:  # one that was kept later may have evicted the checkpoint
             core.tiers.reused(request, saved[0] if saved is not None and saved[0] in core.prefix.kept else None)
 
     def checkpoint_running_request(self, match: Match, found: PrefixMatch) -> bool:
@@ -289,7 +296,8 @@ class Settler:
                 self._move_tail(request, request.lease.num_blocks, 0)
         except (MemoryError, RuntimeError) as error:
             self._report(error)
-        self._store(request.tail)
+        if core.tiers.levels:
+            self._store(request.tail)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
@@ -348,8 +356,8 @@ class Settler:
                 slots.append(request.slot)
                 begins.append(begin)
                 entry = request.entry(begin, size) if has_entry else None
-                keys = request.keys(begin * size, end * size)
-                added.append(Added(lease, keys, request.text, request.priority, entry))
+                keys, text = request.to_publish(begin * size, end * size)
+                added.append(Added(lease, keys, text, request.priority, entry))
         if not rows:
             return len(requests)
         is_whole, guard = not self._has_optional or requests[0].lacking_from is None, core.guard
@@ -395,18 +403,6 @@ class Settler:
             states.round(request.slot, length)
             request.rounded_at = length
 
-    def _slide(self, requests: Many[Request]) -> None:
-        """Free, or stop reading, the window blocks that each of ``requests`` does not need any more."""
-        core = self._core
-        for group in self._windows:
-            leaving = group.leaving(requests)
-            if leaving is not None:
-                core.guard.is_torn = True
-                group.slide(leaving)
-                if len(leaving.own):
-                    core.capacity.release(group, leaving.own)
-                core.guard.is_torn = False
-
     def _keep_due(self, request: Request) -> None:
         """Keep the checkpoints of the prompt that are due. With states, also keep the newest one of an answer in
         progress; without, the newest one near the end of the prompt, so that window blocks there stay cached until the
@@ -428,7 +424,7 @@ class Settler:
                 self._became(request, depth, "memory" if saved is None else "kept")
             if saved is not None:
                 request.kept.append(saved[0])
-                if saved[1]:
+                if saved[1] and core.tiers.levels:
                     self._store(saved[0])
         if self._points.ends_steps:
             if published * size >= first and request.own_length >= request.prompt_length:
@@ -471,12 +467,12 @@ class Settler:
         if before == num_blocks:
             prefix.use(name)
             return name, False
-        if prefix.is_full:
+        if len(prefix.kept) >= prefix.most_checkpoints:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
         if not is_left and states is not None and not self._has_states(request, num_blocks * core.block_size):
             return None
         as_left = is_left and states is not None and states.scratch is None
-        if prefix.is_full:
+        if len(prefix.kept) >= prefix.most_checkpoints:
             return None
         if states is not None and not as_left:
             needs = [int(group is states.copies) for group in core.groups]
@@ -500,10 +496,11 @@ class Settler:
         elif states is not None:
             states.copies.take(1)
         name = prefix.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
-        if request.namespace not in core.stale:
+        if core.events.is_followed and request.namespace not in core.stale:
             core.events.kept(request, num_blocks, copy)
         core.guard.is_torn = False
-        core.tiers.checkpoint_saved(name, request, num_blocks)
+        if core.tiers.levels:
+            core.tiers.checkpoint_saved(name, request, num_blocks)
         return name, True
 
     def _has_states(self, request: Request, length: int) -> bool:

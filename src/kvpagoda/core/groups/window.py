@@ -158,7 +158,8 @@ class WindowGroup(Group):
         else:
             self.num_read -= len(ids)
         if len(ids):
-            self._cool(ids, self._next_turn)
+            self.num_cold += len(ids)
+            self._uses[ids] = -self._next_turn
             self._queue.append((self._next_turn, ids))
             self._next_turn += 1
 
@@ -173,7 +174,8 @@ class WindowGroup(Group):
         ids = BlockNames(ids[uses == 0])
         if len(ids):
             self._first_turn -= 1
-            self._cool(ids, self._first_turn)
+            self.num_cold += len(ids)
+            self._uses[ids] = -self._first_turn
             self._queue.appendleft((self._first_turn, ids))
 
     def _warm(self, ids: BlockNames) -> npt.NDArray[np.int64]:
@@ -184,11 +186,6 @@ class WindowGroup(Group):
         uses[are_cold] = 0
         return uses
 
-    def _cool(self, ids: BlockNames, turn: int) -> None:
-        """Mark ``ids``, which have no uses, as cold since ``turn``."""
-        self.num_cold += len(ids)
-        self._uses[ids] = -turn
-
     # -- sliding -----------------------------------------------------------------------------------------------------
 
     def leaving(self, requests: Many[Running]) -> Leaving | None:
@@ -197,7 +194,7 @@ class WindowGroup(Group):
         An answer keeps what is needed to resume it at its last whole block. Once the prompt is computed, the request
         reserves room for a block at a time only. If steps are so short that not even that was reserved, an answer loses
         all that slides out, and reservations stay as they are."""
-        growth, size, most = self.growth, self.block_size, self.most_decoding
+        growth, size, most, slack = self.growth, self.block_size, self.most_decoding, self.growth.slack
         slots: list[int] = []
         firsts: list[int] = []
         kept: list[int] = []
@@ -207,7 +204,7 @@ class WindowGroup(Group):
             needed = growth.first_needed(np.array([request.lease.num_blocks for request in requests]) * size).tolist()
         for row, request in enumerate(requests):
             slot, length = request.slot, request.own_length
-            first = kept[row] if kept else growth.first_kept(length)
+            first = kept[row] if kept else growth.first_needed(length - slack if length > slack else 0)
             if self._has_reserved and length >= request.prompt_length:
                 if request.publishes:
                     resumed = needed[row] if needed else growth.first_needed(request.lease.num_blocks * size)
@@ -229,7 +226,8 @@ class WindowGroup(Group):
             counts.append(middle - begin)
             if middle < first:
                 own.append(cells[slot, middle:first])
-        ids = self._ids_at(shared)
+        places = BlockPlaces(shared[0] if len(shared) == 1 else np.concatenate(shared))
+        ids = self.names_at(places) if self.may_move else BlockNames(places.astype(np.intp))
         parts = [ids] if len(counts) == 1 else self.apart(ids, counts)
         return Leaving(slots, firsts, parts, BlockPlaces(np.concatenate(own)) if own else _NO_PLACES)
 
@@ -247,11 +245,6 @@ class WindowGroup(Group):
         for ids in leaving.shared:
             self.leave(ids)
 
-    def _ids_at(self, parts: list[Ids]) -> BlockNames:
-        """Return the ids of the blocks at the places ``parts``, one after another: intp."""
-        places = BlockPlaces(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        return self.names_at(places) if self.may_move else BlockNames(places.astype(np.intp))
-
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def rows_to_cache(
@@ -266,7 +259,8 @@ class WindowGroup(Group):
             begin = max(self.first[slot], self.shared[slot]) if is_whole or not self.is_optional else end
             parts.append(cells[slot, begin:end])
             counts.append(end - begin if begin < end else 0)
-        ids = self._ids_at(parts)
+        places = BlockPlaces(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        ids = self.names_at(places) if self.may_move else BlockNames(places.astype(np.intp))
         out = rows[self.row : self.row + 2]
         sizes = [end - begin for begin, end in zip(begins, ends)]
         if counts == sizes:

@@ -192,8 +192,11 @@ class EdgeArrays:
 
     def cut(self, num_blocks: int) -> None:
         """Remove all but the first ``num_blocks`` blocks. Amortised O(1) for each block removed."""
-        self._view(self._at, num_blocks)
-        self.trim()
+        at, size, end = self._at, self.block_size, self._at + num_blocks
+        self.num_blocks = num_blocks
+        self.tokens, self.ids = self._tokens[at * size : end * size], self._ids[:, at:end]
+        if self._ids.shape[1] > _SMALL and self._ids.shape[1] > _SPARE * num_blocks:
+            self.trim()
 
     def trim(self) -> None:
         """Replace arrays that are much larger than the blocks in use by smaller ones."""

@@ -520,7 +520,8 @@ class Checkpoints:
 
     def use(self, state_id: int) -> None:
         """Count a use of the checkpoint with this state id. Raises NotOwned."""
-        self.find(state_id).used = self._clock.tick()
+        checkpoint = self.by_state.get(state_id) or self.find(state_id)
+        checkpoint.used = self._clock.tick()
 
     def oldest(self) -> int | None:
         """Return when the checkpoint that ``evict`` removes next was last used; None if it would remove none."""

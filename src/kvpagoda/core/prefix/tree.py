@@ -229,7 +229,8 @@ class Leases:
         """Let ``lease`` end in ``node``, and pin everything above it."""
         node.put_lease(lease)
         node.pins += 1
-        self._cover(node, lease.num_blocks - node.start)
+        if (covered := lease.num_blocks - node.start) > node.num_pinned:
+            self._cover(node, covered)
         while node.pins == 1 and node.parent is not None:
             node = node.parent
             node.pins += 1
@@ -294,7 +295,7 @@ def evict_leaves(
                         parts.append(np.array([alone], np.int32))
                         alone = []
                     part = node.ids[:, : -count - 1 : -1]
-                    if not is_whole or order.num_rows:
+                    if order.num_rows or (node.uses and not is_whole):
                         order.remove(node, count)
                     parts.append(part)
             except BaseException:
@@ -302,7 +303,7 @@ def evict_leaves(
                 raise
             done += count
             if node.checkpoints is not None and node.checkpoints.all:
-                states += checkpoints.drop_after(node, node.end - count)
+                states += checkpoints.drop_after(node, node.start + node.num_blocks - count)
             above = node.parent
             if not is_whole:
                 node.cut(node.num_blocks - count)
@@ -513,7 +514,8 @@ class PrefixTree:
         node, depth = self._locate(at, num_blocks)
         if depth:
             self._order.touch(node, depth, priority)
-            self.checkpoints.touch(node, depth)
+            if self.checkpoints.by_state:
+                self.checkpoints.touch(node, depth)
 
     def insert(
         self,
@@ -539,12 +541,17 @@ class PrefixTree:
 
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
         another place or that is named twice. Nothing has changed then."""
-        tokens, size = _vector(tokens), self.block_size
+        size = self.block_size
+        if type(tokens) is not np.ndarray or tokens.dtype != _INT32 or tokens.ndim != 1 or not tokens.flags.c_contiguous:
+            tokens = _vector(tokens)
         n, rest = divmod(len(tokens), size)
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
         if rest or not fits:
             raise BadInput(_misfit(tokens, size, blocks, self.num_groups))
-        node, covered = self._locate(at)
+        if type(at) is Lease and at.is_open and at.tree is self:
+            node, covered = at.node, at.num_blocks
+        else:
+            node, covered = self._locate(at)
         lease = at if pin is not False and isinstance(at, Lease) else None
         first, added, own, duplicates = tokens[:size].tobytes(), n, blocks, None
         if covered == node.start + node.num_blocks and first not in node.children:
@@ -661,7 +668,7 @@ class PrefixTree:
                 raise StaleHandle("this lease is not open: unpinned twice, or of another tree", needed="lease")
             return at.node if depth == at.num_blocks else at.node.up_to(depth), depth
         if at.node is not None and at.removals == self._removals:
-            return at.node.up_to(depth), depth
+            return at.node if depth > at.node.start and at.node.into is None else at.node.up_to(depth), depth
         root = self._roots.get(at.namespace) or self._roots.new(at.namespace)
         return _found_again(root, at, self.num_groups).up_to(depth), depth
 
