@@ -39,7 +39,7 @@ from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.text import in_brackets
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import all_of, format_bytes, instance_of, option, real_number, truth, whole_number
+from kvpagoda.units import MOST, all_of, format_bytes, instance_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -238,13 +238,19 @@ class KVCache:
         (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
         holds nothing."""
         core = self._core
-        core.check_open()
+        if not core.is_open:
+            core.check_open()  # raises
         prompt = as_tokens(token_ids, core.vocab_size)
         length = len(prompt)
         if not length:
             raise BadInput("a request needs at least one token, got none", needed=1, available=0)
-        first = length if capacity is None else whole_number(capacity, "capacity")
-        most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
+        first = length if capacity is None else capacity
+        if type(first) is not int or not 0 <= first < MOST:
+            first = whole_number(first, "capacity")
+        wanted = first if reserve is None else reserve
+        if type(wanted) is not int or not 0 <= wanted < MOST:
+            wanted = whole_number(wanted, "reserve")
+        most = max(length, wanted)
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = whole_number(priority, "priority", -(2**63), below=2**63)
         if prefetch is not None:

@@ -62,8 +62,11 @@ class Source(Protocol):
     scratch: int | None
     """The index of the group of which ``fill`` needs one free block more, in ``own``, while it runs; None: of no group."""
 
-    def hold(self) -> tuple[Holding, list[BlockNames]]:
-        """Keep from eviction what is shared and copied; return the hold, and the names of the shared blocks of each group."""
+    ids: list[BlockNames]
+    """For each group: the ids of the shared blocks."""
+
+    def hold(self) -> Holding:
+        """Keep from eviction what is shared and copied, and return the hold. Raises StaleHandle, holding nothing."""
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         """Copy or load into ``own``, by group the free blocks behind the shared ones, what the request starts from beyond
@@ -80,8 +83,16 @@ class Cached:
         self._core, self._match = core, match
         self.found = found
         self.shared = self._columns(found.resumable)
-        if core.prefix.optional:
-            self.found = found._replace(lacking_from=core.prefix.lacking_from(self.shared, found.resumable))
+        prefix = core.prefix
+        if prefix.optional:
+            self.found = found._replace(lacking_from=prefix.lacking_from(self.shared, found.resumable))
+        self._num_whole = min(self.found.resumable // core.block_size, match.num_blocks)
+        self._windows = prefix.read_in(match, self.shared) if prefix.windows else ()
+        self.ids = [_NONE] * len(core.groups)
+        if prefix.full is not None:
+            self.ids[prefix.full.index] = BlockNames(match.ids[0, : self._num_whole])
+        for group, read in zip(prefix.windows, self._windows):
+            self.ids[group.index] = read
 
     def _columns(self, num_tokens: int) -> list[range]:
         """Return for each group the columns that are shared to go on after ``num_tokens`` tokens."""
@@ -90,18 +101,10 @@ class Cached:
             return core.prefix.columns(self._match, num_tokens)
         return [group.shared_columns(num_tokens // core.block_size) for group in core.groups]
 
-    def hold(self) -> tuple[Holding, list[BlockNames]]:
-        core, match, prefix = self._core, self._match, self._core.prefix
-        whole, rest = divmod(self.found.resumable, core.block_size)
-        whole = min(whole, match.num_blocks)
-        windows = prefix.read_in(match, self.shared)
-        holding = core.guard.change(prefix.hold, match, whole, windows, self.found.checkpoint, has_partial=rest > 0)
-        names = [_NONE] * len(core.groups)
-        if core.full is not None:
-            names[core.full.index] = BlockNames(match.ids[0, :whole])
-        for group, read in zip(prefix.windows, windows):
-            names[group.index] = read
-        return holding, names
+    def hold(self) -> Holding:
+        prefix, found = self._core.prefix, self.found
+        has_partial = found.resumable % prefix.block_size > 0
+        return prefix.hold(self._match, self._num_whole, self._windows, found.checkpoint, has_partial=has_partial)
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         core, partial, checkpoint = self._core, holding.partial, self.found.checkpoint
@@ -186,12 +189,11 @@ class Forked:
         lacking = parent.lacking_from
         self.found = PrefixMatch(parent.length, parent.length, "nothing", lacking_from=lacking)
         self.shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
+        self.ids = [group.shared_names(slot) for group in core.groups]
 
-    def hold(self) -> tuple[Holding, list[BlockNames]]:
-        core, parent = self._core, self._parent
-        names = [group.shared_names(parent.slot) for group in core.groups]
-        windows = [names[group.index] for group in core.prefix.windows]
-        return core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, windows), names
+    def hold(self) -> Holding:
+        prefix, lease = self._core.prefix, self._parent.lease
+        return prefix.hold(lease, lease.num_blocks, [self.ids[group.index] for group in prefix.windows])
 
     def fill(self, holding: Holding, own: list[BlockPlaces]) -> PrefixMatch | None:
         states, slot = self._core.states, self._parent.slot
@@ -238,13 +240,17 @@ class Ending:
         else:
             if request in core.waiting and (core.bounded or core.prefix.windows or core.tiers.levels):
                 self._settler.settle(request)
-            self._settler.ending(request)
-            core.release(request, last=self._settler.last_blocks(request))
+            if core.bounded:
+                self._settler.ending(request)
+                core.release(request)
+            else:
+                core.release(request, last=self._settler.last_blocks(request))
         counters.closed += 1
         request.tally.computed += computed
         if request.on_end is not None:
             request.on_end(request)
-        self.tidy()
+        if core.stale or core.memory.is_poisoning:
+            self.tidy()
 
     def close_dropped(self) -> bool:
         """Close the requests whose sequences were collected, after leaving the fences that were. Return whether there
@@ -379,7 +385,8 @@ class Admission:
         hit: Hit | None = None
         try:
             reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
-            self._check_slot()
+            if not core.free_slots:
+                self._check_slot()
             if core.waiting:
                 self._settler.settle_waiting()
             match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
@@ -571,22 +578,34 @@ class Admission:
     def _start(self, request: Request, source: Source, reserved: list[int], capacity: int) -> bool:
         """Start ``request`` from ``source``. Return False, with nothing held, if there is no room for it, or if tiers
         could not deliver it."""
-        core = self._core
-        holding, names = source.hold()
+        core, guard = self._core, self._core.guard
+        guard.is_torn = True
+        try:
+            holding = source.hold()
+        except Exception:
+            guard.is_torn = False
+            raise
+        guard.is_torn = False
         try:
             own = self._own_blocks(source, reserved, capacity)
             if own is not None and holding.lease.num_blocks:
-                core.guard.change(core.prefix.tree.touch, holding.lease, priority=request.priority)
+                guard.is_torn = True
+                try:
+                    core.prefix.tree.touch(holding.lease, priority=request.priority)
+                except Exception:
+                    guard.is_torn = False
+                    raise
+                guard.is_torn = False
             found = None if own is None else source.fill(holding, own)
             if own is None or found is None:
                 core.guard.change(core.prefix.release, holding)
                 return False
             if source.scratch is not None:
                 own[source.scratch] = BlockPlaces(own[source.scratch][:-1])  # free again
-            shared = [group.places_of(named) for group, named in zip(core.groups, names)]
+            shared = [group.places_of(named) for group, named in zip(core.groups, source.ids)]
             is_same = isinstance(source, Swapped)
             if (residency := core.prefix.residency) is not None:
-                for group, named in zip(core.groups, names):
+                for group, named in zip(core.groups, source.ids):
                     residency.used(group.index, named)
             self._commit(request, found, holding, is_same, list(zip(source.shared, shared, own, reserved)))
         except BaseException:
@@ -629,7 +648,8 @@ class Admission:
         slot = core.free_slots.pop()
         for group, (columns, shared, own, most) in zip(core.groups, rows):
             group.begin(slot, columns.start, shared, own, most)
-        core.prefix.release_copied(holding)
+        if holding.checkpoint is not None or holding.partial is not None:
+            core.prefix.release_copied(holding)
         is_resumed = request.state is State.SUSPENDED
         if is_resumed:
             core.swap.drop(core.suspended[request])

@@ -183,7 +183,8 @@ class Core:
                 self.capacity.freed(group, places)
         if self.states is not None and self.states.named:
             self.give_back(request, [*self.states.named.get(request, ())])
-        self.prefix.leave(read)
+        for group, ids in zip(self.prefix.windows, read):
+            group.leave(ids)
         self.prefix.tree.unpin(request.lease)
         if request.own_length < request.prompt_length:  # the rest of its prompt will not be computed
             request.lease.node.trim()

@@ -189,7 +189,7 @@ class Settler:
                 self._publish_blocks([request], hit, found.resumable)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
             if saved is not None:
-                core.prefix.use(saved[0])
+                core.prefix.tree.checkpoints.use(saved[0])
                 request.kept.append(saved[0])
                 if saved[1] and not found.loaded and core.tiers.levels:
                     self._store(saved[0])

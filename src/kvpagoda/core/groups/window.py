@@ -337,7 +337,9 @@ class WindowGroup(Group):
                 end = count
             gone[done:end] = ids
             done = end
-        self._forget(BlockNames(gone))
+        self.num_cached -= count
+        self.num_cold -= count
+        self._generation[gone] += 1  # their cells are stale from now on
         return Freed(((self.index, BlockNames(gone)),))
 
     def removed(self, rows: Ids) -> BlockNames:
@@ -346,14 +348,10 @@ class WindowGroup(Group):
         ids = BlockNames(cells[0, self._generation[cells[0]] == cells[1]])
         if len(ids):
             self._uses[ids] = 0
-            self._forget(ids)
+            self.num_cached -= len(ids)
+            self.num_cold -= len(ids)
+            self._generation[ids] += 1
         return ids
-
-    def _forget(self, ids: BlockNames) -> None:
-        """Count ``ids`` as not cached, and make their cells stale."""
-        self.num_cached -= len(ids)
-        self.num_cold -= len(ids)
-        self._generation[ids] += 1
 
     def cached_ids(self) -> BlockNames:
         cells = self.cells_of(self.tree.all_ids())

@@ -659,7 +659,7 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
     end of a node.
     """
     size, length, block = node.block_size, len(tokens), b""
-    at = (node.end - depth) * size  # tokens on the path so far
+    at = (node.start + node.num_blocks - depth) * size  # tokens on the path so far
     path, keys = ([node], [node.tokens[(depth - node.start) * size :]]) if at else ([], [])
     while at < length:
         block = tokens[at : at + size].tobytes()

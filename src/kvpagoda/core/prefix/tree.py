@@ -471,7 +471,8 @@ class PrefixTree:
 
         ``tokens``: int32 ``[n]``. Changes nothing. No match for a ``limit`` below 1. O(n) array work, O(1) for each
         node on the path. Raises BadInput."""
-        tokens = _vector(tokens)
+        if type(tokens) is not np.ndarray or tokens.dtype != _INT32 or tokens.ndim != 1 or not tokens.flags.c_contiguous:
+            tokens = _vector(tokens)
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
         root = self._roots.get(namespace)
@@ -588,7 +589,11 @@ class PrefixTree:
             self._removals += 1
             for root in bare:
                 self._roots.drop(root)
-        return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
+        if done < ids.shape[1]:
+            ids = ids[:, :done]
+        if self._owned is None and self._num_rows == self.num_groups:
+            return Evicted(ids, tuple(states), asked - done)
+        return self._gone(ids, states, asked - done)
 
     def evict_end(self, at: Match | Lease) -> Evicted:
         """Evict the blocks at the end of what ``at`` covers that no lease and no other text uses, whatever their age.
