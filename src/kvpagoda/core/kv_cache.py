@@ -263,7 +263,7 @@ class KVCache:
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=publish)
         if checkpoints is not None:
-            request.breakpoints = breakpoints_of(checkpoints, core.max_context)
+            request.checkpoints.asked = breakpoints_of(checkpoints, core.max_context)
         if hints is not None:
             self.hints.ask_checkpoints(request, hints)
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
@@ -394,7 +394,7 @@ class KVCache:
         longer step is correct, but no request can resume at that position; ``stats().passed_boundaries`` counts these.
         With ``Retention.rounds_states`` it also ends at multiples of the hit grid. Only models with states have such
         positions. Raises StaleHandle for a closed or suspended sequence."""
-        limits = [self._settler.step_limit(request) for request in requests_of(sequences, self._core)]
+        limits = [self._settler.checkpoints.step_limit(request) for request in requests_of(sequences, self._core)]
         return limits[0] if isinstance(sequences, Sequence) else np.array(limits, np.int64)
 
     def fence(self, sequences: Iterable[Sequence]) -> Fence:

@@ -121,8 +121,9 @@ class Hints:
                 if action.action_type == "kv.checkpoint" and is_known(action) is None:
                     with suppress(KVPagodaError):
                         asked = self._positions(Payload(action.payload))
-                        known = () if request.breakpoints is None else request.breakpoints.asked
-                        request.breakpoints = Breakpoints((*known, *asked))
+                        own = request.checkpoints
+                        known = () if own.asked is None else own.asked.asked
+                        own.asked = Breakpoints((*known, *asked))
 
     def before_open(self) -> None:
         """End what is over: called before each request is opened. O(1) if nothing is."""
@@ -269,11 +270,11 @@ class Hints:
 
     def _checkpoint(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
         """``kv.checkpoint``: keep checkpoints of a request's prompt after these tokens."""
-        if request is None or request.breakpoints is None:
+        if request is None or (own := request.checkpoints).asked is None:
             return asked.now("rejected", "checkpoints are of a request: send the hint with it, in open(hints=..)")
         positions = {*self._positions(payload)}
         core = self._core
-        told = [one for one in request.breakpoints.told(request.due, core.block_size) if one.asked in positions]
+        told = [one for one in own.asked.told(own.due, core.block_size) if one.asked in positions]
         granted = [one for one in told if one.state in _GRANTED]
         reason = ", ".join(f"{one.asked}: {one.state} at {one.position}" for one in told)
         status = "rejected" if not granted else "accepted" if len(granted) == len(told) else "clipped"

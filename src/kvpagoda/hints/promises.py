@@ -169,9 +169,7 @@ class Promises:
         """Return the bytes of the blocks, windows and states that ``pin`` keeps."""
         core, holding = self._core, pin.holding
         nbytes = 0 if core.full is None else pin.num_blocks * core.full.plan.row_nbytes
-        nbytes += sum(
-            len(names) * group.plan.row_nbytes for group, names in zip(core.prefix.windows, holding.windows)
-        )
+        nbytes += sum(len(names) * group.plan.row_nbytes for group, names in zip(core.prefix.windows, holding.windows))
         if holding.checkpoint is not None and core.prefix.states is not None:
             nbytes += core.prefix.states.plan.row_nbytes
         return nbytes

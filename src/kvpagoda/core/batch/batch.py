@@ -476,7 +476,7 @@ class Batch:
         """Prepare a step of ``rows.counts[i]`` tokens of row ``i`` after its first ``before[i]``, int64 ``[B]``.
 
         ``requests``: those of the rows that are not padded. The caller has made room for the new tokens. ``named``: see
-        ``Settler.name_states``.
+        ``Checkpointer.name_states``.
         """
         buffers.begin()
         self.core, self._schema, self._requests = core, schema, requests
@@ -623,12 +623,12 @@ def batch_of(
     step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests), goes_back=firsts is not None)
     before = np.array(ends + [1] * padding, np.int64) - step.counts
     names = lifecycle.core.settings.limits.step_checkpoints and firsts is None
-    named = lifecycle.settler.name_states(requests, ends) if names else []
+    named = lifecycle.settler.checkpoints.name_states(requests, ends) if names else []
     try:
         batch = Batch(lifecycle.core, buffers, schema, requests, step, before, named)
-        lifecycle.settler.named(requests if names else (), named)
+        lifecycle.settler.checkpoints.named(requests if names else (), named)
     except BaseException:
-        lifecycle.settler.unname(requests, named)
+        lifecycle.settler.checkpoints.unname(requests, named)
         raise
     for request, end in zip(requests, ends):
         request.written = max(request.written, end)

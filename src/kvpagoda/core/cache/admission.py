@@ -241,7 +241,7 @@ class Ending:
             if request in core.waiting and (core.bounded or core.prefix.windows or core.tiers.levels):
                 self._settler.settle(request)
             if core.bounded:
-                self._settler.ending(request)
+                self._settler.checkpoints.ending(request)
                 core.release(request)
             else:
                 core.release(request, last=self._settler.last_blocks(request))
@@ -390,7 +390,7 @@ class Admission:
             if core.waiting:
                 self._settler.settle_waiting()
             match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
-            if core.prefix.points.ends_steps and self._settler.checkpoint_running_request(match, found):
+            if core.prefix.points.ends_steps and self._settler.checkpoints.of_running(match, found):
                 match, found = core.prefix.find_again(match)
             if lookup and core.tiers.levels:
                 hit = self._look_below(request, length, reserved, match, found, prefetch)

@@ -151,14 +151,14 @@ class Lifecycle:
         self._check_rewindable(request, length)
         media_ids = {index: media_id for index, media_id in request.media_ids.items() if index < length}
         columns, epochs = length // self.core.block_size, request.epochs_until(length)
-        due = [depth for depth in request.due if depth <= columns]
+        due = [depth for depth in request.checkpoints.due if depth <= columns]
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
         states = self.core.states
         if states is not None and states.named:
             self.core.guard.change(self.core.give_back, request, [*states.named.get(request, ())])
         request.written = max(request.written, request.own_length)
-        request.due, request.epochs = due, epochs
+        request.checkpoints.due, request.epochs = due, epochs
         request.own_length, request.media_ids = length, media_ids
         request.rounded_at = -1
         request.prompt_length = min(request.prompt_length, length)
@@ -268,7 +268,7 @@ class Lifecycle:
         request.detach()
         self.ending.check_unfenced(request, "suspended")
         self.settler.settle(request)
-        self.settler.ending(request)
+        self.settler.checkpoints.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, request.capacity, whole)
         if core.states is not None and core.states.places > 1:
             request.oldest = request.own_length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -201,8 +200,7 @@ def checkpoint_at_divergence(
     is_pending = common > found.num_tokens
     if request is None or not is_pending or at * core.block_size <= max(request.length, found.resumable):
         return False
-    if at not in request.due:
-        insort(request.due, at)
+    if request.checkpoints.also_at(at):
         request.settle_at = min(request.settle_at, at * core.block_size)
     return True
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import NamedTuple
@@ -80,6 +81,27 @@ def positions_of(checkpoints: TokenIds) -> tuple[int, ...]:
     return asked
 
 
+class OwnCheckpoints:
+    """The part of a request that ``Checkpointer`` writes.
+
+    ``due``: after how many blocks of its prompt a checkpoint is still to be kept, ascending. ``asked``: the positions that its
+    caller asked for; None: none. ``tail``: the name of the checkpoint that moves along with its end; -1: none."""
+
+    __slots__ = ("asked", "due", "tail")
+
+    def __init__(self) -> None:
+        self.due: list[int] = []
+        self.asked: Breakpoints | None = None
+        self.tail = -1
+
+    def also_at(self, depth: int) -> bool:
+        """Keep one after ``depth`` blocks too; return whether that is new."""
+        if depth in self.due:
+            return False
+        insort(self.due, depth)
+        return True
+
+
 # -- requests and their rows -----------------------------------------------------------------------------------------
 
 Tokens = Ids
@@ -112,10 +134,8 @@ class Request:
     Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``settle_at``: how many
     tokens it has when a commit settles it (``cache/settling.py``). ``rounded_at``: after how many tokens its states were
     rounded last, see ``Retention.rounds_states``. ``publishes``: whether
-    others may find what it computes; False once it continues with other weights than it started with. ``due``: after
-    how many blocks of its prompt a checkpoint is still to be kept, ascending. ``breakpoints``: the positions that its caller
-    asked for; None: none. ``kept``: names of the checkpoints that
-    it uses. ``tail``: the name of the checkpoint that moves along with its end; -1: none. ``block_hashes``: hashes that
+    others may find what it computes; False once it continues with other weights than it started with. ``checkpoints``: those
+    that it will keep. ``block_hashes``: hashes that
     name its blocks in tiers: the root, then one for each block that was needed so far.
 
     Others. ``num_fences``: steps and copies in flight. ``opened_at``: when its prompt began to be computed
@@ -127,9 +147,9 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "breakpoints", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids",
-        "namespace", "num_fences", "oldest", "on_end", "opened_at", "own_length", "priority", "prompt_length", "publishes",
-        "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
+        "block_hashes", "capacity", "checkpoints", "epochs", "handle", "lease", "match", "media_ids", "namespace",
+        "num_fences", "oldest", "on_end", "opened_at", "own_length", "priority", "prompt_length", "publishes",
+        "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -152,10 +172,7 @@ class Request:
         self.num_fences, self.settle_at = 0, 0
         self.rounded_at = -1
         self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
-        self.due: list[int] = []
-        self.breakpoints: Breakpoints | None = None
-        self.kept: list[int] = []
-        self.tail = -1
+        self.checkpoints = OwnCheckpoints()
         self.block_hashes: list[bytes] = []
         self.opened_at = 0.0
         self.handle: ref[object] | None = None

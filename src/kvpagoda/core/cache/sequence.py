@@ -113,10 +113,10 @@ class Sequence:
     @property
     def checkpoints(self) -> tuple[Breakpoint, ...]:
         """What became of each position that ``open(checkpoints=..)`` asked for, in that order; () without any."""
-        request = self._request
-        if request.breakpoints is None:
+        own = self._request.checkpoints
+        if own.asked is None:
             return ()
-        return request.breakpoints.told(request.due, self._lifecycle.core.block_size)
+        return own.asked.told(own.due, self._lifecycle.core.block_size)
 
     @property
     def step_checkpoints(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """What follows from commits. ``settle`` does it for one request in this order, and in one call for many that are due together:
 
-    publish     whole blocks become shareable, and are reported to tiers and events
-    keep        checkpoints that are due are kept
-    slide       window groups free, or stop reading, the blocks that slid out
+    cache_blocks   whole blocks become shareable (``PrefixCache``), and are reported to tiers and events
+    keep_due       checkpoints that are due are kept (``Checkpointer``)
+    slide          each window group frees, or stops reading, the blocks that slid out (``WindowGroup``)
 
 ``commit`` only appends tokens, and settles the request once it has ``settle_at`` of them: where states must be copied, a
 window has slid a step's worth, a tier or a router waits for a block, or enough blocks wait. Until then the request is in
@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Many
-from itertools import islice
 
 import numpy as np
 
 from kvpagoda.core.cache.below import Hit
+from kvpagoda.core.cache.checkpoints import Checkpointer, report
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Breakpoints, Request, TextPart
-from kvpagoda.core.groups.base import NO_IDS, Added, Kept
-from kvpagoda.core.groups.state import Named
-from kvpagoda.core.prefix import Entry, Match
-from kvpagoda.errors import Exhausted
+from kvpagoda.core.cache.request import Request, TextPart
+from kvpagoda.core.groups.base import Added
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 64
@@ -40,16 +36,8 @@ class Settler:
 
     def __init__(self, core: Core) -> None:
         self._core, size = core, core.block_size
-        self._points = core.prefix.points
-        self._most_ahead = min((n for _, _, n in core.plan.rewinds), default=0)
-        """How many tokens steps may have written after a text whose states are still there."""
-        self._most_named = (core.settings.limits.step_checkpoints or 0) if self._points.ends_steps else 0
-        """Positions inside a step of one request at which it leaves states."""
-        rounds = core.settings.retention.rounds_states and core.states is not None and core.states.scratch is not None
-        self._round_every = core.settings.limits.hit_grid if rounds else 0
-        """Tokens after which the states of requests are rounded; 0: they are not."""
+        self.checkpoints = Checkpointer(core)
         self._windows = [group for group in core.prefix.windows if group.slides]
-        self._spans = [group.growth.span or 0 for group in self._windows]
         in_step = [(group.plan.most_blocks or 0) - group.most_decoding for group in self._windows]
         self._is_bounded = bool(core.bounded or self._windows)
         self._step = size * min(in_step, default=0)
@@ -57,12 +45,12 @@ class Settler:
         steps are so short that not even a block was reserved for one."""
         self._is_followed = bool(core.tiers.levels) or core.events.is_followed  # a tier or a router waits for blocks
         self._is_plain = core.full is not None and not (
-            self._points.ends_steps or self._round_every or self._is_followed
+            self.checkpoints.ends_steps or self.checkpoints.round_every or self._is_followed
         )
         """Whether settling a request does nothing but publish and slide, unless a checkpoint is due."""
         self._has_optional = bool(core.prefix.optional)
         self.patience = (
-            1 if self._points.ends_steps or self._is_followed else _MOST_HELD if self._is_bounded else _MOST_WAITING
+            1 if self.checkpoints.ends_steps or self._is_followed else _MOST_HELD if self._is_bounded else _MOST_WAITING
         )
         """Blocks that an answer completes between two settlings. One: its states are copied, or somebody waits, after each
         block."""
@@ -74,8 +62,8 @@ class Settler:
         size, length, end = self._core.block_size, request.own_length, request.prompt_length
         if length < end and (self._is_bounded or self._is_followed):
             at = end
-            if self._points.ends_steps and request.due:
-                at = min(at, request.due[0] * size)
+            if self.checkpoints.ends_steps and request.checkpoints.due:
+                at = min(at, request.checkpoints.due[0] * size)
             if self._windows:
                 at = min(at, length + max(1, self._step))
             if self._is_followed:
@@ -85,8 +73,8 @@ class Settler:
             at = (blocks + self.patience - (blocks + request.slot) % self.patience) * size
         if self._step < 0:
             at = min(at, self._next_slide(length))
-        if self._round_every:
-            at = min(at, (length // self._round_every + 1) * self._round_every)
+        if self.checkpoints.round_every:
+            at = min(at, (length // self.checkpoints.round_every + 1) * self.checkpoints.round_every)
         request.settle_at = at
         if request.rows is not None:
             request.rows.settle_at[request.rows.row_of[request]] = at
@@ -123,16 +111,20 @@ class Settler:
                 if request.rows is not None:
                     request.rows.flush(request)
             try:
-                if self._round_every:
-                    self._round(some[0])
+                if self.checkpoints.round_every:
+                    self.checkpoints.round(some[0])
                 if some[0].publishes:
                     count = self._publish_blocks(some)
                     if count < len(some):
                         some = some[:count]
                 if self._is_bounded:
                     for request in some:
-                        if core.bounded and request.publishes and (request.due or self._points.ends_steps):
-                            self._keep_due(request)
+                        if (
+                            core.bounded
+                            and request.publishes
+                            and (request.checkpoints.due or self.checkpoints.ends_steps)
+                        ):
+                            self.checkpoints.keep_due(request)
                     for group in self._windows:
                         leaving = group.leaving(some)
                         if leaving is not None:
@@ -143,7 +135,9 @@ class Settler:
                             core.guard.is_torn = False
                 if core.states is not None and core.states.named:
                     for request in some:
-                        useless = core.states.useless(request, request.own_length // core.block_size)
+                        useless = core.states.useless(
+                            request, request.own_length // core.block_size, request.checkpoints.due
+                        )
                         core.guard.change(core.give_back, request, useless)
             except (MemoryError, RuntimeError) as error:
                 for request in some[:count]:
@@ -160,7 +154,11 @@ class Settler:
         blocks of its own."""
         end = at
         for request in requests[at:]:
-            if request.due or not request.publishes or (self._has_optional and request.lacking_from is not None):
+            if (
+                request.checkpoints.due
+                or not request.publishes
+                or (self._has_optional and request.lacking_from is not None)
+            ):
                 break
             end += 1
         return requests[at : max(at + 1, end)]
@@ -177,164 +175,24 @@ class Settler:
         it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
         begin = found.resumable // core.block_size
-        if core.bounded and request.publishes:
-            request.due = self._points.due(begin, found.num_tokens // core.block_size, request.prompt_length)
-        if request.breakpoints is not None:
-            self._ask(request, request.breakpoints, begin)
+        if core.bounded or request.checkpoints.asked is not None:
+            self.checkpoints.begun(request, begin)
         self.plan(request)
         if not request.publishes:
             return
+        first: int | None = None
         try:
             if found.loaded:
                 self._publish_blocks([request], hit, found.resumable)
-            saved = self._save(request, begin, 0) if begin and core.bounded else None
-            if saved is not None:
-                core.prefix.tree.checkpoints.use(saved[0])
-                request.kept.append(saved[0])
-                if saved[1] and not found.loaded and core.tiers.levels:
-                    self._store(saved[0])
-            if request.breakpoints is not None:
-                self._keep_before(request, request.breakpoints, begin)
+            if core.bounded or request.checkpoints.asked is not None:
+                first = self.checkpoints.keep_first(request, begin, is_loaded=found.loaded > 0)
         except (MemoryError, RuntimeError) as error:
             self._failed(request, error)
             return
-        if begin and not found.loaded and core.tiers.levels:  # one that was kept later may have evicted the checkpoint
-            core.tiers.reused(request, saved[0] if saved is not None and saved[0] in core.prefix.kept else None)
-
-    def checkpoint_running_request(self, match: Match, found: PrefixMatch) -> bool:
-        """Keep a checkpoint of a running request whose tokens end exactly where ``match`` ends, if that saves much
-        compared with ``found``: its states are those that the text of ``match`` needs. Return whether there is such a
-        request; then something may have been evicted, even if no checkpoint was kept. O(running requests)."""
-        core, depth, size = self._core, match.num_blocks, self._core.block_size
-        if not self._points.is_worth_keeping(depth, found.resumable // size):
-            return False
-        for peer in core.running.values():
-            fits = peer.lease.node is match.node and peer.lease.num_blocks == depth
-            if fits and self._has_states(peer, depth * size) and not peer.num_fences and peer.rows is None:
-                try:
-                    self._save(peer, depth, 0)
-                except (MemoryError, RuntimeError) as error:
-                    self._report(error)
-                return True
-        return False
-
-    def step_limit(self, request: Request) -> int:
-        """Return the most tokens that the next step of ``request`` should compute; see ``KVCache.step_limit``."""
-        request.check_running()
-        length, size = request.length, self._core.block_size
-        due = request.due if self._points.ends_steps else ()
-        ends = (depth * size for depth in due if depth * size > length)
-        end = next(islice(ends, self._most_named, None), self._core.max_context)
-        if self._round_every:
-            end = min(end, (length // self._round_every + 1) * self._round_every)
-        return end - length
-
-    def name_states(self, requests: Many[Request], ends: Many[int]) -> list[Named]:
-        """Name blocks for the states that a step of ``requests``, up to token ``ends[i]`` of each, leaves at positions
-        inside of it where checkpoints are due, and return them.
-
-        They are allocated while there is room, after evictions if necessary; a position that an earlier step named, and
-        nobody committed, keeps its block. If it raises, nothing is named anew. ``named`` follows when there is a batch."""
-        core, group, size, found = self._core, self._core.states, self._core.block_size, list[Named]()
-        if group is None:
-            return found
-        needs = [int(one is group) for one in core.groups]
-        try:
-            for row, (request, end) in enumerate(zip(requests, ends)):
-                known = group.named.get(request, {})
-                in_flight = known if request.num_fences else ()
-                inside = [at for at in request.due if request.length < at * size < end and at not in in_flight]
-                for depth in inside[: self._most_named]:
-                    is_new = depth not in known
-                    if is_new and not core.capacity.make_room(needs, needs):
-                        return found
-                    block = group.next_names(1) if is_new else known[depth]
-                    found.append((row, depth, block, is_new))
-                    if is_new:
-                        core.guard.is_torn = True
-                        group.take(1)
-                        group.leave_in(request, depth, block)
-                        core.guard.is_torn = False
-        except (MemoryError, RuntimeError) as error:
-            self._report(error)
-        except BaseException:
-            self.unname(requests, found)
-            raise
-        return found
-
-    def unname(self, requests: Many[Request], found: Many[Named]) -> None:
-        """Free what ``name_states`` named anew, for a step of which there is no batch."""
-        core, states = self._core, self._core.states
-        for row, depth, _, is_new in found:
-            if (
-                is_new
-                and states is not None
-                and depth in states.named.get(requests[row], ())
-                and not core.guard.is_torn
-            ):
-                core.guard.change(core.give_back, requests[row], [depth])
-
-    def named(self, requests: Many[Request], found: Many[Named]) -> None:
-        """Free what earlier steps of ``requests`` named and nobody committed, unless it is in ``found``, or a fence is around
-        the request: there is a batch of the step for which ``found`` was named."""
-        core, states, now = self._core, self._core.states, {one[:2] for one in found}
-        if states is None or not states.named:
-            return
-        for row, request in enumerate(requests):
-            named = () if request.num_fences else states.named.get(request, ())
-            old = [at for at in named if (row, at) not in now and not states.is_written(request, at)]
-            core.guard.change(core.give_back, request, old)
-
-    def ending(self, request: Request) -> None:
-        """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
-        be resumed."""
-        core = self._core
-        if request.num_fences or not core.bounded or not request.publishes:
-            return
-        try:
-            if not self._points.ends_steps and request.own_length >= request.prompt_length:
-                self._move_tail(request, request.lease.num_blocks, 0)
-        except (MemoryError, RuntimeError) as error:
-            self._report(error)
-        if core.tiers.levels:
-            self._store(request.tail)
+        if begin and not found.loaded and core.tiers.levels:
+            core.tiers.reused(request, first)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
-
-    def _ask(self, request: Request, asked: Breakpoints, begin: int) -> None:
-        """Decide what becomes of the positions ``asked`` of ``request``, which starts after ``begin`` blocks; those that
-        it computes become due."""
-        core, size = self._core, self._core.block_size
-        is_bounded = bool(core.bounded)
-        asked.granted.clear()
-        asked.states.clear()
-        for position in asked.asked:
-            if position > request.prompt_length:
-                continue
-            at = asked.granted[position] = self._points.rounded(position, is_bounded=is_bounded)
-            if not is_bounded or not at:
-                asked.states[at] = "always" if request.publishes or not at else "private"
-            elif not request.publishes:
-                asked.states[at] = "private"
-            else:
-                asked.states[at] = "due" if at // size > begin else "skipped"
-        request.due = sorted({*request.due, *(at // size for at, state in asked.states.items() if state == "due")})
-
-    def _keep_before(self, request: Request, asked: Breakpoints, begin: int) -> None:
-        """Keep or use checkpoints at the positions ``asked`` that lie in the ``begin`` blocks from which ``request``
-        starts, where what they need is cached. Raises as ``_save`` does."""
-        core, size = self._core, self._core.block_size
-        for at, state in asked.states.items():
-            if state == "skipped":
-                is_there = core.prefix.checkpoint_at(request.lease, at // size) is not None
-                if not is_there and self._points.ends_steps:
-                    continue  # its states are not computed
-                saved = self._save(request, at // size, 0)
-                asked.states[at] = "memory" if saved is None else "kept" if saved[1] else "cached"
-                if saved is not None:
-                    request.kept.append(saved[0])
-                    if saved[1]:
-                        self._store(saved[0])
 
     def _publish_blocks(self, requests: Many[Request], source: Hit | None = None, length: int | None = None) -> int:
         """Make the whole blocks of ``requests`` shareable, and report them to events and tiers. ``source``: the hit that they
@@ -385,7 +243,7 @@ class Settler:
         """Return the blocks that ``request``, which ends, has not published; None if there are none. Only for models
         without bounded groups, whose hits may end inside a block. A partial block at the end is one of them: the tree
         treats it as a whole one, with ``NO_TOKEN`` behind its tokens, and it can be reused up to there."""
-        core, size, grid = self._core, self._core.block_size, self._points.grid_tokens
+        core, size, grid = self._core, self._core.block_size, self._core.prefix.points.grid_tokens
         begin, end = request.lease.num_blocks, request.own_length // size
         if request.own_length // grid * grid > end * size:
             end += 1
@@ -394,142 +252,10 @@ class Settler:
             return None
         return request.last_keys(begin * size, end * size)
 
-    def _round(self, request: Request) -> None:
-        """Round the states of ``request``, if it has computed them and stands at a multiple of the hit grid."""
-        length = request.own_length
-        is_new = length > request.match.resumable and length != request.rounded_at
-        states = self._core.states
-        if states is not None and is_new and length % self._round_every == 0 and request.most_written <= length:
-            states.round(request.slot, length)
-            request.rounded_at = length
-
-    def _keep_due(self, request: Request) -> None:
-        """Keep the checkpoints of the prompt that are due. With states, also keep the newest one of an answer in
-        progress; without, the newest one near the end of the prompt, so that window blocks there stay cached until the
-        end is reached."""
-        core, size, published = self._core, self._core.block_size, request.lease.num_blocks
-        first = request.own_length - self._most_ahead  # the states of fewer tokens are overwritten
-        while request.due and request.due[0] <= published:
-            depth, is_last = request.due[0], len(request.due) == 1
-            is_left = core.states is not None and core.states.is_written(request, depth)
-            is_over = self._points.ends_steps and depth * size < first and not is_left
-            if is_over and core.prefix.checkpoint_at(request.lease, depth) is None:
-                core.counters.passed += 1  # a step went past it
-                del request.due[0]
-                self._became(request, depth, "passed")
-                continue
-            saved = self._save(request, depth, self._points.slack if is_last else 0, is_left=is_left)
-            del request.due[0]  # not before: if that fails, the next commit does it
-            if request.breakpoints is not None:
-                self._became(request, depth, "memory" if saved is None else "kept")
-            if saved is not None:
-                request.kept.append(saved[0])
-                if saved[1] and core.tiers.levels:
-                    self._store(saved[0])
-        if self._points.ends_steps:
-            if published * size >= first and request.own_length >= request.prompt_length:
-                self._move_tail(request, published, 0)
-        elif request.due:
-            end = request.due[-1]
-            if published + self._points.slack + max(self._spans, default=0) // size > end:
-                self._move_tail(request, published, self._points.slack - (end - published))
-
-    def _became(self, request: Request, depth: int, state: str) -> None:
-        """Note for the caller of ``request``, if it asked for that position, what became of it after ``depth`` blocks."""
-        at, asked = depth * self._core.block_size, request.breakpoints
-        if asked is not None and at in asked.states:
-            asked.states[at] = state
-
-    def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
-        """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
-        core, previous = self._core, request.tail
-        if not num_blocks or core.prefix.checkpoint_at(request.lease, num_blocks) == previous:
-            return
-        saved = self._save(request, num_blocks, max(0, more))
-        if saved is None:
-            return
-        name, is_new = saved
-        request.tail = name if is_new else -1
-        if not is_new:
-            request.kept.append(name)
-        core.capacity.forget(core.prefix.drop, previous)
-
-    def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
-        """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
-        it needs. Return (its name, True), or (name, False) if there is one already. ``is_left``: a step left the states in a
-        block, which becomes the checkpoint's; where it does not, ``settle`` frees it.
-
-        Returns None if there is no room for it, if a window block is gone, or if the states after these blocks are
-        overwritten, perhaps by a step that computed more tokens than were committed. For room the least recently used
-        checkpoint is evicted, but nothing that requests have reserved is used."""
-        core, prefix, states = self._core, self._core.prefix, self._core.states
-        before, name = prefix.last_checkpoint(request.lease, num_blocks)
-        if before == num_blocks:
-            prefix.use(name)
-            return name, False
-        if len(prefix.kept) >= prefix.most_checkpoints:
-            core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        if not is_left and states is not None and not self._has_states(request, num_blocks * core.block_size):
-            return None
-        as_left = is_left and states is not None and states.scratch is None
-        if len(prefix.kept) >= prefix.most_checkpoints:
-            return None
-        if states is not None and not as_left:
-            needs = [int(group is states.copies) for group in core.groups]
-            if not core.capacity.make_room(needs, needs):
-                return None
-        tails = prefix.tails(request.lease, num_blocks, more)
-        if tails is None:
-            return None
-        copy = NO_IDS
-        if states is not None and is_left:
-            left = states.named[request][num_blocks]
-            copy = left if as_left else states.copied_from(left)
-        elif states is not None:
-            copy = states.copied(request.slot, num_blocks * core.block_size)
-        if before and name == request.tail:  # it is dropped next
-            before, _ = prefix.last_checkpoint(request.lease, before - 1)
-        entry = Entry(num_blocks - before, request.found)
-        core.guard.is_torn = True
-        if states is not None and as_left:
-            states.pop(request, num_blocks)
-        elif states is not None:
-            states.copies.take(1)
-        name = prefix.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
-        if core.events.is_followed and request.namespace not in core.stale:
-            core.events.kept(request, num_blocks, copy)
-        core.guard.is_torn = False
-        if core.tiers.levels:
-            core.tiers.checkpoint_saved(name, request, num_blocks)
-        return name, True
-
-    def _has_states(self, request: Request, length: int) -> bool:
-        """Return whether the states of the first ``length`` tokens of ``request``, which are committed, are there: it
-        started with them or wrote them later, and no step wrote those of so many more tokens that they are
-        overwritten."""
-        written = max(request.own_length, request.most_written)
-        return request.oldest <= length and written - length <= self._most_ahead
-
-    def _store(self, name: int) -> None:
-        """Store checkpoint ``name`` in tiers, if it is still kept."""
-        core = self._core
-        if name in core.prefix.kept:
-            core.tiers.store_checkpoint(name, core.prefix.kept[name], "commit")
-
     def _failed(self, request: Request, error: MemoryError | RuntimeError) -> None:
         """Let the next commit of ``request`` try again what ``error`` stopped."""
         self._core.waiting[request] = None
         request.settle_at = 0
         if request.rows is not None:
             request.rows.settle_at[request.rows.row_of[request]] = 0
-        self._report(error)
-
-    def _report(self, error: MemoryError | RuntimeError) -> None:
-        """Log and count ``error``, unless memory was lacking, which is expected; it does not fail the call. Raises it if
-        it tore the cache."""
-        core = self._core
-        if core.guard.is_torn:
-            raise error
-        if not isinstance(error, MemoryError | Exhausted):
-            core.counters.failed += 1
-            _log.error("publishing failed; it is tried again with a later step", exc_info=error)
+        report(self._core, error)

@@ -41,9 +41,8 @@ there, whether no earlier step named it)."""
 
 
 class Stepping(Protocol):
-    """What is read of a request whose steps leave states: its tokens, and after how many blocks checkpoints are due."""
+    """What is read of a request whose steps leave states."""
 
-    due: list[int]
     own_length: int
     publishes: bool
 
@@ -215,10 +214,10 @@ class StateGroup(CopyGroup):
             self.wrote.pop(request, None)
         return block
 
-    def useless(self, request: Stepping, num_blocks: int) -> Collection[int]:
+    def useless(self, request: Stepping, num_blocks: int, due: list[int]) -> Collection[int]:
         """Return the depths, up to the ``num_blocks`` that are committed, at which no checkpoint comes of the blocks of
-        ``request`` any more."""
-        due, wrote = (request.due, self.wrote.get(request, ())) if request.publishes else ((), ())
+        ``request`` any more. ``due``: at which checkpoints are still to be kept."""
+        wrote = self.wrote.get(request, ()) if request.publishes else ()
         return [at for at in self.named.get(request, ()) if at <= num_blocks and not (at in wrote and at in due)]
 
     def clear(self) -> None:

@@ -471,7 +471,12 @@ class PrefixTree:
 
         ``tokens``: int32 ``[n]``. Changes nothing. No match for a ``limit`` below 1. O(n) array work, O(1) for each
         node on the path. Raises BadInput."""
-        if type(tokens) is not np.ndarray or tokens.dtype != _INT32 or tokens.ndim != 1 or not tokens.flags.c_contiguous:
+        if (
+            type(tokens) is not np.ndarray
+            or tokens.dtype != _INT32
+            or tokens.ndim != 1
+            or not tokens.flags.c_contiguous
+        ):
             tokens = _vector(tokens)
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
@@ -543,7 +548,12 @@ class PrefixTree:
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
         another place or that is named twice. Nothing has changed then."""
         size = self.block_size
-        if type(tokens) is not np.ndarray or tokens.dtype != _INT32 or tokens.ndim != 1 or not tokens.flags.c_contiguous:
+        if (
+            type(tokens) is not np.ndarray
+            or tokens.dtype != _INT32
+            or tokens.ndim != 1
+            or not tokens.flags.c_contiguous
+        ):
             tokens = _vector(tokens)
         n, rest = divmod(len(tokens), size)
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
