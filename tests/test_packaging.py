@@ -341,7 +341,8 @@ LIGHT = {
         "errors", "loading", "text", "units", "core", "core.blocks", "policies", "core.prefix", "replay",
     },
     "from kvpagoda import KVCache": {
-        *PLAN, "policies", "tiers", "core", "core.blocks", "core.prefix", "core.memory", "core.cache", "core.batch",
+        *PLAN, "policies", "tiers", "core", "core.blocks", "core.prefix", "core.memory", "core.groups", "core.cache",
+        "core.batch",
         "core.kv_cache",
     },
 }  # fmt: skip

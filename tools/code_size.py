@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
-ENGINE_CORE = ("core/kv_cache", "core/cache", "core/prefix", "core/blocks", "core/batch", "core/memory")
+ENGINE_CORE = ("core/kv_cache", "core/cache", "core/groups", "core/prefix", "core/blocks", "core/batch", "core/memory")
 """The rooms of the core that every request passes through."""
 LONG = {"file": 400, "class": 300, "function": 60}
 """Kind of definition -> the physical lines above which it is a reason to look."""

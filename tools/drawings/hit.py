@@ -53,11 +53,11 @@ def found() -> Found:
     lengths = range(BLOCK, match.num_tokens + 1, BLOCK)
     resumed = [cache.lookup([*range(length), 999]).resumable for length in lengths]
     points = [length // BLOCK for length, start in zip(lengths, resumed) if start == length]
-    assert points == sorted(end for end in copies if all(there[block] for block in window.span(end)))
+    assert points == sorted(end for end in copies if all(there[block] for block in group.shared_columns(end)))
     common = match.num_tokens - BLOCK // 2
     start = cache.open([*range(common), 999]).cached_tokens // BLOCK
     assert start == max(end for end in points if end * BLOCK <= common)
-    return Found(match.num_blocks, common, group.plan.name, there, copies, points, start, window.span(start))
+    return Found(match.num_blocks, common, group.plan.name, there, copies, points, start, group.shared_columns(start))
 
 
 def hit() -> Picture:
