@@ -336,10 +336,10 @@ class Recording:
                 self._counted[name] = values
                 self._file.put("C", name, CACHE, 0, at, values)
 
-    def _forget(self, call: Call, *given: Any, is_evicted: bool = False) -> bool:
+    def _forget(self, call: Call, *given: Any, **named: Any) -> bool:
         prefix = self._core.prefix
         before = [*prefix.num_evicted, prefix.num_evicted_checkpoints]
-        has_freed: bool = call(*given, is_evicted=is_evicted)
+        has_freed: bool = call(*given, **named)
         now = [*prefix.num_evicted, prefix.num_evicted_checkpoints]
         names = [*(group.plan.name for group in self._core.groups), "checkpoints"]
         told = {name: n - then for name, n, then in zip(names, now, before) if n > then}

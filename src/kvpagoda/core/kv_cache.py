@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.abc import CacheObserver
 from kvpagoda.core.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.core.batch.persistent import PersistentBatch
 from kvpagoda.core.batch.step_buffers import StepBuffers
 from kvpagoda.core.cache.admission import Admission
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.core import Core, Settings
-from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.core.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.core.cache.invariants import check
 from kvpagoda.core.cache.lifecycle import Lifecycle
@@ -39,7 +39,7 @@ from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.text import in_brackets
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import all_of, format_bytes, instance_of, option, real_number, truth, whole_number
+from kvpagoda.units import all_of, format_bytes, instance_of, items_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvpagoda.core.memory.backing import Backing
     from kvpagoda.core.offload.hit import Prefetch
     from kvpagoda.core.sleeping import Keep, Slept
+    from kvpagoda.events.event_log import EventLog
     from kvpagoda.handover.receiver import Receiver
     from kvpagoda.handover.sender import Sender
     from kvpagoda.handover.ticket import Ticket
@@ -77,7 +78,8 @@ class KVCache:
     a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
     ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``memory``: provides the memory and takes it
     back while the cache sleeps, with the three calls of a ``kvpagoda.core.memory.backing.Backing``. ``hints``: a
-    ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes.
+    ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes. ``observers``: are
+    told what happens in the cache, each a ``kvpagoda.abc.CacheObserver`` (``docs/own-parts.md``).
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
@@ -116,9 +118,13 @@ class KVCache:
         record: str | os.PathLike[str] | Recording | None = None,
         memory: Backing | None = None,
         hints: Hints | None = None,
+        observers: Iterable[CacheObserver] = (),
     ) -> None:
         retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
-        events = None if events is None else instance_of(events, EventLog, "events")
+        if events is not None:
+            from kvpagoda.events.event_log import EventLog as Log
+
+            events = instance_of(events, Log, "events")
         schema, tiers = instance_of(schema, Schema, "schema"), all_of(tiers, TierSpec, TIERS)
         self.schema = schema if dtype is None else schema.cast(dtype)
         self._recording = None if record is None else _recording(record)
@@ -131,9 +137,13 @@ class KVCache:
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         if plan.checkpoint_format is not None:
             fingerprint += f" {plan.checkpoint_format}"
-        below = _tiers(tiers, plan, identity, fingerprint, events)
-        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
+        below, is_followed = _tiers(tiers, plan, identity, fingerprint), events is not None
+        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, is_followed)
         self._core = core = Core(plan, own, settings)
+        if events is not None:
+            _follow(core, events)
+        for observer in items_of(observers):
+            core.observers.add(observer)
         self._guard, self._settler = core.guard, Settler(core)
         self._admission = Admission(core, self._settler)
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
@@ -589,17 +599,29 @@ def _recording(record: str | os.PathLike[str] | Recording) -> Recording:
     return record if isinstance(record, Recording) else Recording(record)
 
 
+def _follow(core: Core, events: EventLog) -> None:
+    """Make ``events`` the log of ``core``, and of its tiers. Raises BadInput."""
+    from kvpagoda.events.event_log import Followed
+    from kvpagoda.events.tier_watch import watches_of
+
+    wanted = {group.plan.name for group in core.groups if group is core.full or group in core.bounded}
+    grid, secret = core.settings.limits.hit_grid, core.settings.identity.secret
+    events.attach(core.observers, Followed.of(core.plan, grid, secret, wanted))
+    core.tiers.watches = watches_of(core.tiers.levels, events)
+    core.observers.add(events)
+
+
 def _tiers(
-    specs: Many[TierSpec], plan: Plan, identity: Identity, fingerprint: str, log: EventLog | None
+    specs: Many[TierSpec], plan: Plan, identity: Identity, fingerprint: str
 ) -> Callable[[PrefixCache, Media, NoMemory], NoTiers]:
-    """Return what makes the tiers ``specs`` for the parts of a cache. ``log``: is told what they keep."""
+    """Return what makes the tiers ``specs`` for the parts of a cache."""
     if not specs:
         return lambda *_: NoTiers()
     from kvpagoda.core.offload.offloader import Offloader
     from kvpagoda.tiers.level import RecordIdentity
 
     records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
-    return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret, log)
+    return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret)
 
 
 def _memory(

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.core.prefix import EvictionPolicy, policy_name
 from kvpagoda.errors import RetryLater
+from kvpagoda.events.event_log import EventLog
 from kvpagoda.recording import Recording
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.jobs import process_pool

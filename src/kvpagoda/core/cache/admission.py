@@ -229,6 +229,8 @@ class Ending:
             core.swap.drop(core.suspended[request])
             del core.suspended[request]
             request.state, request.handle = State.CLOSED, None
+            if core.observers.ended:
+                core.observers.note_end(request)
             core.guard.is_torn = False
         else:
             if request in core.waiting and (core.bounded or core.prefix.windows or core.tiers.levels):
@@ -237,8 +239,6 @@ class Ending:
             core.release(request, last=self._settler.last_blocks(request))
         counters.closed += 1
         request.tally.computed += computed
-        if request.on_end is not None:
-            request.on_end(request)
         self.tidy()
 
     def close_dropped(self) -> bool:
@@ -279,7 +279,7 @@ class Ending:
         waiting = {request.namespace for request in core.suspended}  # resumed requests may publish there again
         for namespace in [*core.stale]:
             with suppress(RetryLater):
-                core.capacity.forget(core.prefix.clear, namespace)
+                core.capacity.forget(core.prefix.clear, namespace, reason="dropped")
                 core.stale -= {namespace} - waiting
 
     # -- fences ------------------------------------------------------------------------------------------------------
@@ -580,14 +580,13 @@ class Admission:
                 own[source.scratch] = BlockPlaces(own[source.scratch][:-1])  # free again
             shared = [group.places_of(named) for group, named in zip(core.groups, names)]
             is_same = isinstance(source, Swapped)
-            if (residency := core.prefix.residency) is not None:
-                for group, named in zip(core.groups, names):
-                    residency.used(group.index, named)
             self._commit(request, found, holding, is_same, list(zip(source.shared, shared, own, reserved)))
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.index.release, holding)
             raise
+        if core.observers.started or core.observers.hit:
+            core.observers.note_start(request, source.shared, names)
         return True
 
     def _own_blocks(self, source: Source, reserved: list[int], capacity: int) -> list[BlockPlaces] | None:

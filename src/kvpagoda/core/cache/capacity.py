@@ -24,8 +24,8 @@ from kvpagoda.core.blocks.free_list import BlockPlaces
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.core.cache.below import NoTiers
-from kvpagoda.core.cache.event_log import NoEvents
 from kvpagoda.core.cache.guard import Guard, observable
+from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.cache.step_states import StepStates
@@ -56,10 +56,11 @@ class Capacity:
         memory: NoMemory,
         guard: Guard,
         running: dict[int, Request],
-        events: NoEvents,
+        observers: Observers,
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
-        self._tiers, self._memory, self._guard, self._running, self._events = tiers, memory, guard, running, events
+        self._tiers, self._memory, self._guard, self._running = tiers, memory, guard, running
+        self._observers = observers
         self.step_states = StepStates(None)  #: blocks that steps in flight named; ``Core`` sets it
         self._tells_freed = bool(tiers.levels) or memory.is_poisoning
         self._none = [0] * len(groups)
@@ -232,9 +233,12 @@ class Capacity:
         return self.forget(self._prefix.evict, group, n, is_evicted=True)
 
     @observable
-    def forget(self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False) -> bool:
+    def forget(
+        self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False, reason: str = "evicted"
+    ) -> bool:
         """Free what ``decide(*args)``, a method of the prefix cache, evicts; return whether that is anything.
-        ``is_evicted``: it makes room, so tiers store it first. Whatever a tier raises, the rest is done."""
+        ``is_evicted``: it makes room, so tiers store it first. Whatever a tier raises, the rest is done. ``reason``: see
+        ``CacheObserver.on_evicted``."""
         guard, has_freed = self._guard, False
         guard.is_torn = True
         try:
@@ -243,20 +247,17 @@ class Capacity:
             guard.is_torn = False
             raise
         try:
-            if is_evicted:
-                self._tiers.evicted(freed)
+            self._tiers.on_evicted(freed, is_evicted)
         finally:
-            self._events.evicted(freed)
+            if self._observers.evicted:
+                self._observers.note_evicted(freed, reason)
             for number, names in freed.blocks:
                 if len(names):
                     has_freed = True
                     group = self._groups[number]
                     self.release(group, group.places_of(names))
-            for checkpoint, _ in freed.checkpoints:
-                has_freed = True
-                self._tiers.checkpoint_dropped(checkpoint)
             guard.is_torn = False
-        return has_freed
+        return has_freed or bool(freed.checkpoints)
 
     def tidy(self) -> None:
         """Poison freed blocks, if the memory does so. A failure is repeated before a block is allocated."""
@@ -269,12 +270,10 @@ class Capacity:
         overwritten."""
         group.release(places)
         if self._tells_freed:
-            self.freed(group, places)
-
-    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
-        """Tell the tiers and the memory that the blocks at ``places`` were freed."""
-        self._tiers.freed(group, places)
-        self._memory.freed(group.index, places)
+            self._tiers.on_freed(group, places)
+            self._memory.freed(group.index, places)
+        if self._observers.freed:
+            self._observers.note_freed(group, places)
 
     def _grant(self, grant: Grant) -> None:
         """Hand over free sectors. They are cleared first: bytes of another group could read as NaN in this one."""

@@ -14,10 +14,10 @@ from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.sectors import Sectors
 from kvpagoda.core.cache.below import NoHandOvers, NoTiers
 from kvpagoda.core.cache.capacity import Capacity
-from kvpagoda.core.cache.counters import Counters
-from kvpagoda.core.cache.event_log import TEXT, EventLog, Followed, NoEvents
+from kvpagoda.core.cache.counters import Counters, ResidencyStats
 from kvpagoda.core.cache.guard import Guard
 from kvpagoda.core.cache.namespace import Media, Namespaces
+from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import PrefixCache, ResumePoints
 from kvpagoda.core.cache.request import Request, State, TextPart
@@ -52,7 +52,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     tiers: Callable[[PrefixCache, Media, NoMemory], NoTiers] = lambda *_: NoTiers()
     """Makes the tiers below the device for a prefix cache, the digests of media in its texts, and its memory."""
-    events: EventLog | None = None
+    is_followed: bool = False
+    """Whether somebody waits for each block that can be shared: it is shared as soon as it is full."""
 
 
 class Core:
@@ -95,7 +96,7 @@ class Core:
         points = ResumePoints.of(plan.block_size, grid, settings.retention.checkpoint_every, has_states=has_states)
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
-            max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
+            max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.is_followed,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
         states = next((group for group in self.groups if group.growth.is_state), None)
@@ -122,7 +123,9 @@ class Core:
         self.counters, self.is_open = Counters(identity.secret), True
         self.tiers = settings.tiers(self.prefix, self.media, memory)
         self.hand_overs = NoHandOvers()
-        self.events = NoEvents() if settings.events is None else settings.events
+        self.observers = Observers(self.guard, self.prefix, self.namespaces, self.media)
+        self.residency: Callable[[], ResidencyStats] | None = None
+        """Returns how long cached blocks live, for ``stats``, where somebody follows that."""
         self.capacity = Capacity(
             self.groups,
             self.sectors,
@@ -131,19 +134,11 @@ class Core:
             memory,
             self.guard,
             self.running,
-            self.events,
+            self.observers,
         )
         self.capacity.step_states = self.step_states
         #: their ``observable`` methods can be observed
         self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
-        if settings.events is not None:
-            told = [group for group in self.groups if group is self.full or group in self.bounded]
-            numbers = {group.index: number for number, group in enumerate(told)}
-            full = TEXT if self.full is None else numbers[self.full.index]
-            groups = tuple((group.plan.name, group.growth) for group in told)
-            fields = tuple(tuple(place.field.name for place in group.plan.layout.places) for group in told)
-            followed = Followed(plan.block_size, grid, groups, full, identity.secret, fields, numbers)
-            settings.events.attach(self.prefix, self.namespaces, self.media, followed)
         _log.info(
             "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,
             ", ".join(f"{group.num_blocks} blocks of {group.name}" for group in plan.groups),
@@ -205,6 +200,8 @@ class Core:
         request.slot, request.state = -1, State.CLOSED
         if suspended is None:
             request.handle = None
+            if self.observers.ended:
+                self.observers.note_end(request)
         else:
             self.swap.put(suspended)
             self.suspended[request] = suspended
@@ -234,8 +231,8 @@ class Core:
             _, duplicates = self.prefix.publish([request.slot], [begin], [added], False)
         except MemoryError:
             return owned
-        if self.events.is_followed and request.namespace not in self.stale:
-            self.events.published(request, begin)
+        if self.observers.cached:
+            self.observers.note_cached(request, begin, request.namespace not in self.stale)
         count = request.lease.num_blocks - begin
         return duplicates + [
             (group, places if group.growth.is_optional else BlockPlaces(places[count:])) for group, places in owned
@@ -266,7 +263,7 @@ class Core:
         self.memory.restart()
         for group in self.groups:
             self.memory.freed(group.index, group.free.free_ids())
-        self.events.restart()
+        self.observers.note_reset()
         self.guard.is_torn = False
 
     def _media_in_use(self) -> set[int]:

@@ -19,6 +19,7 @@ has no code for observers.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import wraps
 from threading import RLock
@@ -97,11 +98,21 @@ class Shut:
         self._own.release()
 
 
+class Telling:
+    """What calls find in place of the lock of a cache that tells its observers what happened: it cannot be taken."""
+
+    __slots__ = ()
+
+    def acquire(self, blocking: bool) -> bool:
+        """Return False."""
+        return False
+
+
 class Guard:
     """The lock of one cache, whether its state is consistent, and whether it sleeps.
 
     ``lock``: what a call takes; while the cache sleeps, a ``Shut``. ``own``: the lock itself, for calls that are allowed
-    then.
+    then. ``noted``: what observers are to be told at the end of a call, by ``tell`` (``observers.py``).
 
     ``is_torn`` is set before the first of several assignments that belong together, and cleared after the last. If an
     exception leaves it set, the cache refuses every call but ``close`` and ``reset``.
@@ -109,11 +120,13 @@ class Guard:
     Calls prepare first, where anything may raise. The code between setting and clearing is short and allocates nothing,
     so only a signal, such as Ctrl-C, can interrupt it."""
 
-    __slots__ = ("is_torn", "lock", "own")
+    __slots__ = ("is_torn", "lock", "noted", "own", "tell")
 
     def __init__(self) -> None:
         self.own, self.is_torn = RLock(), False
         self.lock: Any = self.own
+        self.noted = deque[Any]()
+        self.tell: Callable[[], None]
 
     @property
     def aside(self) -> Any:
@@ -142,6 +155,9 @@ class Guard:
 
     def raise_refused(self, call: str) -> None:
         """Raise what says why ``lock`` could not be taken. ``call``: the name of the refused method."""
+        if isinstance(self.lock, Telling):
+            hint = "do it after the call that it is told of"
+            raise BadInput.with_hint(f"an observer called {call} of the cache that it observes", hint, needed=call)
         if self.lock is not self.own:
             raise Asleep.with_hint(f"this cache sleeps, so {call} has no memory", "call wake() first", needed=call)
         self.raise_busy(call)
@@ -184,7 +200,11 @@ def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G,
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            guard.lock.release()
+            try:
+                if guard.noted and not guard.is_torn:
+                    guard.tell()
+            finally:
+                guard.lock.release()
 
     return guarded
 
@@ -210,6 +230,10 @@ def _at_any_time(method: Callable[Concatenate[G, P], T], *, even_torn: bool = Fa
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            guard.own.release()
+            try:
+                if guard.noted and not guard.is_torn:
+                    guard.tell()
+            finally:
+                guard.own.release()
 
     return guarded

@@ -75,10 +75,8 @@ class Reuse:
             core.guard.is_torn = False
             raise
         core.stale = {name for name in core.stale | old if not core.namespaces.is_current(name)}
-        if namespaces:
-            core.events.renewed(old)
-        else:
-            core.events.restart()  # back to earlier weights: a namespace that was invalid may be found again
+        if core.observers.evicted and (old or not namespaces):
+            core.observers.note_invalidated(old if namespaces else ())
         for request in requests:
             if namespaces:
                 request.publishes = request.publishes and request.namespace not in old
@@ -110,7 +108,7 @@ class Reuse:
         core.memory.restart()
         for pin in core.prefix.pins_of():
             core.guard.change(core.prefix.unpin, pin)
-        core.capacity.forget(core.prefix.clear)
+        core.capacity.forget(core.prefix.clear, reason="dropped")
         core.capacity.tidy()
         core.media.clear()
 

@@ -25,9 +25,8 @@ import numpy as np
 from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, BlockPlaces, Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.options import Retention
-from kvpagoda.core.cache.residency import Residency
 from kvpagoda.core.prefix import EvictionPolicy, Match
-from kvpagoda.core.prefix.hybrid import Added, Freed, Holding, HybridIndex, IndexGroup, Published, Window
+from kvpagoda.core.prefix.hybrid import Added, Freed, Holding, HybridIndex, IndexGroup, Window
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.names import copied
@@ -172,8 +171,8 @@ class PrefixCache:
 
     ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the most blocks of
     texts in a tree without a full group, where texts take no device memory. ``points``: after which blocks texts may be
-    resumed. ``is_followed``: blocks of such texts have
-    numbers, in the last row of the tree, by which an event log names them.
+    resumed. ``is_followed``: blocks of such texts have numbers, in the last row of the tree, by which an event log names
+    them (``is_numbered``).
     """
 
     def __init__(
@@ -197,14 +196,13 @@ class PrefixCache:
             for group in groups
             if group.growth.is_bounded and not group.growth.is_optional and group not in self._private
         )  #: groups that limit where a text can be resumed
-        self.block_size, self._fresh_policy, self._groups = block_size, copied(policy), tuple(groups)
+        self.block_size, self._fresh_policy, self.groups = block_size, copied(policy), tuple(groups)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._names = [group.plan.name for group in groups]
         self._most_pinned = int(retention.pin_share * self._capacity)
         self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks by group
-        self._is_numbered = is_followed and self.full is None
-        self.residency: Residency | None = None  #: follows a sample of the blocks, where metrics ask for it
+        self.is_numbered = is_followed and self.full is None
         self._start(policy)
 
     def clear_all(self) -> None:
@@ -220,21 +218,21 @@ class PrefixCache:
                 group is self.states,
                 group in self._private,
             )
-            for group in self._groups
+            for group in self.groups
         ]
         capacity = max(1, self._capacity)
-        cost = checkpoint_cost(self.bounded, [group for group in self._groups if not group.growth.is_bounded])
+        cost = checkpoint_cost(self.bounded, [group for group in self.groups if not group.growth.is_bounded])
         self.index = HybridIndex(
             groups,
             self.block_size,
             policy,
             capacity=capacity,
-            is_numbered=self._is_numbered,
+            is_numbered=self.is_numbered,
             checkpoint_cost=cost,
         )
         self.tree, self.kept, self.cached = self.index.tree, self.index.kept, self.index.parts
         self.windows: tuple[tuple[BlockGroup, Window], ...] = tuple(
-            (self._groups[window.number], window) for window in self.index.windows
+            (self.groups[window.number], window) for window in self.index.windows
         )
         self._pins: dict[int, Pin] = {}  # by number, oldest first
         self._first_pins = LazyHeap(lambda number: (self._pins[number].priority, number))
@@ -323,21 +321,7 @@ class PrefixCache:
                 if window not in kept_back:
                     duplicates.append((group, group.places_of(doubles)))
                     group.adopt(slots[number], group.places_of(names))
-        if self.residency is not None and num_done == len(added):
-            self._note_published(full, texts, own, found)
         return num_done, duplicates
-
-    def _note_published(
-        self, full: BlockGroup | None, texts: AnyIds, own: Many[BlockNames], found: Mapping[int, Published]
-    ) -> None:
-        """Tell ``residency`` which of the blocks ``texts`` and ``own`` the tree took."""
-        assert self.residency is not None
-        if full is not None:
-            doubles = np.concatenate([_NONE, *(one.doubles for one in found.values())])
-            self.residency.published(full.index, texts[0][~np.isin(texts[0], doubles)])
-        for at, (group, _) in enumerate(self.windows):
-            doubles = np.concatenate([_NONE, *(one.window_doubles[at] for one in found.values())])
-            self.residency.published(group.index, own[at][~np.isin(own[at], doubles)])
 
     @property
     def is_full(self) -> bool:
@@ -407,8 +391,6 @@ class PrefixCache:
         for number, names in freed.blocks:
             if number == group.index:
                 self.num_evicted[number] += len(names)
-            if self.residency is not None:
-                self.residency.evicted(number, names)
         return freed
 
     def evict_texts(self, n: int) -> Freed:
@@ -416,8 +398,6 @@ class PrefixCache:
         freed = self.index.removed(self.tree.evict(n))
         for number, names in freed.blocks:
             self.num_evicted[number] += len(names)
-            if self.residency is not None:
-                self.residency.evicted(number, names)
         return freed
 
     def evict_checkpoint(self) -> Freed:

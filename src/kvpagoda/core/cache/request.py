@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 from weakref import ref
@@ -122,13 +122,12 @@ class Request:
     (``perf_counter``); 0.0 if that is not being measured. ``resumed_at``: the cache's count of stopped requests when
     this one got its slot. ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether it keeps
     the epoch that it started with. ``tally``: the counters of its namespace. ``handle``: the ``Sequence`` by which a caller
-    names it, until it ends; None if it never had one. ``on_end``: called with this request once it has ended and holds
-    nothing more; None: nobody waits for that.
+    names it, until it ends; None if it never had one.
     """
 
     __slots__ = (
         "block_hashes", "breakpoints", "capacity", "due", "epochs", "handle", "kept", "lease", "match", "media_ids",
-        "namespace", "num_fences", "oldest", "on_end", "opened_at", "own_length", "priority", "prompt_length", "publishes",
+        "namespace", "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes",
         "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
@@ -159,7 +158,6 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.opened_at = 0.0
         self.handle: ref[object] | None = None
-        self.on_end: Callable[[Request], None] | None = None
         self.rows: DecodeRows | None = None
 
     @property

@@ -38,7 +38,11 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
                 self._request.check_running()
             return method(self, *args, **kwargs)
         finally:
-            guard.lock.release()
+            try:
+                if guard.noted and not guard.is_torn:
+                    guard.tell()
+            finally:
+                guard.lock.release()
 
     return guarded
 

@@ -59,7 +59,7 @@ class Settler:
         self._step = size * min(in_step, default=0)
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
         steps are so short that not even a block was reserved for one."""
-        self._is_followed = bool(core.tiers.levels) or core.events.is_followed  # a tier or a router waits for blocks
+        self._is_followed = bool(core.tiers.levels) or core.settings.is_followed  # a tier or a router waits for blocks
         self._is_plain = core.full is not None and not (
             self._points.ends_steps or self._round_every or self._is_followed
         )
@@ -196,7 +196,7 @@ class Settler:
             self._failed(request, error)
             return
         if begin and not found.loaded:  # one that was kept later may have evicted the checkpoint
-            core.tiers.reused(request, saved[0] if saved is not None and saved[0] in core.prefix.kept else None)
+            core.tiers.on_hit(request, saved[0] if saved is not None and saved[0] in core.prefix.kept else None)
 
     def checkpoint_running_request(self, match: Match, found: PrefixMatch) -> bool:
         """Keep a checkpoint of a running request whose tokens end exactly where ``match`` ends, if that saves much
@@ -357,16 +357,15 @@ class Settler:
             raise
         for group, places in duplicates:
             core.capacity.release(group, places)
-        if core.events.is_followed:
+        if core.observers.cached:
             for row, begin in zip(rows[:num_done], begins):
-                if requests[row].namespace not in core.stale:
-                    core.events.published(requests[row], begin)
+                core.observers.note_cached(requests[row], begin, requests[row].namespace not in core.stale)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
         if core.tiers.levels:
             for row, begin in zip(rows[:num_done], begins):
-                core.tiers.published(requests[row], begin, source)
+                core.tiers.on_cached(requests[row], begin, source)
         return len(requests) if num_done == len(rows) else rows[num_done]
 
     def last_blocks(self, request: Request) -> TextPart | None:
@@ -482,7 +481,7 @@ class Settler:
         request.tail = name if is_new else -1
         if not is_new:
             request.kept.append(name)
-        core.capacity.forget(core.prefix.index.drop, previous)
+        core.capacity.forget(core.prefix.index.drop, previous, reason="dropped")
 
     def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
@@ -522,8 +521,8 @@ class Settler:
         else:
             states.take()
         name = index.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
-        if request.namespace not in core.stale:
-            core.events.kept(request, num_blocks, copy)
+        if core.observers.cached:
+            core.observers.note_checkpoint(request, num_blocks, copy, request.namespace not in core.stale)
         core.guard.is_torn = False
         core.tiers.checkpoint_saved(name, request, num_blocks)
         return name, True

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames
-from kvpagoda.core.cache.event_log import EventLog
-from kvpagoda.core.cache.request import Request
+from kvpagoda.abc import CacheObserver
 from kvpagoda.core.kv_cache import KVCache
-from kvpagoda.core.prefix.hybrid import Freed
 from kvpagoda.errors import unknown_name
+from kvpagoda.events.event_log import EventLog
 from kvpagoda.replay.fleet.engine_worker import EngineWorker
 from kvpagoda.replay.fleet.worker import AnyWorker
 from kvpagoda.replay.texts import text_of
@@ -84,14 +82,8 @@ class PrefixAware:
 class Untold(EventLog):
     """Makes a cache publish blocks when it must for a router that follows it, and keeps no record of them."""
 
-    def published(self, request: Request, begin: int) -> None:
-        """See ``NoEvents``, as the others here."""
-
-    def kept(self, request: Request, num_blocks: int, copy: BlockNames) -> None: ...
-
-    def evicted(self, freed: Freed) -> None: ...
-
-    def renewed(self, namespaces: Collection[bytes]) -> None: ...
+    on_cached = CacheObserver.on_cached
+    on_evicted = CacheObserver.on_evicted
 
 
 class OwnCaches:
