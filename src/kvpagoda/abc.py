@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy.typing as npt
+
+from kvpagoda.errors import BadInput
+
+__all__ = ["BlockIds", "CacheObserver", "CacheView", "CachedText", "RequestView", "wrap_calls"]
 
 # -- observers -------------------------------------------------------------------------------------------------------
 
@@ -135,3 +139,70 @@ class CacheView(Protocol):
 
     def texts(self) -> list[CachedText]:
         """Return everything that is cached and can be found, parents before their children. O(blocks)."""
+
+
+# -- calls that can be wrapped ---------------------------------------------------------------------------------------
+
+Call = Callable[..., Any]
+Around = Callable[[str, Call], Call]
+C = TypeVar("C", bound=Call)
+
+
+def observable(method: C) -> C:
+    """Mark ``method``, of a class whose objects are among the parts of a cache, and return it. A mark costs nothing."""
+    method.__dict__["is_observable"] = True
+    return method
+
+
+def wrap_calls(parts: Iterable[object], around: Around, kind: str = "an observer") -> Callable[[], None]:
+    """Replace the marked methods of ``parts``, ``cache.core.parts``, by ``around(name, call)``, and return a function that
+    undoes this: for spans, a profiler, a test that makes one fail. An observer hears what happened; this measures how long
+    it took.
+
+        open      Admission.open        admit a request
+        fork      Admission.fork        start a request beside a running one
+        receive   Admission.receive     start a request that another cache handed over
+        resume    Admission.resume      run a suspended request again, from its copy or from the start
+        suspend   Lifecycle.suspend     copy a request to host memory
+        close     Ending.close          end a request, or mark it as closing while a fence is around it
+        find      TierReader.find       look in tiers for what the device lacks, and read the checkpoint
+        load      TierReader.load       read records into blocks
+        store     Offloader.store       copy blocks to staging memory, and begin to store them in a tier
+        forget    Capacity.forget       remove entries of the prefix cache; ``is_evicted=True`` where that makes room
+        vacate    Capacity.vacate       move blocks out of sectors that another group takes; None where none can be taken
+
+    Args:
+        parts: the objects that have these methods.
+        around: gets the name of a method and the bound method, or what an earlier caller of another ``kind`` made of it.
+            Returns that, or a function that calls it and returns its result. Is called again when an earlier one ends.
+        kind: what this is, for the error; there is one of each kind.
+
+    Returns: what undoes it; twice does no harm.
+
+    Raises:
+        BadInput: there is one of this kind already. It, and what ``around`` raises, leave everything as it was.
+    """
+    places = [
+        (part, name)
+        for part in parts
+        for name, method in vars(type(part)).items()
+        if getattr(method, "is_observable", False)
+    ]
+    if any(kind in vars(part).get("wrappers", ()) for part, _ in places):
+        raise BadInput(f"the calls of this cache are wrapped by {kind} already; end that first", needed=kind)
+    for (part, name), call in [(place, around(place[1], getattr(*place))) for place in places]:
+        vars(part).setdefault("wrappers", {})[kind] = around
+        setattr(part, name, call)
+
+    def end() -> None:
+        for part, name in places:
+            others: dict[str, Around] = vars(part).get("wrappers", {})
+            if others.get(kind) is around:
+                del others[kind]
+            vars(part).pop(name, None)
+            if not others:
+                vars(part).pop("wrappers", None)
+            for other in others.values():
+                setattr(part, name, other(name, getattr(part, name)))
+
+    return end

@@ -20,9 +20,10 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from kvpagoda.abc import wrap_calls
 from kvpagoda.core.blocks.free_list import Ids
 from kvpagoda.core.cache.below import NoHandOvers
-from kvpagoda.core.cache.guard import either_way, exclusive, observe
+from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle
@@ -91,7 +92,7 @@ class Sender(NoHandOvers):
         self._exported, self._leases = Exported(transfer.memory), dict[str, _Lease]()
         self._generation = 0
         self.fetched = self.expired = self.given_up = 0
-        self._end_observing = observe(core.parts, self._around, "a sender")
+        self._end_observing = wrap_calls(core.parts, self._around, "a sender")
         core.hand_overs = self
         core.memory.page_lock(transfer.memory)
 

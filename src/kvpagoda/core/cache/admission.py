@@ -32,10 +32,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvpagoda.abc import observable
 from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
 from kvpagoda.core.cache.request import Request, State, Tokens
 from kvpagoda.core.cache.settling import Settler

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from kvpagoda.abc import observable
 from kvpagoda.core.blocks.free_list import BlockPlaces
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.core.cache.below import NoTiers
-from kvpagoda.core.cache.guard import Guard, observable
+from kvpagoda.core.cache.guard import Guard
 from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.core.cache.request import Request

@@ -21,10 +21,10 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.abc import observable
 from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.below import NoTiers
-from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.namespace import Media
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request

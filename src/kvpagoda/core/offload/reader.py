@@ -21,9 +21,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.abc import observable
 from kvpagoda.core.blocks.free_list import Ids
 from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.swap import Rate
 from kvpagoda.core.memory.no_memory import NoMemory, Part
 from kvpagoda.core.offload.hit import Prefetch, Record, TierHit, num_needed
