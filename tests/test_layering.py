@@ -11,7 +11,8 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "text", "loading", "version", "upstream", "formats", "layouts", "schema",
+    "errors", "units", "text", "loading", "version", "upstream",
+    "arrays", "free_list", "pages", "namespace", "id_tensors", "formats", "layouts", "schema",
     "core.blocks", "policies", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers",
     "core.cache", "recording", "core.offload", "handover", "core.batch", "core.sleeping", "hints",
     "core.kv_cache", "core.worker", "events", "scheduling", "kernels", "memory", "compat", "console",
@@ -28,11 +29,11 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "kernels", "memory.virtual",
+    "kernels", "memory.virtual", "id_tensors",
     "formats.codec", "formats.quantise", "formats.small_floats", "formats.tensor_scale", "core.kernels",
     "layouts.packed", "bench_gpu", "doctor", "hf",
     "core.memory.arena", "core.memory.backing", "core.memory.device_memory", "core.memory.host_copy",
-    "core.memory.id_tensors", "core.memory.pool", "core.memory.staging", "core.memory.virtual", "adapters.mini_sglang",
+    "core.memory.pool", "core.memory.staging", "core.memory.virtual", "adapters.mini_sglang",
     "adapters.connector.block_rows", "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvpagoda.compat import *  # noqa: F403
     from kvpagoda.core.batch.batch import Batch, LayerView
     from kvpagoda.core.batch.persistent import PersistentBatch
-    from kvpagoda.core.cache.namespace import Namespace
     from kvpagoda.core.cache.options import Identity, Limits, Retention
     from kvpagoda.core.cache.sequence import Sequence
     from kvpagoda.core.cache.stats import CacheStats
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         StaleHandle,
         TicketRefused,
     )
+    from kvpagoda.namespace import Namespace
     from kvpagoda.policies.protocol import EvictionPolicy
     from kvpagoda.replay.fleet.simulation import simulate
     from kvpagoda.scheduling import PreemptionPolicy
@@ -58,7 +58,7 @@ _PUBLIC = {
     "kvpagoda.core.cache.stats": ("CacheStats",),
     "kvpagoda.core.kv_cache": ("KVCache",),
     "kvpagoda.core.worker": ("Worker",),
-    "kvpagoda.core.cache.namespace": ("Namespace",),
+    "kvpagoda.namespace": ("Namespace",),
     "kvpagoda.scheduling": ("PreemptionPolicy",),
     "kvpagoda.core.batch.persistent": ("PersistentBatch",),
     "kvpagoda.policies.protocol": ("EvictionPolicy",),

@@ -26,8 +26,9 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from kvpagoda.arrays import Tokens
 from kvpagoda.core.cache.lookup import AnyNamespace, checkpoint_at_divergence
-from kvpagoda.core.cache.request import Breakpoint, Tokens
+from kvpagoda.core.cache.request import Breakpoint
 from kvpagoda.core.cache.sequence import Sequence, published_request
 from kvpagoda.core.cache.swap import Rate
 from kvpagoda.core.kv_cache import KVCache

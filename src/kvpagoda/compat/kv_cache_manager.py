@@ -25,16 +25,15 @@ from kvpagoda.compat.deepseek_v4 import (
 )
 from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.core.batch.step import Step
-from kvpagoda.core.blocks import FreeList, FreeStack
-from kvpagoda.core.blocks.free_list import positive_numbers
 from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.memory.arena import Device, default_device
 from kvpagoda.core.memory.device_memory import DeviceArrays
 from kvpagoda.core.memory.writes import Writes
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
+from kvpagoda.free_list import FreeList, FreeStack
+from kvpagoda.id_tensors import Device, default_device
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
-from kvpagoda.units import ceil_div, whole_number
+from kvpagoda.units import ceil_div, positive_numbers, whole_number
 
 Tensor = torch.Tensor
 

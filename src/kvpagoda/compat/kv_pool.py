@@ -7,12 +7,11 @@ import os
 import torch
 
 from kvpagoda.compat.token_allocator import TokenToKVPoolAllocator
-from kvpagoda.core.blocks.free_list import positive_numbers
-from kvpagoda.core.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.core.memory.id_tensors import IdsLike, integers
+from kvpagoda.core.memory.arena import Arena, Tensor, dtype_name
 from kvpagoda.errors import BadInput
+from kvpagoda.id_tensors import Device, IdsLike, integers
 from kvpagoda.schema import Field, RowLayout
-from kvpagoda.units import whole_number
+from kvpagoda.units import positive_numbers, whole_number
 
 
 class KVPool:

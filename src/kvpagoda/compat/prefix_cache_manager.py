@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import IdPool, grown
+from kvpagoda.arrays import as_tokens, grown
 from kvpagoda.core.prefix.node import Lease, Match
-from kvpagoda.core.prefix.tokens import as_tokens
 from kvpagoda.core.prefix.tree import PrefixTree
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.free_list import IdPool
 from kvpagoda.units import whole_number
 
 Text = Sequence[int] | npt.NDArray[Any]

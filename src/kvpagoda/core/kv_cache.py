@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.arrays import TokenIds, as_tokens
 from kvpagoda.core.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.core.batch.persistent import PersistentBatch
 from kvpagoda.core.batch.step_buffers import StepBuffers
@@ -23,7 +24,6 @@ from kvpagoda.core.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.core.cache.invariants import check
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.lookup import AnyNamespace, Lookup, Reuse, look_up, prefetch
-from kvpagoda.core.cache.namespace import Media, Namespace, with_media
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import Pin, PrefixCache
 from kvpagoda.core.cache.request import Request, breakpoints_of, buffer_of
@@ -33,8 +33,8 @@ from kvpagoda.core.cache.stats import CacheStats, stats_of
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.memory.remote_memory import RemoteMemory
 from kvpagoda.core.prefix import EvictionPolicy
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.namespace import Media, Namespace, with_media
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.text import in_brackets

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.errors import HandoverMiss, shown
 from kvpagoda.handover.checksums import checksums_of
 from kvpagoda.handover.lease import (
@@ -28,6 +27,7 @@ from kvpagoda.handover.lease import (
 )
 from kvpagoda.handover.ticket import RankLease, Ticket
 from kvpagoda.handover.transfer import Transfer
+from kvpagoda.pages import Bytes
 
 
 class Given(Protocol):

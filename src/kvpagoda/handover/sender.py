@@ -20,7 +20,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.below import NoHandOvers
 from kvpagoda.core.cache.guard import either_way, exclusive, observe
 from kvpagoda.core.cache.lifecycle import Lifecycle

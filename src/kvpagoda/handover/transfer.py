@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.errors import BadInput, TicketRefused, shown
+from kvpagoda.pages import Bytes
 from kvpagoda.units import instance_of, real_number, whole_number
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kvpagoda.arrays import Tokens
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Tokens
 from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import SchemaError

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import positive_numbers
-from kvpagoda.core.cache.request import Breakpoint, Tokens, breakpoints_of
+from kvpagoda.arrays import TokenIds, Tokens, as_tokens
+from kvpagoda.core.cache.request import Breakpoint, breakpoints_of
 from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.core.cache.stats import CacheStats
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.drafter import Drafter
 from kvpagoda.hf.model_cache import commit_step, next_piece, runner_of
@@ -23,6 +22,7 @@ from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
+from kvpagoda.units import positive_numbers
 
 DRAFTED = 4
 """The number of tokens that a draft model proposes for a step, unless ``lookup`` says another."""

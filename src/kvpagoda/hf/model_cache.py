@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvpagoda.arrays import Tokens
 from kvpagoda.core.cache.options import Identity, Limits
-from kvpagoda.core.cache.request import Tokens
 from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, shown

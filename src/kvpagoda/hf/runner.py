@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvpagoda.core.cache.request import Tokens
+from kvpagoda.arrays import Tokens
 from kvpagoda.core.cache.sequence import Sequence, requests_of
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.hf.cache_name import cache_name_of

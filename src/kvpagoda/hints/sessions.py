@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.request import Request
 from kvpagoda.hints.options import HintLimits
 

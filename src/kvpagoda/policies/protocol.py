@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.errors import CheckFailed
 
 Keys = Ids

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpagoda.core.blocks.free_list import IdPool
 from kvpagoda.core.prefix import EvictionPolicy, PrefixTree
+from kvpagoda.free_list import IdPool
 from kvpagoda.replay.trace import Ids32
 
 

@@ -29,8 +29,8 @@ from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Or
 from kvpagoda.core.memory.device_memory import CudaPages
 from kvpagoda.core.memory.host_copy import side_stream
 from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes
-from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.pages import Bytes, pages
 from kvpagoda.tiers import LevelStats, TierSpec
 from kvpagoda.tiers.level import Level, Loading, RecordIdentity
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from os import urandom
 
-from kvpagoda.core.cache.namespace import fields_of, owner_of
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.namespace import fields_of, owner_of
 
 MOST_NAMESPACES = 256
 """The most namespaces with counters of their own; later ones are counted together, as ``OTHERS``."""

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, Ids
-from kvpagoda.core.cache.namespace import Media, Namespaces
+from kvpagoda.arrays import AnyIds, Ids, are_media
+from kvpagoda.core.blocks.places import BlockNames
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.prefix.hybrid import Freed
-from kvpagoda.core.prefix.tokens import are_media
 from kvpagoda.errors import BadInput
+from kvpagoda.namespace import Media, Namespaces
 from kvpagoda.schema.fields import Growth
 
 TEXT = -1

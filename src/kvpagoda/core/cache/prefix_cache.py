@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, BlockPlaces, Ids
+from kvpagoda.arrays import AnyIds, Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.options import Retention
 from kvpagoda.core.cache.residency import Residency
 from kvpagoda.core.prefix import EvictionPolicy, Match

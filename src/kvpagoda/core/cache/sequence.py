@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from weakref import ref
 
+from kvpagoda.arrays import TokenIds, Tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Breakpoint, Request, State, Tokens
-from kvpagoda.core.prefix.tokens import TokenIds
+from kvpagoda.core.cache.request import Breakpoint, Request, State
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, truth, whole_number

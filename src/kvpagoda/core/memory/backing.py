@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from kvpagoda.core.memory.arena import zeros
-from kvpagoda.core.memory.pages import give_back
 from kvpagoda.errors import BadInput, shown
+from kvpagoda.pages import give_back
 
 
 class Backing(Protocol):

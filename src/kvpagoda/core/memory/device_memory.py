@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.kernels.fill_rows import fill_rows
 from kvpagoda.core.kernels.flatten_table import flatten_table
-from kvpagoda.core.memory.arena import Arena, Device, Tensor, default_device
+from kvpagoda.core.memory.arena import Arena, Tensor
 from kvpagoda.core.memory.backing import Backing, backing_of, checked
 from kvpagoda.core.memory.host_copy import CudaStreams, HostCopies, LayerwiseCopy
 from kvpagoda.core.memory.no_memory import HostArrays, NoMemory, Part, host_pages
 from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes
-from kvpagoda.core.memory.pages import PAGE, Bytes
 from kvpagoda.core.memory.pool import Pool
 from kvpagoda.core.memory.staging import Staging
 from kvpagoda.core.memory.writes import Array, Writes
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.id_tensors import Device, default_device
+from kvpagoda.pages import PAGE, Bytes
 from kvpagoda.schema import Layer, Plan
 from kvpagoda.schema.at_rest import layer_at_rest
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.swap import Rate

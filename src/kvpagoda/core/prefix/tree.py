@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids, grown
+from kvpagoda.arrays import Ids, grown
 from kvpagoda.core.prefix.node import (
     Children,
     Descent,

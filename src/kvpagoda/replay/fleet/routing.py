@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames
+from kvpagoda.core.blocks.places import BlockNames
 from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.kv_cache import KVCache
