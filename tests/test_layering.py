@@ -5,6 +5,7 @@ Imports inside functions and under TYPE_CHECKING count. But packages that only a
 
 import ast
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import kvpagoda
@@ -14,8 +15,9 @@ LEVELS = [
     "errors", "units", "text", "loading", "version", "upstream",
     "arrays", "free_list", "pages", "namespace", "id_tensors", "formats", "layouts", "schema",
     "core.blocks", "policies", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers",
-    "core.cache", "recording", "core.offload", "handover", "core.batch", "core.sleeping", "hints",
-    "core.kv_cache", "core.worker", "events", "scheduling", "kernels", "memory", "compat", "console",
+    "core.cache", "recording", "core.offload", "handover", "core.handover", "core.batch", "core.sleeping", "hints",
+    "core.kv_cache", "core.worker", "core.scheduling", "kernels", "memory", "pools", "prefix", "scheduling",
+    "events", "compat", "console",
     "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
@@ -29,12 +31,13 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "kernels", "memory.virtual", "id_tensors",
+    "kernels", "memory.virtual", "pools", "id_tensors",
     "formats.codec", "formats.quantise", "formats.small_floats", "formats.tensor_scale", "core.kernels",
     "layouts.packed", "bench_gpu", "doctor", "hf",
-    "core.memory.arena", "core.memory.backing", "core.memory.device_memory", "core.memory.host_copy",
+    "core.memory.arena", "core.memory.backing", "core.memory.block_rows",
+    "core.memory.device_blocks", "core.memory.device_memory", "core.memory.host_copy",
     "core.memory.pool", "core.memory.staging", "core.memory.virtual", "adapters.mini_sglang",
-    "adapters.connector.block_rows", "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",
+    "adapters.connector.layer_rows", "adapters.connector.worker", "adapters.vllm_connector", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip
@@ -49,10 +52,26 @@ NEVER_TORCH = {
     "tiers",
     "core.cache",
     "core.offload",
+    "core.handover",
+    "core.scheduling",
     "handover",
+    "prefix",
     "scheduling",
     "replay",
 }
+
+
+THIN = {"kvpagoda.kernels", "kvpagoda.memory.virtual", "kvpagoda.pools", "kvpagoda.prefix", "kvpagoda.scheduling"}
+"""Public modules that hold names of the core, and nothing of their own. Nobody else outside of the core imports from it."""
+LATER = {"kvpagoda", "kvpagoda.handover"}
+"""Packages that load names from above when they are first used."""
+INSIDE = {
+    "kvpagoda.events", "kvpagoda.events.index", "kvpagoda.events.publisher", "kvpagoda.events.stream",
+    "kvpagoda.events.trial", "kvpagoda.events.wire", "kvpagoda.hints", "kvpagoda.hints.hints", "kvpagoda.hints.keep",
+    "kvpagoda.hints.promises", "kvpagoda.hints.sessions", "kvpagoda.metrics.names", "kvpagoda.metrics.prometheus",
+    "kvpagoda.metrics.spans", "kvpagoda.recording", "kvpagoda.replay.fleet.routing", "kvpagoda.replay.serving",
+}  # fmt: skip
+"""Modules that still reach into the core, to be told of changes."""
 
 
 def module_of(path: Path) -> str:
@@ -60,9 +79,14 @@ def module_of(path: Path) -> str:
     return ".".join(("kvpagoda", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True) -> set[str]:
+HOME = {name: module for module, names in kvpagoda._PUBLIC.items() for name in names}
+"""Public name of ``kvpagoda`` -> the module that defines it."""
+
+
+def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True, at_home: bool = True) -> set[str]:
     """Return the names that a file imports anywhere. ``when_loaded``: without those inside functions or under
-    TYPE_CHECKING. ``for_types`` False: without those under TYPE_CHECKING."""
+    TYPE_CHECKING. ``for_types`` False: without those under TYPE_CHECKING. ``at_home``: names of ``kvpagoda`` as those of the
+    modules that define them."""
     found, nodes = set(), [ast.parse(path.read_text())]
     while nodes:
         node = nodes.pop()
@@ -70,7 +94,10 @@ def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True) ->
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            for alias in node.names:
+                is_public = at_home and node.module == "kvpagoda" and alias.name in HOME
+                module = HOME[alias.name] if is_public else str(node.module)
+                found |= {f"{module}.{alias.name}", module}
         elif when_loaded and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         elif (when_loaded or not for_types) and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -97,7 +124,7 @@ def test_imports_point_down() -> None:
     upward = [
         f"{module} -> {target}"
         for module, path in FILES.items()
-        if module != "kvpagoda"
+        if module not in LATER
         for target in imports(path)
         if target.startswith("kvpagoda.") and room(target) != room(module)
         if LEVELS.index(room(target)) >= LEVELS.index(room(module))
@@ -110,6 +137,36 @@ def test_files_of_a_room_do_not_import_in_a_circle() -> None:
     for module, targets in graph.items():  # a package's __init__ re-exports its files; that is not an edge back
         graph[module] = {target for target in targets if not module.startswith(target + ".")}
     TopologicalSorter(graph).prepare()
+
+
+def test_neighbours_knock_at_the_door() -> None:
+    """What is not of the core takes the core's names from the public modules."""
+    inside = [
+        f"{module}: {name}"
+        for module, path in FILES.items()
+        if not module.startswith("kvpagoda.core") and module not in {*THIN, *LATER, *INSIDE}
+        for name in sorted(imports(path, at_home=False) | texts(path))
+        if name.startswith("kvpagoda.core")
+    ]
+    assert inside == []
+    assert {
+        module for module in INSIDE if any(one.startswith("kvpagoda.core") for one in imports(FILES[module]))
+    } == INSIDE
+
+
+def texts(path: Path) -> set[str]:
+    """Return the texts in a file, names of modules that it loads later among them."""
+    return {str(node.value) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+
+
+def test_a_thin_module_has_nothing_of_its_own() -> None:
+    for name in THIN:
+        begin, *statements = ast.parse(FILES[name].read_text()).body
+        assert isinstance(begin, ast.Expr), name
+        assert all(isinstance(one, ast.ImportFrom | ast.Assign) for one in statements), name
+        module = import_module(name)
+        taken = {alias.name for one in statements if isinstance(one, ast.ImportFrom) for alias in one.names}
+        assert taken == {*module.__all__}, name
 
 
 def needs_torch(module: str) -> bool:

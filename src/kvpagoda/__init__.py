@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvpagoda.core.cache.sequence import Sequence
     from kvpagoda.core.cache.stats import CacheStats
     from kvpagoda.core.kv_cache import KVCache
+    from kvpagoda.core.scheduling import PreemptionPolicy
     from kvpagoda.core.worker import Worker
     from kvpagoda.errors import (
         Asleep,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from kvpagoda.namespace import Namespace
     from kvpagoda.policies.protocol import EvictionPolicy
     from kvpagoda.replay.fleet.simulation import simulate
-    from kvpagoda.scheduling import PreemptionPolicy
     from kvpagoda.schema import Plan, Schema
 
 _PUBLIC = {
@@ -59,7 +59,7 @@ _PUBLIC = {
     "kvpagoda.core.kv_cache": ("KVCache",),
     "kvpagoda.core.worker": ("Worker",),
     "kvpagoda.namespace": ("Namespace",),
-    "kvpagoda.scheduling": ("PreemptionPolicy",),
+    "kvpagoda.core.scheduling": ("PreemptionPolicy",),
     "kvpagoda.core.batch.persistent": ("PersistentBatch",),
     "kvpagoda.policies.protocol": ("EvictionPolicy",),
     "kvpagoda.core.cache.sequence": ("Sequence",),

@@ -23,8 +23,9 @@ import torch
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
 from kvpagoda.arrays import Ids, as_tokens
-from kvpagoda.core.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
+from kvpagoda.policies import EvictionPolicy
+from kvpagoda.prefix import Lease, Match, PrefixTree
 from kvpagoda.units import ceil_div, positive_numbers
 
 Tensor = torch.Tensor

@@ -17,8 +17,9 @@ import numpy as np
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
 from kvpagoda.arrays import Ids, as_tokens
-from kvpagoda.core.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.policies import EvictionPolicy
+from kvpagoda.prefix import Lease, Match
 from kvpagoda.units import ceil_div
 
 

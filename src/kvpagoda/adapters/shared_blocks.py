@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.prefix import EvictionPolicy, Match, PrefixTree
 from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.free_list import FreeList
+from kvpagoda.policies import EvictionPolicy
+from kvpagoda.prefix import Match, PrefixTree
 from kvpagoda.units import positive_numbers
 
 

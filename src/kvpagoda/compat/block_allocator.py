@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpagoda.core.memory.staging import Staging
 from kvpagoda.free_list import FreeList
 from kvpagoda.id_tensors import Device, IdsLike, default_device, ids_from
+from kvpagoda.pools import Staging
 from kvpagoda.units import whole_number
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpagoda.core.kernels.copy_rows import copy_rows
 from kvpagoda.errors import BadInput, NotOwned, unknown_name
 from kvpagoda.id_tensors import Device, default_device
+from kvpagoda.kernels import copy_rows
 from kvpagoda.units import positive_numbers, whole_number
 
 Tensor = torch.Tensor

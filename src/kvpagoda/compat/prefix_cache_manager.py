@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.arrays import as_tokens, grown
-from kvpagoda.core.prefix.node import Lease, Match
-from kvpagoda.core.prefix.tree import PrefixTree
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.free_list import IdPool
+from kvpagoda.prefix import Lease, Match, PrefixTree
 from kvpagoda.units import whole_number
 
 Text = Sequence[int] | npt.NDArray[Any]

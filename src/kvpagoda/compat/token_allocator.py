@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.memory.staging import Staging
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.free_list import FreeList, IdSet
 from kvpagoda.id_tensors import Device, IdsLike, default_device, ids_from
+from kvpagoda.pools import Staging
 from kvpagoda.units import ceil_div, whole_number
 
 _NONE: Ids = np.empty(0, np.int32)

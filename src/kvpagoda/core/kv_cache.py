@@ -44,11 +44,11 @@ from kvpagoda.units import all_of, format_bytes, instance_of, option, real_numbe
 if TYPE_CHECKING:
     import torch
 
+    from kvpagoda.core.handover.receiver import Receiver
+    from kvpagoda.core.handover.sender import Sender
     from kvpagoda.core.memory.backing import Backing
     from kvpagoda.core.offload.hit import Prefetch
     from kvpagoda.core.sleeping import Keep, Slept
-    from kvpagoda.handover.receiver import Receiver
-    from kvpagoda.handover.sender import Sender
     from kvpagoda.handover.ticket import Ticket
     from kvpagoda.handover.transfer import Transfer
     from kvpagoda.hints import Hints, Outcome
@@ -300,7 +300,7 @@ class KVCache:
         (``kvpagoda.handover.SharedMemory`` and others). ``key``: signs its tickets; without one let only trusted programs
         pass them on. ``clock``: seconds since 1970. ``skew``: by how many seconds the clocks of the machines may differ.
         Raises BadInput, also if there is one already."""
-        from kvpagoda.handover.sender import Sender as Made
+        from kvpagoda.core.handover.sender import Sender as Made
 
         return Made(self._lifecycle, self.schema, transfer, key=key, clock=clock, skew=skew)
 
@@ -331,7 +331,7 @@ class KVCache:
         cannot be had intact: ``open`` the request, which computes it), RetryLater (no room now, or more layers to come; the
         ticket stays good), NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it
         reads."""
-        from kvpagoda.handover.receiver import Receiver as Made
+        from kvpagoda.core.handover.receiver import Receiver as Made
 
         self._core.check_open()
         if self._receiver is None:

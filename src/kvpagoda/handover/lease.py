@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.cache.options import Identity
+from kvpagoda import Identity
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.handover.content import FieldPlace, GroupPlace
 from kvpagoda.pages import Bytes

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.cache.options import Limits, Retention
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache, Limits, Retention
 from kvpagoda.errors import BadInput
 from kvpagoda.hints import HintLimits, Hints
 from kvpagoda.replay.readers import Source

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.core.cache.event_log import EventLog
-from kvpagoda.core.prefix import EvictionPolicy, policy_name
 from kvpagoda.errors import RetryLater
+from kvpagoda.policies import EvictionPolicy, policy_name
 from kvpagoda.recording import Recording
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.jobs import process_pool

@@ -80,6 +80,14 @@ class CudaPages:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
+def page_locks(device: torch.device, most: int | None = None) -> PageLocks | None:
+    """Return what page-locks at most ``most`` bytes of host memory for ``device`` (None: half of what the machine has); None
+    on a CPU."""
+    if device.type != "cuda":
+        return None
+    return PageLocks(CudaPages(device), machine_nbytes() // 2 if most is None else most)
+
+
 class DeviceMemory(NoMemory):
     """Arenas for the groups of ``plan``, allocated by the constructor.
 
@@ -120,9 +128,8 @@ class DeviceMemory(NoMemory):
         self._sector_nbytes, self.is_poisoning = plan.sector_nbytes, poison
         self._to_poison: list[tuple[int, Ids]] = []
         self._copies: list[LayerwiseCopy] = []
-        most = machine_nbytes() // 2 if page_locked is None else page_locked
         is_cuda = self.device.type == "cuda"
-        self.locks = PageLocks(CudaPages(self.device), most) if is_cuda else None
+        self.locks = page_locks(self.device, page_locked)
         self.locks_pages = is_cuda
         self.host = HostCopies(
             self.device, self.locks, CudaStreams(self.device) if is_cuda else None, self.arrays.staging

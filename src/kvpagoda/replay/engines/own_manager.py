@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from kvpagoda.core.cache.options import Limits
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache, Limits, Sequence
 from kvpagoda.errors import Exhausted, NeverFits, OutOfBlocks
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.texts import text_of

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
+from kvpagoda import KVCache
 from kvpagoda.core.blocks.places import BlockNames
 from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.core.cache.request import Request
-from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.core.prefix.hybrid import Freed
 from kvpagoda.errors import unknown_name
 from kvpagoda.replay.fleet.engine_worker import EngineWorker

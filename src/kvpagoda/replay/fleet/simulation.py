@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.prefix import policy_name
+from kvpagoda.policies import policy_name
 from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.fleet.costs import PER_SECOND, Costs, Ticks, tier_specs
 from kvpagoda.replay.fleet.engine_worker import engine_workers

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvpagoda.core.cache.sequence import requests_of
 from kvpagoda.errors import RetryLater
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.fleet.costs import PER_SECOND, Ticks
@@ -292,7 +291,7 @@ class Worker:
         cache settles it, at its end."""
         at = (length // request.block_size + 1) * request.block_size
         if not self._is_plain:
-            settles = requests_of(request.sequence, self._cache.core)[0].settle_at
+            settles = request.sequence.settles_at
             at = settles if length < settles < at else at
         self._due.setdefault(min(request.ends_at, request.since + at), []).append(request)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache
 from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.serving import Clock, Steps
 from kvpagoda.replay.setup import Setup

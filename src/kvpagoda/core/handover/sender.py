@@ -25,10 +25,10 @@ from kvpagoda.core.cache.below import NoHandOvers
 from kvpagoda.core.cache.guard import either_way, exclusive, observe
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import Request, State
+from kvpagoda.core.handover.export import Export, Extent, export_of
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm
 from kvpagoda.handover.content import content_of, places_of
-from kvpagoda.handover.export import Export, Extent, export_of
 from kvpagoda.handover.lease import HEADER_NBYTES, LEASE_NBYTES, Exported, header_of, lease_layout, rank_of
 from kvpagoda.handover.ticket import RankLease, Ticket
 from kvpagoda.handover.transfer import Transfer, checked
