@@ -4,6 +4,7 @@ Imports inside functions and under TYPE_CHECKING count. But packages that only a
 """
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "version", "upstream",
-    "arrays", "free_list", "pages", "namespace", "id_tensors", "formats", "layouts", "schema",
+    "arrays", "free_list", "pages", "namespace", "abc", "id_tensors", "formats", "layouts", "schema",
     "core.blocks", "policies", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers",
     "core.cache", "recording", "core.offload", "handover", "core.handover", "core.batch", "core.sleeping", "hints",
     "core.kv_cache", "core.worker", "core.scheduling", "kernels", "memory", "pools", "prefix", "scheduling",
@@ -43,7 +44,12 @@ NEEDS_TORCH = {
 }  # fmt: skip
 """Rooms and files that import torch. Everything else works where torch is not installed."""
 NEVER_TORCH = {
+    "abc",
+    "arrays",
     "errors",
+    "free_list",
+    "namespace",
+    "pages",
     "units",
     "schema",
     "core.blocks",
@@ -83,11 +89,16 @@ HOME = {name: module for module, names in kvpagoda._PUBLIC.items() for name in n
 """Public name of ``kvpagoda`` -> the module that defines it."""
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True, at_home: bool = True) -> set[str]:
     """Return the names that a file imports anywhere. ``when_loaded``: without those inside functions or under
     TYPE_CHECKING. ``for_types`` False: without those under TYPE_CHECKING. ``at_home``: names of ``kvpagoda`` as those of the
     modules that define them."""
-    found, nodes = set(), [ast.parse(path.read_text())]
+    found, nodes = set(), [tree(path)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -156,7 +167,7 @@ def test_neighbours_knock_at_the_door() -> None:
 
 def texts(path: Path) -> set[str]:
     """Return the texts in a file, names of modules that it loads later among them."""
-    return {str(node.value) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    return {str(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
 
 
 def test_a_thin_module_has_nothing_of_its_own() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvpagoda.loading import load_when_used
 
 if TYPE_CHECKING:
+    from kvpagoda.abc import EvictionPolicy
     from kvpagoda.compat import *  # noqa: F403
     from kvpagoda.core.batch.batch import Batch, LayerView
     from kvpagoda.core.batch.persistent import PersistentBatch
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         TicketRefused,
     )
     from kvpagoda.namespace import Namespace
-    from kvpagoda.policies.protocol import EvictionPolicy
     from kvpagoda.replay.fleet.simulation import simulate
     from kvpagoda.schema import Plan, Schema
 
@@ -61,7 +61,7 @@ _PUBLIC = {
     "kvpagoda.namespace": ("Namespace",),
     "kvpagoda.core.scheduling": ("PreemptionPolicy",),
     "kvpagoda.core.batch.persistent": ("PersistentBatch",),
-    "kvpagoda.policies.protocol": ("EvictionPolicy",),
+    "kvpagoda.abc": ("EvictionPolicy",),
     "kvpagoda.core.cache.sequence": ("Sequence",),
     "kvpagoda.replay.fleet.simulation": ("simulate",),
 }  # fmt: skip

@@ -12,6 +12,7 @@ import kvpagoda.core.prefix
 import kvpagoda.policies
 
 MODULES = [
+    "kvpagoda.abc",
     "kvpagoda.arrays",
     "kvpagoda.free_list",
     *(

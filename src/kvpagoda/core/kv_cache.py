@@ -44,13 +44,12 @@ from kvpagoda.units import all_of, format_bytes, instance_of, option, real_numbe
 if TYPE_CHECKING:
     import torch
 
+    from kvpagoda.abc import Backing, Transfer
     from kvpagoda.core.handover.receiver import Receiver
     from kvpagoda.core.handover.sender import Sender
-    from kvpagoda.core.memory.backing import Backing
     from kvpagoda.core.offload.hit import Prefetch
     from kvpagoda.core.sleeping import Keep, Slept
     from kvpagoda.handover.ticket import Ticket
-    from kvpagoda.handover.transfer import Transfer
     from kvpagoda.hints import Hints, Outcome
     from kvpagoda.recording import Recording
 
@@ -76,7 +75,7 @@ class KVCache:
     ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``). ``record``: the path of
     a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
     ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``memory``: provides the memory and takes it
-    back while the cache sleeps, with the three calls of a ``kvpagoda.core.memory.backing.Backing``. ``hints``: a
+    back while the cache sleeps, with the three calls of a ``kvpagoda.abc.Backing``. ``hints``: a
     ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes.
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from kvpagoda.abc import Status
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.core import Core
@@ -27,7 +28,6 @@ from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.sequence import Fence
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.pages import Bytes
-from kvpagoda.tiers.driver import Status
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes, real_number
 
 _log = logging.getLogger(__name__)

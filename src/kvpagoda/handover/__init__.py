@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from kvpagoda.abc import Transfer
 from kvpagoda.handover.ticket import Ticket
-from kvpagoda.handover.transfer import Transfer
 from kvpagoda.loading import load_when_used
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from kvpagoda.abc import Transfer
 from kvpagoda.arrays import as_tokens
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.lifecycle import Lifecycle
@@ -29,7 +30,7 @@ from kvpagoda.handover.fetched import Fetched, Given, WholeLeases
 from kvpagoda.handover.lease import LEASE_NBYTES, lease_layout, rank_of, receipt_of, receipt_offset
 from kvpagoda.handover.recut import givers_of
 from kvpagoda.handover.ticket import Ticket
-from kvpagoda.handover.transfer import Transfer, checked
+from kvpagoda.handover.transfer import checked
 from kvpagoda.namespace import Namespace
 from kvpagoda.schema import Schema
 from kvpagoda.units import ceil_div, format_bytes, whole_number

@@ -20,6 +20,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from kvpagoda.abc import Transfer
 from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.below import NoHandOvers
 from kvpagoda.core.cache.guard import either_way, exclusive, observe
@@ -31,7 +32,7 @@ from kvpagoda.handover.checksums import algorithm
 from kvpagoda.handover.content import content_of, places_of
 from kvpagoda.handover.lease import HEADER_NBYTES, LEASE_NBYTES, Exported, header_of, lease_layout, rank_of
 from kvpagoda.handover.ticket import RankLease, Ticket
-from kvpagoda.handover.transfer import Transfer, checked
+from kvpagoda.handover.transfer import checked
 from kvpagoda.schema import Schema
 from kvpagoda.units import real_number, whole_number
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpagoda.abc import Backing
 from kvpagoda.arrays import Ids
 from kvpagoda.core.kernels.fill_rows import fill_rows
 from kvpagoda.core.kernels.flatten_table import flatten_table
 from kvpagoda.core.memory.arena import Arena, Tensor
-from kvpagoda.core.memory.backing import Backing, backing_of, checked
+from kvpagoda.core.memory.backing import backing_of, checked
 from kvpagoda.core.memory.host_copy import CudaStreams, HostCopies, LayerwiseCopy
 from kvpagoda.core.memory.no_memory import HostArrays, NoMemory, Part, host_pages
 from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes

@@ -21,6 +21,7 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.abc import Status
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
@@ -36,7 +37,6 @@ from kvpagoda.core.offload.watch import watches_of
 from kvpagoda.core.prefix.hybrid import Freed, Kept
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.namespace import Media
-from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.records import xxh3_128

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvpagoda.abc import Status
 from kvpagoda.errors import RetryLater
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.fleet.costs import PER_SECOND, Ticks
 from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Floats, Ints
-from kvpagoda.tiers.driver import Status
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _by_order = attrgetter("order")
