@@ -97,6 +97,7 @@ THIN = {
     "pages": "Bytes PAGE give_back pages",
     "pools": "Arena BlockRows DeviceBlocks Pool Staging Step dtype_name page_locks",
     "prefix": "Breakpoint Entry Evicted Inserted Lease Match PrefixMatch PrefixTree",
+    "probe": "Probe",
     "scheduling": "Costs Job LeastComputed PreemptionMode PreemptionPolicy QueueStats RunQueue Youngest cheapest",
 }
 """Public modules below and beside the core, and their names."""

@@ -14,6 +14,7 @@ import kvpagoda.policies
 MODULES = [
     "kvpagoda.abc",
     "kvpagoda.arrays",
+    "kvpagoda.core.probe",
     "kvpagoda.free_list",
     *(
         info.name
