@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.abc import CacheObserver
+from kvpagoda.arrays import TokenIds, as_tokens
 from kvpagoda.core.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.core.batch.persistent import PersistentBatch
 from kvpagoda.core.batch.step_buffers import StepBuffers
@@ -23,7 +24,6 @@ from kvpagoda.core.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.core.cache.invariants import check
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.lookup import AnyNamespace, Lookup, Reuse, look_up, prefetch
-from kvpagoda.core.cache.namespace import Media, Namespace, with_media
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import Pin, PrefixCache
 from kvpagoda.core.cache.request import Request, breakpoints_of, buffer_of
@@ -33,8 +33,8 @@ from kvpagoda.core.cache.stats import CacheStats, stats_of
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.memory.remote_memory import RemoteMemory
 from kvpagoda.core.prefix import EvictionPolicy
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.namespace import Media, Namespace, with_media
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.text import in_brackets
@@ -44,14 +44,13 @@ from kvpagoda.units import all_of, format_bytes, instance_of, items_of, option, 
 if TYPE_CHECKING:
     import torch
 
-    from kvpagoda.core.memory.backing import Backing
+    from kvpagoda.abc import Backing, Transfer
+    from kvpagoda.core.handover.receiver import Receiver
+    from kvpagoda.core.handover.sender import Sender
     from kvpagoda.core.offload.hit import Prefetch
     from kvpagoda.core.sleeping import Keep, Slept
     from kvpagoda.events.event_log import EventLog
-    from kvpagoda.handover.receiver import Receiver
-    from kvpagoda.handover.sender import Sender
     from kvpagoda.handover.ticket import Ticket
-    from kvpagoda.handover.transfer import Transfer
     from kvpagoda.hints import Hints, Outcome
     from kvpagoda.recording import Recording
 
@@ -77,7 +76,7 @@ class KVCache:
     ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``). ``record``: the path of
     a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
     ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``memory``: provides the memory and takes it
-    back while the cache sleeps, with the three calls of a ``kvpagoda.core.memory.backing.Backing``. ``hints``: a
+    back while the cache sleeps, with the three calls of a ``kvpagoda.abc.Backing``. ``hints``: a
     ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes. ``observers``: are
     told what happens in the cache, each a ``kvpagoda.abc.CacheObserver`` (``docs/own-parts.md``).
 
@@ -310,7 +309,7 @@ class KVCache:
         (``kvpagoda.handover.SharedMemory`` and others). ``key``: signs its tickets; without one let only trusted programs
         pass them on. ``clock``: seconds since 1970. ``skew``: by how many seconds the clocks of the machines may differ.
         Raises BadInput, also if there is one already."""
-        from kvpagoda.handover.sender import Sender as Made
+        from kvpagoda.core.handover.sender import Sender as Made
 
         return Made(self._lifecycle, self.schema, transfer, key=key, clock=clock, skew=skew)
 
@@ -341,7 +340,7 @@ class KVCache:
         cannot be had intact: ``open`` the request, which computes it), RetryLater (no room now, or more layers to come; the
         ticket stays good), NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it
         reads."""
-        from kvpagoda.handover.receiver import Receiver as Made
+        from kvpagoda.core.handover.receiver import Receiver as Made
 
         self._core.check_open()
         if self._receiver is None:

@@ -11,17 +11,13 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from kvpagoda.abc import BlockIds, CachedText, CacheObserver, CacheView, RequestView
+from kvpagoda.arrays import AnyIds, Ids
 from kvpagoda.errors import BadInput
 from kvpagoda.schema import Growth, Plan
 
-Ids = npt.NDArray[np.int32]
-AnyIds = npt.NDArray[Any]
 TEXT = -1
 """The group number of blocks of texts, where no group keeps all tokens."""
 

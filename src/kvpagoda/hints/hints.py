@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvpagoda.abc import CacheObserver, RequestView
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import NO_TOKEN, Ids, as_tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lookup import AnyNamespace, Reuse, read_ahead
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.request import Breakpoints, Request, breakpoints_of
 from kvpagoda.core.prefix import Match
-from kvpagoda.core.prefix.tokens import NO_TOKEN, as_tokens
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.hints.envelope import Action, Payload, is_known, read_envelope
 from kvpagoda.hints.keep import Keep

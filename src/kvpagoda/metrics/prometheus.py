@@ -7,12 +7,12 @@ from itertools import accumulate
 from time import sleep
 from typing import Any
 
-from kvpagoda.core.cache.namespace import namespace_key
 from kvpagoda.core.cache.stats import stats_of
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.metrics.names import COMMON, METRICS, VLLM, Metric, Moment
 from kvpagoda.metrics.residency import Residency
+from kvpagoda.namespace import namespace_key
 from kvpagoda.scheduling import RunQueue
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.units import whole_number

@@ -10,8 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvpagoda.abc import BlockIds, CacheObserver, RequestView
-from kvpagoda.core.cache.counters import ResidencyStats
-from kvpagoda.tiers.health import Latencies
+from kvpagoda.tiers.health import Histogram, Latencies
 from kvpagoda.units import whole_number
 
 BOUNDS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
@@ -72,6 +71,7 @@ class Residency(CacheObserver):
         except MemoryError:
             return []
 
-    def stats(self) -> ResidencyStats:
-        """Return the figures so far."""
-        return ResidencyStats(self._lifetime.picture(), self._idle.picture(), self._reuse_gap.picture())
+    def stats(self) -> tuple[Histogram, Histogram, Histogram]:
+        """Return the figures so far: seconds from a block's publication, and from its last use, to its eviction, and between
+        two uses."""
+        return self._lifetime.picture(), self._idle.picture(), self._reuse_gap.picture()

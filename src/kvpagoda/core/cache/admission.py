@@ -33,11 +33,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvpagoda.abc import observable
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces
+from kvpagoda.arrays import Tokens
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Request, State, Tokens
+from kvpagoda.core.cache.request import Request, State
 from kvpagoda.core.cache.settling import Settler
 from kvpagoda.core.cache.swap import Suspended
 from kvpagoda.core.prefix import Match

@@ -8,8 +8,9 @@ from collections.abc import Sequence as Many
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
-from kvpagoda.core.blocks.free_list import BlockPlaces, Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.prefix.hybrid import Freed, Kept
 from kvpagoda.errors import BadInput

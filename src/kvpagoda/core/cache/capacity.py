@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.abc import observable
-from kvpagoda.core.blocks.free_list import BlockPlaces
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.guard import Guard

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from kvpagoda.core.blocks.free_list import BlockPlaces, Ids, places_for
+from kvpagoda.arrays import Ids, are_media
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockPlaces, places_for
 from kvpagoda.core.blocks.sectors import Sectors
 from kvpagoda.core.cache.below import NoHandOvers, NoTiers
 from kvpagoda.core.cache.capacity import Capacity
-from kvpagoda.core.cache.counters import Counters, ResidencyStats
+from kvpagoda.core.cache.counters import Counters
 from kvpagoda.core.cache.guard import Guard
-from kvpagoda.core.cache.namespace import Media, Namespaces
 from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import PrefixCache, ResumePoints
@@ -28,9 +28,10 @@ from kvpagoda.core.memory.copies import agreement_of
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.prefix import EvictionPolicy
 from kvpagoda.core.prefix.hybrid import Added
-from kvpagoda.core.prefix.tokens import are_media
 from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.namespace import Media, Namespaces
 from kvpagoda.schema import Plan
+from kvpagoda.tiers.health import Histogram
 from kvpagoda.units import ceil_div, format_bytes
 
 _log = logging.getLogger(__name__)
@@ -124,8 +125,8 @@ class Core:
         self.tiers = settings.tiers(self.prefix, self.media, memory)
         self.hand_overs = NoHandOvers()
         self.observers = Observers(self.guard, self.prefix, self.namespaces, self.media)
-        self.residency: Callable[[], ResidencyStats] | None = None
-        """Returns how long cached blocks live, for ``stats``, where somebody follows that."""
+        self.residency: Callable[[], tuple[Histogram, Histogram, Histogram]] | None = None
+        """Returns a ``ResidencyStats`` as a tuple, where somebody follows how long blocks live."""
         self.capacity = Capacity(
             self.groups,
             self.sectors,

@@ -9,8 +9,8 @@ from hashlib import blake2b
 from os import urandom
 from typing import NamedTuple
 
-from kvpagoda.core.cache.namespace import fields_of, owner_of
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.namespace import fields_of, owner_of
 from kvpagoda.tiers.health import Histogram
 
 MOST_NAMESPACES = 256

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.namespace import Namespace, with_media
 from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin, PrefixMatch
-from kvpagoda.core.cache.request import Request, Tokens
+from kvpagoda.core.cache.request import Request
 from kvpagoda.core.prefix import Match
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
+from kvpagoda.namespace import Namespace, with_media
 from kvpagoda.units import utf8
 
 # -- pins and invalidation -------------------------------------------------------------------------------------------

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpagoda.abc import BlockIds, CachedText, CacheObserver
-from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, BlockPlaces, Ids
+from kvpagoda.arrays import NO_TOKEN, AnyIds, Ids, are_media
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.guard import Guard, Telling
-from kvpagoda.core.cache.namespace import Media, Namespaces, with_media
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.prefix.hybrid import Freed
-from kvpagoda.core.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.errors import BadInput
+from kvpagoda.namespace import Media, Namespaces, with_media
 
 _log = logging.getLogger(__name__)
 EVENTS = ("on_start", "on_hit", "on_cached", "on_evicted", "on_freed", "on_end")

@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, BlockPlaces, Ids
+from kvpagoda.arrays import AnyIds, Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.options import Retention
 from kvpagoda.core.prefix import EvictionPolicy, Match
 from kvpagoda.core.prefix.hybrid import Added, Freed, Holding, HybridIndex, IndexGroup, Window

@@ -12,13 +12,12 @@ from weakref import ref
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import NO_TOKEN, Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.counters import Tally
-from kvpagoda.core.cache.namespace import with_media
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
 from kvpagoda.core.prefix import Entry, Lease
-from kvpagoda.core.prefix.tokens import NO_TOKEN, TokenIds, as_tokens
 from kvpagoda.errors import BadInput, StaleHandle, shown
+from kvpagoda.namespace import with_media
 
 # -- positions that a caller asks for --------------------------------------------------------------------------------
 
@@ -82,7 +81,6 @@ def positions_of(checkpoints: TokenIds) -> tuple[int, ...]:
 
 # -- requests and their rows -----------------------------------------------------------------------------------------
 
-Tokens = Ids
 TextPart = tuple[Tokens, Tokens | None]
 """(keys, text) for ``PrefixCache.publish``: the tokens of whole blocks, and the array in which they lie, or None."""
 _NO_MATCH = PrefixMatch(0, 0, "nothing")

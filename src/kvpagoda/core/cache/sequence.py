@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from weakref import ref
 
+from kvpagoda.arrays import TokenIds, Tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Breakpoint, Request, State, Tokens
-from kvpagoda.core.prefix.tokens import TokenIds
+from kvpagoda.core.cache.request import Breakpoint, Request, State
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, truth, whole_number
@@ -128,6 +128,12 @@ class Sequence:
         ``Batch.checkpoints``. () once they are committed."""
         core = self._lifecycle.core
         return core.step_states.positions(self._request, core.block_size) if core.step_states.named else ()
+
+    @property
+    def settles_at(self) -> int:
+        """The length from which on a commit does more than append tokens: it publishes blocks, slides windows, or keeps
+        copies of states. An engine that knows its tokens later may commit up to there at once."""
+        return self._request.settle_at
 
     @property
     def epochs(self) -> list[tuple[int, int]]:

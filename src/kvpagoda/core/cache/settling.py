@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames
+from kvpagoda.core.blocks.places import BlockNames
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch

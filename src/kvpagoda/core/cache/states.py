@@ -16,8 +16,9 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.capacity import Capacity
 from kvpagoda.core.memory.no_memory import NoMemory
 

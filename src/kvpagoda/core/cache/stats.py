@@ -189,7 +189,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         sleeps=counters.sleeps,
         is_asleep=core.guard.aside is not None,
         page_locked_nbytes=core.memory.page_locked_nbytes,
-        residency=None if core.residency is None else core.residency(),
+        residency=None if core.residency is None else ResidencyStats(*core.residency()),
     )
 
 

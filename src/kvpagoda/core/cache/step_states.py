@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.request import Request
 
 _NONE = BlockPlaces(np.empty(0, np.int32))

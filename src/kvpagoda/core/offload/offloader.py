@@ -21,11 +21,11 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.abc import observable
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, Ids
+from kvpagoda.abc import Status, observable
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import NoTiers
-from kvpagoda.core.cache.namespace import Media
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.memory.no_memory import NoMemory
@@ -33,7 +33,7 @@ from kvpagoda.core.offload.hit import Prefetch, TierHit, bounded_part
 from kvpagoda.core.offload.reader import TierReader
 from kvpagoda.core.prefix.hybrid import Freed, Kept
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
-from kvpagoda.tiers.driver import Status
+from kvpagoda.namespace import Media
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.records import xxh3_128

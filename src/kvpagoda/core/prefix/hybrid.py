@@ -25,12 +25,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import AnyIds, BlockNames, IdPool, Ids
+from kvpagoda.abc import EvictionPolicy
+from kvpagoda.arrays import AnyIds, Ids
+from kvpagoda.core.blocks.places import BlockNames
 from kvpagoda.core.prefix.node import Evicted, Lease, Match
 from kvpagoda.core.prefix.order import Entry
 from kvpagoda.core.prefix.tree import PrefixTree
 from kvpagoda.errors import CheckFailed, StaleHandle
-from kvpagoda.policies.protocol import EvictionPolicy
+from kvpagoda.free_list import IdPool
 from kvpagoda.schema.fields import Growth
 
 # -- cached blocks of one window -------------------------------------------------------------------------------------

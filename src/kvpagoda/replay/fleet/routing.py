@@ -7,10 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
+from kvpagoda import KVCache
 from kvpagoda.abc import CacheObserver
-from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import unknown_name
 from kvpagoda.events.event_log import EventLog
+from kvpagoda.probe import Probe
 from kvpagoda.replay.fleet.engine_worker import EngineWorker
 from kvpagoda.replay.fleet.worker import AnyWorker
 from kvpagoda.replay.texts import text_of
@@ -92,13 +93,13 @@ class OwnCaches:
 
     def __init__(self, trace: Trace, caches: Sequence[KVCache], tokens_per_id: int) -> None:
         self._trace, self._per_id = trace, tokens_per_id
-        self._finds = [(cache.core.prefix.find, cache.core.namespaces.key(None)) for cache in caches]
+        self._finds = [Probe(cache).resumable for cache in caches]
 
     def cached(self, number: int) -> list[int]:
         """See ``Views``. O(nodes on the path) and O(common tokens) for each cache."""
         text, num_prompt = text_of(self._trace, number, self._per_id)
         prompt = text[:num_prompt]
-        return [find(prompt, key)[1].resumable for find, key in self._finds]
+        return [find(prompt) for find in self._finds]
 
 
 class EngineCaches:

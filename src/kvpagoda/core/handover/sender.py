@@ -20,19 +20,19 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.abc import wrap_calls
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.abc import Transfer, wrap_calls
+from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.below import NoHandOvers
 from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import Request, State
+from kvpagoda.core.handover.export import Export, Extent, export_of
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm
 from kvpagoda.handover.content import content_of, places_of
-from kvpagoda.handover.export import Export, Extent, export_of
 from kvpagoda.handover.lease import HEADER_NBYTES, LEASE_NBYTES, Exported, header_of, lease_layout, rank_of
 from kvpagoda.handover.ticket import RankLease, Ticket
-from kvpagoda.handover.transfer import Transfer, checked
+from kvpagoda.handover.transfer import checked
 from kvpagoda.schema import Schema
 from kvpagoda.units import real_number, whole_number
 
