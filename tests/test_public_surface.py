@@ -86,7 +86,8 @@ COMPAT = [
 
 
 THIN = {
-    "abc": "Backing Driver DriverStats EvictionPolicy Lease Status Transfer",
+    "abc": "Backing BlockIds CacheObserver CacheView CachedText Driver DriverStats EvictionPolicy Lease RequestView Status "
+    "Transfer wrap_calls",
     "arrays": "AnyIds Ids Int64s NO_TOKEN TokenIds Tokens are_media as_tokens grown",
     "free_list": "FreeList FreeStack IdPool IdSet",
     "id_tensors": "Device IdsLike default_device ids_from integers",
