@@ -19,8 +19,8 @@ from time import monotonic
 import numpy as np
 
 from benchmarks.timing import Options, Row, seconds, tell
-from kvpagoda.core.memory.pages import PAGE, pages
 from kvpagoda.errors import BadInput
+from kvpagoda.pages import PAGE, pages
 from kvpagoda.tiers import RecordBuffer, Status, Tier, disk_driver, host_driver
 from kvpagoda.tiers.records import xxh3_128
 from kvpagoda.units import format_bytes

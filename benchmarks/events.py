@@ -17,8 +17,8 @@ from benchmarks.hits import FULL_ONLY, TRACE
 from benchmarks.one_budget import GEMMA3_27B, QWEN3_NEXT_80B, schema_of
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import TRACES
-from kvpagoda.core.cache.event_log import Record, Restart
 from kvpagoda.events import EventLog, EventStream
+from kvpagoda.events.event_log import Record, Restart
 from kvpagoda.replay import serve, synthetic
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema

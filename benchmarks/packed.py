@@ -23,10 +23,10 @@ from kvpagoda.core.kernels.packed_rows import append_parts, append_rows, gather_
 from kvpagoda.core.kernels.scaled_rows import append_scaled, gather_scaled
 from kvpagoda.core.memory.arena import Arena
 from kvpagoda.core.memory.host_copy import copy_to_host
-from kvpagoda.core.memory.pages import pages
 from kvpagoda.core.memory.pool import Pool
 from kvpagoda.formats.dialects import DIALECTS, dialect_for_heads, dialect_of
 from kvpagoda.formats.encoding import MXFP4, NVFP4, TENSOR, Encoding
+from kvpagoda.pages import pages
 from kvpagoda.schema import FULL, Attention, Field, Group, Layer, RowLayout
 
 QUESTION = "How much of the speed of copying memory do packed rows and blocks leave?"

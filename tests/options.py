@@ -11,8 +11,9 @@ import numpy as np
 
 import kvpagoda.core.groups.base
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
-from kvpagoda.core.blocks.free_list import BlockPlaces, Ids, PlaceTable
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockPlaces, PlaceTable
 from kvpagoda.core.cache.request import State
 
 

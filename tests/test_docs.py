@@ -111,7 +111,12 @@ def test_links_lead_to_files(name: str) -> None:
 
 
 REFERENCE = "\n".join((ROOT / name).read_text() for name in PAGES if name.startswith("docs/api/"))
-ROOMS = sorted(path.parent.name for path in Path(kvpagoda.__file__).parent.glob("*/__init__.py"))
+SRC = Path(kvpagoda.__file__).parent
+MODULES = (
+    "abc", "arrays", "free_list", "id_tensors", "kernels", "memory.virtual", "namespace", "pages", "pools", "prefix", "probe",
+    "scheduling",
+)  # fmt: skip
+ROOMS = sorted((*(path.parent.name for path in SRC.glob("*/__init__.py")), *MODULES))
 
 
 IN_VLLM = "kvpagoda.adapters.vllm."

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda import Identity, KVCache, Namespace, Schema
-from kvpagoda.core.cache import namespace
-from kvpagoda.core.cache.namespace import LEAST_MEDIA, LEAST_RENEWED, MOST_MEDIA, Media, Namespaces
+from kvpagoda import Identity, KVCache, Namespace, Schema, namespace
 from kvpagoda.hints import Hints
+from kvpagoda.namespace import LEAST_MEDIA, LEAST_RENEWED, MOST_MEDIA, Media, Namespaces
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.tiers import host_tier
 

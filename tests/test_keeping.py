@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvpagoda import Retention
-from kvpagoda.core.cache.namespace import Namespace, namespace_key
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.namespace import Namespace, namespace_key
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from options import grouped
 from raises import raises

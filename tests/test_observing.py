@@ -1,4 +1,4 @@
-"""The calls that can be observed are those that ``observing`` lists, and without an observer they are unchanged."""
+"""The calls that can be wrapped are those that ``wrap_calls`` lists, and without an observer they are unchanged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvpagoda import BadInput, KVCache, Limits, Schema
-from kvpagoda.core.cache import guard as observing
-from kvpagoda.core.cache.guard import observe
+from kvpagoda.abc import wrap_calls
 from kvpagoda.handover import SharedMemory
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.schema.fields import Growth
@@ -37,7 +36,7 @@ def test_each_call_of_the_list_is_seen_and_no_other() -> None:
 
         return counted
 
-    end = observe(cache.core.parts, around)
+    end = wrap_calls(cache.core.parts, around)
     for first in (*range(8), 0):
         with cache.open([first] * 40) as sequence:
             sequence.commit([first] * (40 - sequence.length))
@@ -49,7 +48,7 @@ def test_each_call_of_the_list_is_seen_and_no_other() -> None:
         sequence.commit([0] * (8 - sequence.length))
         cache.receive(sequence.hand_over(9.0, goes_on=True), SharedMemory()).close()
     sender.close()
-    listed = set(re.findall(r"^    (\w+) +\w+\.\w+  ", str(observing.__doc__), re.MULTILINE))
+    listed = set(re.findall(r"^ +(\w+) +\w+\.\w+  ", str(wrap_calls.__doc__), re.MULTILINE))
     assert set(seen) == listed and seen["suspend"] == seen["resume"] == 9
     assert (seen["open"], seen["receive"]) == (10, 1)
     end()
@@ -67,13 +66,13 @@ def test_a_second_or_failing_observer_changes_nothing() -> None:
         raise ValueError(name)
 
     with pytest.raises(ValueError):
-        observe(cache.core.parts, broken)
-    end = observe(cache.core.parts, lambda name, call: call)
+        wrap_calls(cache.core.parts, broken)
+    end = wrap_calls(cache.core.parts, lambda name, call: call)
     with raises(BadInput, needed="an observer"):
-        observe(cache.core.parts, lambda name, call: call)
+        wrap_calls(cache.core.parts, lambda name, call: call)
     cache.open([1]).close()
     end()
-    observe(cache.core.parts, lambda name, call: call)()
+    wrap_calls(cache.core.parts, lambda name, call: call)()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -91,13 +90,13 @@ def test_two_kinds_of_observers_see_the_same_calls_and_end_in_any_order(order: t
 
         return around
 
-    ends = [observe(cache.core.parts, counting(number), f"observer {number}") for number in range(2)]
+    ends = [wrap_calls(cache.core.parts, counting(number), f"observer {number}") for number in range(2)]
     cache.open([1]).close()
     assert seen[0] == seen[1] == Counter(open=1, close=1)
     ends[order[0]]()
     cache.open([1]).close()
     assert seen[order[1]]["open"] == 2 and seen[order[0]]["open"] == 1
-    again = observe(cache.core.parts, counting(order[0]), f"observer {order[0]}")
+    again = wrap_calls(cache.core.parts, counting(order[0]), f"observer {order[0]}")
     ends[order[0]]()  # ended already: the new one of its kind stays
     ends[order[1]]()
     cache.open([1]).close()

@@ -207,7 +207,7 @@ reveal_type(Generator)  # N: -> kvpagoda.hf.generator.Generator
 reveal_type(hit_bound)  # N: -> kvpagoda.replay.offline.bound.HitBound
 reveal_type(SharedMemory)  # N: -> kvpagoda.handover.shared_memory.SharedMemory
 reveal_type(disk_driver)  # N: -> kvpagoda.tiers.
-reveal_type(EventLog)  # N: -> kvpagoda.core.cache.event_log.EventLog
+reveal_type(EventLog)  # N: -> kvpagoda.events.event_log.EventLog
 """
 """A user's program for mypy: a line ends with ``# E:`` and the error there, or with ``# N:`` and a part of its type."""
 ARRAYS = """

@@ -85,6 +85,32 @@ COMPAT = [
 """Names of the four designs: importable from ``kvpagoda`` and from ``kvpagoda.compat``, and listed by the latter alone."""
 
 
+THIN = {
+    "abc": "Backing BlockIds CacheObserver CacheView CachedText Driver DriverStats EvictionPolicy Lease RequestView Status "
+    "Transfer wrap_calls",
+    "arrays": "AnyIds Ids Int64s NO_TOKEN TokenIds Tokens are_media as_tokens grown",
+    "free_list": "FreeList FreeStack IdPool IdSet",
+    "id_tensors": "Device IdsLike default_device ids_from integers",
+    "kernels": "append_parts append_rows append_scaled append_swa conv_steps copy_rows delta_steps gather_parts gather_rows "
+    "gather_scaled ssd_steps warm_up_swa",
+    "memory.virtual": "VirtualMemory",
+    "namespace": "Media Namespace Namespaces checked_media namespace_key with_media",
+    "pages": "Bytes PAGE give_back pages",
+    "pools": "Arena BlockRows DeviceBlocks Pool Staging Step dtype_name page_locks",
+    "prefix": "Breakpoint Entry Evicted Inserted Lease Match PrefixMatch PrefixTree",
+    "probe": "Probe",
+    "scheduling": "Costs Job LeastComputed PreemptionMode PreemptionPolicy QueueStats RunQueue Youngest cheapest",
+}
+"""Public modules below and beside the core, and their names."""
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_the_names_of_public_modules_are_these(name: str) -> None:
+    module = import_module(f"kvpagoda.{name}")
+    assert sorted(module.__all__) == THIN[name].split()
+    assert all(hasattr(module, one) for one in module.__all__)
+
+
 def test_the_public_names_are_these() -> None:
     assert sorted(kvpagoda.__all__) == dir(kvpagoda) == sorted(NAMES)
     assert sorted(compat.__all__) == dir(compat) == sorted(COMPAT)

@@ -13,8 +13,8 @@ import pytest
 
 from kvpagoda import KVCache, Limits, Namespace, Retention, Schema
 from kvpagoda.core.cache.counters import MOST_NAMESPACES, OTHERS, Counters
-from kvpagoda.core.cache.namespace import Namespaces, fields_of, namespace_key, owner_of
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.namespace import Namespaces, fields_of, namespace_key, owner_of
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.tiers import TierSpec, host_tier
 

@@ -11,9 +11,9 @@ from tests.test_looking_up import FULL, STATE, WINDOW
 
 from kvpagoda import KVCache, Limits, Retention
 from kvpagoda.core.batch.step_buffers import StepBuffers
-from kvpagoda.core.blocks.free_list import FreeStack
 from kvpagoda.core.groups import StateGroup
 from kvpagoda.errors import BadInput, CheckFailed, NeedsReset, StaleHandle
+from kvpagoda.free_list import FreeStack
 from kvpagoda.schema import Layer, LayerKind, Schema
 from raises import raises
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvpagoda import Limits, Retention
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle

@@ -44,7 +44,8 @@ assert "block" in str(plan)
 """,
     "blocks and prefix": """
 import numpy as np
-from kvpagoda.core.blocks import BlockTable, FreeList
+from kvpagoda.core.blocks import BlockTable
+from kvpagoda.free_list import FreeList
 from kvpagoda.core.prefix.tree import PrefixTree
 ids = FreeList(4, first=1).acquire(2)
 tree = PrefixTree(block_size=2)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from kvpagoda.loading import load_when_used
 
 if TYPE_CHECKING:
+    from kvpagoda.abc import EvictionPolicy
     from kvpagoda.compat import *  # noqa: F403
     from kvpagoda.core.batch.batch import Batch, LayerView
     from kvpagoda.core.batch.persistent import PersistentBatch
-    from kvpagoda.core.cache.namespace import Namespace
     from kvpagoda.core.cache.options import Identity, Limits, Retention
     from kvpagoda.core.cache.sequence import Sequence
     from kvpagoda.core.cache.stats import CacheStats
     from kvpagoda.core.kv_cache import KVCache
+    from kvpagoda.core.scheduling import PreemptionPolicy
     from kvpagoda.core.worker import Worker
     from kvpagoda.errors import (
         Asleep,
@@ -41,9 +42,8 @@ if TYPE_CHECKING:
         StaleHandle,
         TicketRefused,
     )
-    from kvpagoda.policies.protocol import EvictionPolicy
+    from kvpagoda.namespace import Namespace
     from kvpagoda.replay.fleet.simulation import simulate
-    from kvpagoda.scheduling import PreemptionPolicy
     from kvpagoda.schema import Plan, Schema
 
 _PUBLIC = {
@@ -58,10 +58,10 @@ _PUBLIC = {
     "kvpagoda.core.cache.stats": ("CacheStats",),
     "kvpagoda.core.kv_cache": ("KVCache",),
     "kvpagoda.core.worker": ("Worker",),
-    "kvpagoda.core.cache.namespace": ("Namespace",),
-    "kvpagoda.scheduling": ("PreemptionPolicy",),
+    "kvpagoda.namespace": ("Namespace",),
+    "kvpagoda.core.scheduling": ("PreemptionPolicy",),
     "kvpagoda.core.batch.persistent": ("PersistentBatch",),
-    "kvpagoda.policies.protocol": ("EvictionPolicy",),
+    "kvpagoda.abc": ("EvictionPolicy",),
     "kvpagoda.core.cache.sequence": ("Sequence",),
     "kvpagoda.replay.fleet.simulation": ("simulate",),
 }  # fmt: skip

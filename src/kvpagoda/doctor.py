@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 import kvpagoda
+from kvpagoda import KVCache
 from kvpagoda.bench_gpu.card import Card, no_gpu
 from kvpagoda.bench_gpu.measure import short
-from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import CheckFailed
 from kvpagoda.loading import read_json
 from kvpagoda.schema import Attention, Layer, Schema

@@ -5,7 +5,7 @@
                          computed, suspended, resumed
     process "cache"      counters of the blocks of each group; evictions, moves of blocks, traffic with tiers, sleep
 
-``Recording`` wraps the calls that ``kvpagoda.core.cache.guard`` lists; a cache without one runs none of this code. It keeps
+``Recording`` wraps the calls that ``kvpagoda.abc.wrap_calls`` lists; a cache without one runs none of this code. It keeps
 no tokens, salts or media: sizes and reasons alone. The format is that of "Trace Event Format", Google, 2016, in its array
 form: there the closing bracket may be missing, so what a process wrote before it died can be opened.
 """
@@ -25,8 +25,8 @@ from time import perf_counter
 from typing import Any
 from weakref import finalize
 
+from kvpagoda.abc import Call, wrap_calls
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.guard import Call, observe
 from kvpagoda.core.cache.request import Request, State
 from kvpagoda.core.cache.stats import group_stats
 from kvpagoda.errors import BadInput, RetryLater, shown
@@ -204,7 +204,7 @@ class Recording:
         if self._end is not None:
             text = "this recording belongs to a cache already; make a new one for each cache"
             raise BadInput(text, needed="recording")
-        self._core, self._end = core, observe(core.parts, self._around, "a recording")
+        self._core, self._end = core, wrap_calls(core.parts, self._around, "a recording")
         self._file.begin(requests=[], cache=["evictions", "moves", "tiers"])
         self._count(self._clock())
 
@@ -336,10 +336,10 @@ class Recording:
                 self._counted[name] = values
                 self._file.put("C", name, CACHE, 0, at, values)
 
-    def _forget(self, call: Call, *given: Any, is_evicted: bool = False) -> bool:
+    def _forget(self, call: Call, *given: Any, **named: Any) -> bool:
         prefix = self._core.prefix
         before = [*prefix.num_evicted, prefix.num_evicted_checkpoints]
-        has_freed: bool = call(*given, is_evicted=is_evicted)
+        has_freed: bool = call(*given, **named)
         now = [*prefix.num_evicted, prefix.num_evicted_checkpoints]
         names = [*(group.plan.name for group in self._core.groups), "checkpoints"]
         told = {name: n - then for name, n, then in zip(names, now, before) if n > then}

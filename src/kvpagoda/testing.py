@@ -19,8 +19,8 @@ from time import monotonic
 
 import numpy as np
 
+from kvpagoda.abc import Driver, Lease, Status
 from kvpagoda.errors import CheckFailed
-from kvpagoda.tiers.driver import Driver, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer, pack_record, verify_record
 
 PAYLOAD = 10_000

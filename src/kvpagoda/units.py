@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from kvpagoda.errors import BadInput, shown
 
@@ -184,3 +184,8 @@ def all_of(values: object, kind: type[T], what: str) -> tuple[T, ...]:
             raise BadInput(f"{what}, got {shown(value)}", field=what, needed=value)
         items.append(value)
     return tuple(items)
+
+
+def positive_numbers(**numbers: SupportsIndex) -> list[int]:
+    """Return the arguments, in their order, as ints of at least 1. Raises BadInput naming the first that is not."""
+    return [whole_number(n, what, at_least=1) for what, n in numbers.items()]

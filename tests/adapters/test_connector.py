@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.adapters.connector.block_rows import BlockRows, rows_of
 from kvpagoda.adapters.connector.groups import LayerGroup, RecordGrid, grid_of, groups_of
 from kvpagoda.adapters.connector.identity import adapter_of, files_digest, weights_of
+from kvpagoda.adapters.connector.layer_rows import rows_of
 from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
 from kvpagoda.adapters.connector.options import Options, options_of
 from kvpagoda.adapters.connector.scheduler import SchedulerSide
 from kvpagoda.adapters.connector.stats import added, since
 from kvpagoda.adapters.connector.worker import WorkerSide
 from kvpagoda.errors import BadInput, LayoutError, SchemaError
+from kvpagoda.pools import BlockRows
 from kvpagoda.tiers import disk_tier, host_tier
 from kvpagoda.tiers.level import RecordIdentity
 from raises import raises

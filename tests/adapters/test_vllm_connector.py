@@ -121,7 +121,7 @@ def test_it_serves_our_scheduler_too(kind: str, models: Models, tmp_path: Path) 
 def test_the_loaded_bytes_are_what_the_answers_come_from(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpagoda.adapters.connector.block_rows import BlockRows
+    from kvpagoda.pools import BlockRows
 
     tiers = filled(models, "llama", tmp_path)
     monkeypatch.setattr(BlockRows, "from_records", lambda *_: None)

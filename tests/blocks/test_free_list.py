@@ -7,9 +7,8 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from kvpagoda.core.blocks import FreeList, FreeStack
-from kvpagoda.core.blocks.free_list import IdSet
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
+from kvpagoda.free_list import FreeList, FreeStack, IdSet
 from raises import raises
 
 

@@ -387,12 +387,12 @@ def test_cost_is_flat_from_1_000_to_1_000_000_tokens(page_size):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_an_alloc_that_fails_on_its_way_to_the_device_takes_nothing(page_size, monkeypatch):
-    def fail(ids, device):
+    def fail(staging, ids):
         raise MemoryError("no device memory")
 
     tokens = make(16, page_size)
     before = snapshot(tokens)
-    monkeypatch.setattr("kvpagoda.compat.token_allocator.ids_to", fail)
+    monkeypatch.setattr("kvpagoda.compat.token_allocator.Staging.to_device", fail)
     with pytest.raises(MemoryError):
         tokens.alloc(6)
     monkeypatch.undo()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvpagoda import KVCache, Limits, Namespace
-from kvpagoda.core.cache.event_log import Gone, Renewed, Restart, Shared
 from kvpagoda.errors import BadInput
+from kvpagoda.events.event_log import Gone, Renewed, Restart, Shared
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvpagoda import Identity, KVCache
-from kvpagoda.core.cache.event_log import Kept
 from kvpagoda.core.offload.offloader import Offloader
-from kvpagoda.core.offload.watch import Watch
+from kvpagoda.events.event_log import Kept
+from kvpagoda.events.tier_watch import Watch
 from kvpagoda.tiers import disk_tier, host_tier
 from kvpagoda.tiers.driver import Status
 
@@ -60,7 +60,7 @@ class Reader:
 def settled(cache: KVCache, stream: EventStream, reader: Reader, follower: Follower, medium: str) -> None:
     """Read what is told when no store is on its way any more: just that is what the driver has."""
     assert cache.flush(10) and isinstance(cache.core.tiers, Offloader)
-    (level,), (watch,) = cache.core.tiers.levels, cache.core.tiers._watches.values()
+    (level,), (watch,) = cache.core.tiers.levels, cache.core.tiers.watches.values()
     if (message := stream.drain()) is not None:
         reader.read(message[1])
         follower.feed(*message)

@@ -17,7 +17,7 @@ from kvpagoda.core.memory import host_copy
 from kvpagoda.core.memory.arena import Arena
 from kvpagoda.core.memory.host_copy import HostCopies, LayerwiseCopy, pairs_of
 from kvpagoda.core.memory.page_locks import PageLocks
-from kvpagoda.core.memory.pages import Bytes, pages
+from kvpagoda.pages import Bytes, pages
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.units import table_rows
 from records import records_of

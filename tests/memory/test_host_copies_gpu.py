@@ -17,7 +17,7 @@ from kvpagoda.core.memory.arena import Arena
 from kvpagoda.core.memory.device_memory import CudaPages
 from kvpagoda.core.memory.host_copy import CudaStreams, HostCopies, LayerwiseCopy
 from kvpagoda.core.memory.page_locks import PageLocks
-from kvpagoda.core.memory.pages import pages
+from kvpagoda.pages import pages
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.tiers import host_tier
 from kvpagoda.units import table_rows

@@ -9,7 +9,7 @@ import pytest
 
 from kvpagoda.core.memory import page_locks
 from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes
-from kvpagoda.core.memory.pages import pages
+from kvpagoda.pages import pages
 from streams import FakePages
 
 PIECE = 1 << 16

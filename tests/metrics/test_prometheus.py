@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpagoda import BadInput, KVCache, MissingExtra, Namespace, Schema
 from kvpagoda.metrics import METRICS, CacheCollector, dashboard
 from kvpagoda.metrics.names import COMMON
+from kvpagoda.metrics.residency import Residency
 from kvpagoda.scheduling import Job, RunQueue, Youngest
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.tiers import host_tier
@@ -182,9 +183,9 @@ def test_lives_of_blocks_hits_and_waits_are_histograms() -> None:
     cache = made()
     queue = RunQueue(cache, Youngest())
     collector = CacheCollector(queue, model_name="m", sample=1)
-    assert cache.core.prefix.residency is not None
+    assert cache.core.residency is not None
     CacheCollector(cache, sample=7)
-    assert cache.core.prefix.residency.every == 1, "a second collector reads the same sample"
+    assert cache.core.observers.find(Residency).every == 1, "a second collector reads the same sample"
     for first in range(8):
         serve(cache, [first % 3, *range(40)])
     for first in range(2):
@@ -205,7 +206,7 @@ def test_lives_of_blocks_hits_and_waits_are_histograms() -> None:
 def test_no_sample_follows_nothing() -> None:
     cache = made()
     found = scraped(CacheCollector(cache, sample=0))
-    assert cache.core.prefix.residency is None and not [name for name, _ in found if "kv_block_" in name]
+    assert cache.core.residency is None and not [name for name, _ in found if "kv_block_" in name]
     with raises(BadInput, field="sample", needed=-1, available=0):
         CacheCollector(cache, sample=-1)
 

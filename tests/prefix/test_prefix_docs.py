@@ -12,9 +12,15 @@ import kvpagoda.core.prefix
 import kvpagoda.policies
 
 MODULES = [
-    info.name
-    for room in (kvpagoda.core.blocks, kvpagoda.policies, kvpagoda.core.prefix)
-    for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
+    "kvpagoda.abc",
+    "kvpagoda.arrays",
+    "kvpagoda.core.probe",
+    "kvpagoda.free_list",
+    *(
+        info.name
+        for room in (kvpagoda.core.blocks, kvpagoda.policies, kvpagoda.core.prefix)
+        for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
+    ),
 ]
 
 

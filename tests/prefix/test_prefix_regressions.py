@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from plain_lru import LRU
 
-from kvpagoda.core.blocks import FreeList
 from kvpagoda.core.prefix import PrefixTree
 from kvpagoda.errors import StaleHandle
+from kvpagoda.free_list import FreeList
 from raises import raises
 
 

@@ -19,6 +19,7 @@ from kvpagoda.core.prefix import POLICY_NAMES
 from kvpagoda.errors import NeverFits
 from kvpagoda.schema import Schema
 from kvpagoda.tiers import Driver, Lease, RecordBuffer, TierSpec, disk_tier, host_tier
+from mirror import Mirror, cached_now
 
 from .schemas import SCHEMA_NAMES, schema_named
 from .split import SplitCache
@@ -136,7 +137,11 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
                 checkpoint_format=settings.checkpoint_format,
             ),
         )  # fmt: skip
-        cache = SplitCache(made(device="none"), Worker(made(device="cpu"))) if settings.split else made(device="cpu")
+        mirrors = [Mirror(settings.block_size)] if settings.seed % 2 == 0 else []
+        if settings.split:
+            cache = SplitCache(made(device="none", observers=mirrors), Worker(made(device="cpu")))
+        else:
+            cache = made(device="cpu", observers=mirrors)
     return cache, drivers
 
 
@@ -271,3 +276,10 @@ def is_prefetched(prefetch: Any) -> bool:
     """Return whether a prefetch has finished reading."""
     done: bool = prefetch.is_done
     return done
+
+
+def is_mirrored(cache: Any) -> bool:
+    """Return whether an observer of ``cache``, if it has one, knows what is cached and how many requests there are."""
+    mirror = cache.core.observers.find(Mirror)
+    requests = len(cache.core.running) + len(cache.core.suspended)
+    return mirror is None or (mirror.cached == cached_now(cache) and len(mirror.running) == requests)

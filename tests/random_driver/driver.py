@@ -14,7 +14,7 @@ import numpy as np
 from kvpagoda.handover import SharedMemory
 
 from . import handing, keeping, life, steps, wrong
-from .caches import Failing, Settings, failing_memory, is_suspended, make_cache, num_moves, state_places
+from .caches import Failing, Settings, failing_memory, is_mirrored, is_suspended, make_cache, num_moves, state_places
 from .faults import Fault, Refused
 from .oracle import DIALECTS, Oracle, StepTexts
 from .schemas import SCHEMA_NAMES, draft_width, rewind_width
@@ -177,6 +177,7 @@ class Driver:
     def check(self) -> None:
         """Run ``check()`` of the cache, and compare its statistics with what the driver knows."""
         self.cache.check()
+        self.require(is_mirrored(self.cache), "an observer knows something else to be cached, or to run")
         stats = self.cache.stats()
         suspended = sum(request.is_suspended for request in self.requests.values())
         running = len(self.requests) - suspended + len(self.lingering)

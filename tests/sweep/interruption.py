@@ -35,7 +35,7 @@ CAN_FAIL = (
     "kvpagoda.core.memory.arena:Arena.poison",
     "kvpagoda.core.memory.host_copy:copy_to_host",
     "kvpagoda.core.memory.host_copy:copy_from_host",
-    "kvpagoda.core.memory.pages:pages",
+    "kvpagoda.pages:pages",
     "kvpagoda.tiers.tier:Tier.store",
     "kvpagoda.tiers.tier:Tier.lookup",
     "kvpagoda.tiers.tier:Tier.load",

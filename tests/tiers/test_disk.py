@@ -17,8 +17,8 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from kvpagoda.core.memory.pages import PAGE
 from kvpagoda.errors import BadInput
+from kvpagoda.pages import PAGE
 from kvpagoda.tiers import RecordBuffer, Status, Tier, disk_driver
 from kvpagoda.tiers.disk import FILE_NAME
 from kvpagoda.tiers.records import HEADER_NBYTES

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
 
-from kvpagoda.core.memory.pages import pages
+from kvpagoda.pages import pages
 from kvpagoda.tiers import Status, host_tier
 from kvpagoda.tiers.level import Level, RecordIdentity
 

@@ -7,8 +7,8 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from kvpagoda.core.memory.pages import PAGE, pages
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
+from kvpagoda.pages import PAGE, pages
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, read_header, verify_record
 from raises import raises
 

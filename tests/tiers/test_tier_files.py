@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvpagoda.core.memory.pages import PAGE
 from kvpagoda.errors import BadInput
+from kvpagoda.pages import PAGE
 from kvpagoda.tiers import RecordBuffer, disk_driver
 from kvpagoda.tiers.disk import _SUPERBLOCK, FILE_NAME, TierFile, delete_tier_files, tier_files
 from kvpagoda.tiers.records import pack_record, xxh3_128

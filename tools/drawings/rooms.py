@@ -13,6 +13,7 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 GAP, SIZE = 6, 10
+_HOME = {name: module for module, names in kvpagoda._PUBLIC.items() for name in names}
 
 
 def imports() -> dict[str, set[str]]:
@@ -27,7 +28,10 @@ def imports() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+                home = _HOME if node.module == "kvpagoda" else {}
+                names |= {f"{home.get(alias.name, node.module)}.{alias.name}" for alias in node.names} | {
+                    str(node.module)
+                }
     rooms = set(found)
     return {
         room: {_room(name.removeprefix("kvpagoda.")) for name in names if name.startswith("kvpagoda.")} & rooms - {room}

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
-from kvpagoda.core.blocks.free_list import Ids, positive_numbers
-from kvpagoda.core.prefix import EvictionPolicy, Lease, Match, PrefixTree
-from kvpagoda.core.prefix.tokens import as_tokens
+from kvpagoda.arrays import Ids, as_tokens
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
-from kvpagoda.units import ceil_div
+from kvpagoda.policies import EvictionPolicy
+from kvpagoda.prefix import Lease, Match, PrefixTree
+from kvpagoda.units import ceil_div, positive_numbers
 
 Tensor = torch.Tensor
 

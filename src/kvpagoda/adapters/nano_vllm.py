@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
-from kvpagoda.core.blocks.free_list import Ids
-from kvpagoda.core.prefix import EvictionPolicy, Lease, Match
-from kvpagoda.core.prefix.tokens import as_tokens
+from kvpagoda.arrays import Ids, as_tokens
 from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.policies import EvictionPolicy
+from kvpagoda.prefix import Lease, Match
 from kvpagoda.units import ceil_div
 
 

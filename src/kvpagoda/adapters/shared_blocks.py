@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from kvpagoda.core.blocks import FreeList
-from kvpagoda.core.blocks.free_list import Ids, positive_numbers
-from kvpagoda.core.prefix import EvictionPolicy, Match, PrefixTree
+from kvpagoda.arrays import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.free_list import FreeList
+from kvpagoda.policies import EvictionPolicy
+from kvpagoda.prefix import Match, PrefixTree
+from kvpagoda.units import positive_numbers
 
 
 class SharedBlocks:

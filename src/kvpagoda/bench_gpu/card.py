@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,7 +21,6 @@ from time import perf_counter
 import torch
 
 import kvpagoda
-from kvpagoda.core.kernels.dispatch import triton
 from kvpagoda.errors import BadInput
 
 Call = Callable[[], object]
@@ -51,7 +51,7 @@ class Card:
         return {
             "card": self.name, "card_nbytes": torch.cuda.get_device_properties(self.device).total_memory,
             "capability": f"{major}.{minor}", "driver": driver_version(), "cuda": torch.version.cuda,
-            "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
+            "torch": torch.__version__, "triton": next((one.version for one in distributions(name="triton")), None),
             "python": platform.python_version(), "kvpagoda": kvpagoda.__version__,
         }  # fmt: skip
 

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvpagoda import KVCache, Limits, Sequence
 from kvpagoda.bench_gpu.card import Card
 from kvpagoda.bench_gpu.rows import CARD, SWAP, TIER, Bound, Case, Sizes, at_least, at_most
-from kvpagoda.core.cache.options import Limits
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.tiers import host_tier

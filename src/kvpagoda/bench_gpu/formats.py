@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvpagoda import KVCache, Limits
 from kvpagoda.bench_gpu.card import Call, Card
 from kvpagoda.bench_gpu.rows import (
     BLOCKS,
@@ -22,13 +23,18 @@ from kvpagoda.bench_gpu.rows import (
     at_least,
     at_most,
 )
-from kvpagoda.core.cache.options import Limits
-from kvpagoda.core.kernels import append_rows, append_scaled, copy_rows, gather_rows, gather_scaled
-from kvpagoda.core.kernels.packed_rows import append_parts, gather_parts
-from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import CheckFailed
 from kvpagoda.formats.dialects import dialect_for_heads
 from kvpagoda.formats.encoding import MXFP4, NVFP4, TENSOR, Encoding
+from kvpagoda.kernels import (
+    append_parts,
+    append_rows,
+    append_scaled,
+    copy_rows,
+    gather_parts,
+    gather_rows,
+    gather_scaled,
+)
 from kvpagoda.schema import Attention, Layer, Schema
 
 Tensor = torch.Tensor

@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpagoda import KVCache, Limits, Retention, Sequence
 from kvpagoda.bench_gpu.card import Call, Card
 from kvpagoda.bench_gpu.rows import STEPS, Bound, Case, Sizes, at_most
-from kvpagoda.core.cache.options import Limits, Retention
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
 BLOCK_SIZE, WARM_UP = 16, 18

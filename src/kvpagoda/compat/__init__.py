@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvpagoda.compat.req_pool import ReqToTokenPool, make_req_to_token_pool
     from kvpagoda.compat.slot_allocator import SlotAllocator
     from kvpagoda.compat.token_allocator import TokenToKVPoolAllocator
-    from kvpagoda.core.kernels.append_swa import append_swa
+    from kvpagoda.kernels import append_swa
 
 NAMES = {
     "kvpagoda.compat.deepseek_v4": (
@@ -48,7 +48,7 @@ NAMES = {
     "kvpagoda.compat.slot_allocator": ("SlotAllocator",),
     "kvpagoda.compat.block_allocator": ("BlockAllocator",),
     "kvpagoda.compat.token_allocator": ("TokenToKVPoolAllocator",),
-    "kvpagoda.core.kernels.append_swa": ("append_swa",),
+    "kvpagoda.kernels": ("append_swa",),
     "kvpagoda.compat.cache_engine": ("CacheEngine",),
     "kvpagoda.compat.compressed_pools": ("PagedKVPool", "StateCachePool"),
     "kvpagoda.compat.gdn_pool": ("GDNPool",),

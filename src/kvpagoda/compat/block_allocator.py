@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpagoda.core.blocks.free_list import FreeList
-from kvpagoda.core.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
-from kvpagoda.core.memory.staging import Staging
+from kvpagoda.free_list import FreeList
+from kvpagoda.id_tensors import Device, IdsLike, default_device, ids_from
+from kvpagoda.pools import Staging
 from kvpagoda.units import whole_number
 
 
@@ -45,7 +45,7 @@ class BlockAllocator:
         taking no block, and BadInput for an ``n`` that is not a whole number of at least 0.
         """
         count = whole_number(n, "the number of blocks to take")
-        ids = ids_to(self._blocks.require(count), self._staging)
+        ids = self._staging.to_device(self._blocks.require(count))
         self._blocks.acquire(count)
         return ids
 

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpagoda.core.blocks.free_list import positive_numbers
-from kvpagoda.core.kernels.copy_rows import copy_rows
-from kvpagoda.core.memory.id_tensors import Device, default_device
 from kvpagoda.errors import BadInput, NotOwned, unknown_name
-from kvpagoda.units import whole_number
+from kvpagoda.id_tensors import Device, default_device
+from kvpagoda.kernels import copy_rows
+from kvpagoda.units import positive_numbers, whole_number
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]

@@ -12,10 +12,11 @@ from typing import SupportsIndex
 import torch
 
 from kvpagoda.compat.deepseek_v4 import LayerSchema
-from kvpagoda.core.blocks.free_list import IdSet, positive_numbers
-from kvpagoda.core.memory.arena import Arena, Device
-from kvpagoda.core.memory.pool import Pool
 from kvpagoda.errors import BadInput
+from kvpagoda.free_list import IdSet
+from kvpagoda.id_tensors import Device
+from kvpagoda.pools import Arena, Pool
+from kvpagoda.units import positive_numbers
 
 Tensor = torch.Tensor
 

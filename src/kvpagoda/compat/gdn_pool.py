@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpagoda.core.blocks.free_list import FreeList, positive_numbers
-from kvpagoda.core.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.core.memory.id_tensors import integers
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.free_list import FreeList
+from kvpagoda.id_tensors import Device, integers
+from kvpagoda.pools import Arena, dtype_name
 from kvpagoda.schema import RowLayout, Rows
 from kvpagoda.schema.families.states import delta
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import pages_of
-from kvpagoda.units import whole_number
+from kvpagoda.units import positive_numbers, whole_number
 
+Tensor = torch.Tensor
 Slots = int | Sequence[int] | Tensor
 
 

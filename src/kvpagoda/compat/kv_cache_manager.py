@@ -24,37 +24,15 @@ from kvpagoda.compat.deepseek_v4 import (
     build_schema,
 )
 from kvpagoda.compat.layer_handle import LayerCacheHandle
-from kvpagoda.core.batch.step import Step
-from kvpagoda.core.blocks import FreeList, FreeStack
-from kvpagoda.core.blocks.free_list import positive_numbers
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.memory.arena import Device, default_device
-from kvpagoda.core.memory.device_memory import DeviceArrays
-from kvpagoda.core.memory.writes import Writes
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
+from kvpagoda.free_list import FreeList, FreeStack
+from kvpagoda.id_tensors import Device, default_device
+from kvpagoda.pools import DeviceBlocks, Step
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
-from kvpagoda.units import ceil_div, whole_number
+from kvpagoda.units import ceil_div, positive_numbers, whole_number
 
 Tensor = torch.Tensor
-
-
-class LayerBlocks:
-    """The blocks of one layer: ``group``, which knows their owners, and ``table``, the block table for kernels.
-
-    ``table``: int32 on the device; on the CPU the memory of the group's own table.
-    """
-
-    def __init__(self, group: BlockGroup, device: torch.device) -> None:
-        self.group, self._arrays = group, DeviceArrays(device)
-        self.table: Tensor = self._arrays.twin(group.table.cells)
-
-    def upload(self, slot: int) -> None:
-        """Copy the row of ``slot`` to the device; does nothing on the CPU."""
-        if not self._arrays.is_host:
-            writes = Writes()
-            writes.put("row", self.table[slot], self.group.table.cells[slot])
-            self._arrays.send(writes)
 
 
 class KVCacheManager:
@@ -107,13 +85,13 @@ class KVCacheManager:
         self.block_tables: list[Tensor | None] = [layer.table if layer else None for layer in self._blocks]
         self.num_layers = len(schedule)
 
-    def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
+    def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> DeviceBlocks:
         """Return the blocks of one layer: ids from 0; an empty cell is -1, the hidden last block of the pool."""
         layout = schema.block_layout()
         plan = GroupPlan(FULL, layout, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, layout.nbytes)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
-        return LayerBlocks(BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name), self.device)
+        return DeviceBlocks(plan, self._slots.num_ids, columns, self.device, name=name)
 
     @property
     def num_free_slots(self) -> int:
@@ -236,7 +214,7 @@ class KVCacheManager:
     def _check_layer(self, layer_idx: int) -> None:
         whole_number(layer_idx, "the index of a layer", below=self.num_layers)
 
-    def _blocks_of(self, layer_idx: int) -> LayerBlocks:
+    def _blocks_of(self, layer_idx: int) -> DeviceBlocks:
         """Return the blocks of a layer. Raises BadInput for a layer that keeps none."""
         self._check_layer(layer_idx)
         blocks = self._blocks[layer_idx]

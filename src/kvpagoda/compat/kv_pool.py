@@ -7,12 +7,11 @@ import os
 import torch
 
 from kvpagoda.compat.token_allocator import TokenToKVPoolAllocator
-from kvpagoda.core.blocks.free_list import positive_numbers
-from kvpagoda.core.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.core.memory.id_tensors import IdsLike, integers
 from kvpagoda.errors import BadInput
+from kvpagoda.id_tensors import Device, IdsLike, integers
+from kvpagoda.pools import Arena, dtype_name
 from kvpagoda.schema import Field, RowLayout
-from kvpagoda.units import whole_number
+from kvpagoda.units import positive_numbers, whole_number
 
 
 class KVPool:
@@ -61,20 +60,20 @@ class KVPool:
         self.k_buffer, self.v_buffer = (list(self.arena.all_layers(name)[:, :, 0]) for name in "kv")
         self._proves_device_ids = int(os.environ.get("KVPAGODA_CHECK", "0")) >= 1
 
-    def get_key_buffer(self, layer_id: int) -> Tensor:
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return K of a layer, ``[size + 1, k_head_num, k_head_dim]``, a view. Raises BadInput for an unknown layer."""
         return self.get_kv_buffer(layer_id)[0]
 
-    def get_value_buffer(self, layer_id: int) -> Tensor:
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """Return V of a layer, ``[size + 1, v_head_num, v_head_dim]``, a view. Raises BadInput for an unknown layer."""
         return self.get_kv_buffer(layer_id)[1]
 
-    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and the V tensor of a layer, views of the pool. Raises BadInput for an unknown layer."""
         layer = whole_number(layer_id, "a layer of this pool", below=self.layer_num)
         return self.k_buffer[layer], self.v_buffer[layer]
 
-    def set_kv_buffer(self, layer_id: int, indices: IdsLike, k: Tensor, v: Tensor) -> None:
+    def set_kv_buffer(self, layer_id: int, indices: IdsLike, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write one K and one V row for every index.
 
         Three layouts, for K and V each with its own heads ``h`` and dim ``d``:
@@ -99,11 +98,11 @@ class KVPool:
         """Return the bytes allocated."""
         return self.arena.nbytes
 
-    def _rows(self, name: str, x: Tensor, indices: Tensor, buffer: Tensor) -> Tensor:
+    def _rows(self, name: str, x: torch.Tensor, indices: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """Return ``x`` as ``[n, h * d]``. Raises BadInput for a shape, dtype or device that ``buffer`` lacks."""
         heads, dim = buffer.shape[1:]
         lead = tuple(indices.shape)
-        if not isinstance(x, Tensor):
+        if not isinstance(x, torch.Tensor):
             raise BadInput(f"{name} must be a tensor, got {type(x).__name__}")
         if tuple(x.shape) not in ((*lead, heads, dim), (*lead, heads * dim)):
             raise BadInput(
@@ -115,7 +114,7 @@ class KVPool:
         return x.detach().reshape(indices.numel(), heads * dim)
 
 
-def _as_codes(x: Tensor) -> Tensor:
+def _as_codes(x: torch.Tensor) -> torch.Tensor:
     """View one-byte floats as uint8, because torch has no ``index_copy_`` for them on the CPU."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 

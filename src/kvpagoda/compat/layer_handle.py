@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from kvpagoda.core.batch.step import Step
-from kvpagoda.core.kernels.append_swa import append_swa, warm_up_swa
-from kvpagoda.core.memory.id_tensors import IdsLike, integers
-from kvpagoda.core.memory.pool import Pool
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.codec import decode
 from kvpagoda.formats.encoding import Encoding
+from kvpagoda.id_tensors import IdsLike, integers
+from kvpagoda.kernels import append_swa, warm_up_swa
+from kvpagoda.pools import Pool, Step
 from kvpagoda.schema import Compressed
 
 Tensor = torch.Tensor

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import IdPool, grown
-from kvpagoda.core.prefix.node import Lease, Match
-from kvpagoda.core.prefix.tokens import as_tokens
-from kvpagoda.core.prefix.tree import PrefixTree
+from kvpagoda.arrays import as_tokens, grown
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.free_list import IdPool
+from kvpagoda.prefix import Lease, Match, PrefixTree
 from kvpagoda.units import whole_number
 
 Text = Sequence[int] | npt.NDArray[Any]

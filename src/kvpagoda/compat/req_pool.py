@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpagoda.core.blocks.free_list import FreeList
-from kvpagoda.core.memory.id_tensors import Device, IdsLike, default_device, ids_from, integers
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.free_list import FreeList
+from kvpagoda.id_tensors import Device, IdsLike, default_device, ids_from, integers
 from kvpagoda.units import whole_number
 
 

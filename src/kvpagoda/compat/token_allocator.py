@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from kvpagoda.core.blocks.free_list import FreeList, Ids, IdSet
-from kvpagoda.core.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
-from kvpagoda.core.memory.staging import Staging
+from kvpagoda.arrays import Ids
 from kvpagoda.errors import BadInput, CheckFailed
+from kvpagoda.free_list import FreeList, IdSet
+from kvpagoda.id_tensors import Device, IdsLike, default_device, ids_from
+from kvpagoda.pools import Staging
 from kvpagoda.units import ceil_div, whole_number
 
 _NONE: Ids = np.empty(0, np.int32)
@@ -75,7 +76,7 @@ class TokenToKVPoolAllocator:
         if self.page_size > 1:
             offsets = np.arange(1 - self.page_size, 1, dtype=np.int32)
             indices = (indices[:, None] * np.int32(self.page_size) + offsets).reshape(-1)
-        out = ids_to(indices, self._staging)
+        out = self._staging.to_device(indices)
         self._pages.acquire(num_pages)
         if self.page_size > 1:
             self._unfreed.flags[indices] = True

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.abc import CacheObserver
+from kvpagoda.arrays import TokenIds, as_tokens
 from kvpagoda.core.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.core.batch.persistent import PersistentBatch
 from kvpagoda.core.batch.step_buffers import StepBuffers
 from kvpagoda.core.cache.admission import Admission
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.core import Core, Settings
-from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.core.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.core.cache.invariants import check
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.lookup import AnyNamespace, Lookup, Reuse, look_up, prefetch
-from kvpagoda.core.cache.namespace import Media, Namespace, with_media
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import Pin, PrefixCache
 from kvpagoda.core.cache.request import Request, breakpoints_of, buffer_of
@@ -33,24 +33,24 @@ from kvpagoda.core.cache.stats import CacheStats, stats_of
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.memory.remote_memory import RemoteMemory
 from kvpagoda.core.prefix import EvictionPolicy
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.namespace import Media, Namespace, with_media
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.text import in_brackets
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import MOST, all_of, format_bytes, instance_of, option, real_number, truth, whole_number
+from kvpagoda.units import MOST, all_of, format_bytes, instance_of, items_of, option, real_number, truth, whole_number
 
 if TYPE_CHECKING:
     import torch
 
-    from kvpagoda.core.memory.backing import Backing
+    from kvpagoda.abc import Backing, Transfer
+    from kvpagoda.core.handover.receiver import Receiver
+    from kvpagoda.core.handover.sender import Sender
     from kvpagoda.core.offload.hit import Prefetch
     from kvpagoda.core.sleeping import Keep, Slept
-    from kvpagoda.handover.receiver import Receiver
-    from kvpagoda.handover.sender import Sender
+    from kvpagoda.events.event_log import EventLog
     from kvpagoda.handover.ticket import Ticket
-    from kvpagoda.handover.transfer import Transfer
     from kvpagoda.hints import Hints, Outcome
     from kvpagoda.recording import Recording
 
@@ -76,8 +76,9 @@ class KVCache:
     ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``). ``record``: the path of
     a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
     ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``memory``: provides the memory and takes it
-    back while the cache sleeps, with the three calls of a ``kvpagoda.core.memory.backing.Backing``. ``hints``: a
-    ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes.
+    back while the cache sleeps, with the three calls of a ``kvpagoda.abc.Backing``. ``hints``: a
+    ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes. ``observers``: are
+    told what happens in the cache, each a ``kvpagoda.abc.CacheObserver`` (``docs/own-parts.md``).
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
@@ -116,9 +117,13 @@ class KVCache:
         record: str | os.PathLike[str] | Recording | None = None,
         memory: Backing | None = None,
         hints: Hints | None = None,
+        observers: Iterable[CacheObserver] = (),
     ) -> None:
         retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
-        events = None if events is None else instance_of(events, EventLog, "events")
+        if events is not None:
+            from kvpagoda.events.event_log import EventLog as Log
+
+            events = instance_of(events, Log, "events")
         schema, tiers = instance_of(schema, Schema, "schema"), all_of(tiers, TierSpec, TIERS)
         self.schema = schema if dtype is None else schema.cast(dtype)
         self._recording = None if record is None else _recording(record)
@@ -131,9 +136,13 @@ class KVCache:
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         if plan.checkpoint_format is not None:
             fingerprint += f" {plan.checkpoint_format}"
-        below = _tiers(tiers, plan, identity, fingerprint, events)
-        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
+        below, is_followed = _tiers(tiers, plan, identity, fingerprint), events is not None
+        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, is_followed)
         self._core = core = Core(plan, own, settings)
+        if events is not None:
+            _follow(core, events)
+        for observer in items_of(observers):
+            core.observers.add(observer)
         self._guard, self._settler = core.guard, Settler(core)
         self._admission = Admission(core, self._settler)
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
@@ -306,7 +315,7 @@ class KVCache:
         (``kvpagoda.handover.SharedMemory`` and others). ``key``: signs its tickets; without one let only trusted programs
         pass them on. ``clock``: seconds since 1970. ``skew``: by how many seconds the clocks of the machines may differ.
         Raises BadInput, also if there is one already."""
-        from kvpagoda.handover.sender import Sender as Made
+        from kvpagoda.core.handover.sender import Sender as Made
 
         return Made(self._lifecycle, self.schema, transfer, key=key, clock=clock, skew=skew)
 
@@ -337,7 +346,7 @@ class KVCache:
         cannot be had intact: ``open`` the request, which computes it), RetryLater (no room now, or more layers to come; the
         ticket stays good), NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it
         reads."""
-        from kvpagoda.handover.receiver import Receiver as Made
+        from kvpagoda.core.handover.receiver import Receiver as Made
 
         self._core.check_open()
         if self._receiver is None:
@@ -595,17 +604,29 @@ def _recording(record: str | os.PathLike[str] | Recording) -> Recording:
     return record if isinstance(record, Recording) else Recording(record)
 
 
+def _follow(core: Core, events: EventLog) -> None:
+    """Make ``events`` the log of ``core``, and of its tiers. Raises BadInput."""
+    from kvpagoda.events.event_log import Followed
+    from kvpagoda.events.tier_watch import watches_of
+
+    wanted = {group.plan.name for group in core.groups if group is core.full or group in core.bounded}
+    grid, secret = core.settings.limits.hit_grid, core.settings.identity.secret
+    events.attach(core.observers, Followed.of(core.plan, grid, secret, wanted))
+    core.tiers.watches = watches_of(core.tiers.levels, events)
+    core.observers.add(events)
+
+
 def _tiers(
-    specs: Many[TierSpec], plan: Plan, identity: Identity, fingerprint: str, log: EventLog | None
+    specs: Many[TierSpec], plan: Plan, identity: Identity, fingerprint: str
 ) -> Callable[[PrefixCache, Media, NoMemory], NoTiers]:
-    """Return what makes the tiers ``specs`` for the parts of a cache. ``log``: is told what they keep."""
+    """Return what makes the tiers ``specs`` for the parts of a cache."""
     if not specs:
         return lambda *_: NoTiers()
     from kvpagoda.core.offload.offloader import Offloader
     from kvpagoda.tiers.level import RecordIdentity
 
     records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
-    return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret, log)
+    return lambda prefix, media, memory: Offloader(specs, records, prefix, media, memory, identity.secret)
 
 
 def _memory(

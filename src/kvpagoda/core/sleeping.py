@@ -20,15 +20,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockPlaces
+from kvpagoda.abc import Status
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.sequence import Fence
 from kvpagoda.core.groups import Group
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.errors import BadInput, shown
-from kvpagoda.tiers.driver import Status
+from kvpagoda.pages import Bytes
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes, real_number
 
 _log = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvpagoda.core.cache.namespace import Namespace, checked_media, namespace_key
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
+from kvpagoda.arrays import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.events.index import Block, PrefixIndex, Resumable
 from kvpagoda.events.trial import Trial, group_of
@@ -20,6 +19,7 @@ from kvpagoda.events.wire import (
     Name,
     decode,
 )
+from kvpagoda.namespace import Namespace, checked_media, namespace_key
 from kvpagoda.tiers.keys import prefix_root
 from kvpagoda.units import whole_number
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
-from kvpagoda.core.cache.event_log import Followed
-from kvpagoda.core.cache.namespace import LEAST_MEDIA, MOST_MEDIA, with_media
+from kvpagoda.arrays import NO_TOKEN, Ids, are_media
 from kvpagoda.core.prefix.node import Children
-from kvpagoda.core.prefix.tokens import NO_TOKEN, are_media
+from kvpagoda.events.event_log import Followed
 from kvpagoda.events.wire import Name
+from kvpagoda.namespace import LEAST_MEDIA, MOST_MEDIA, with_media
 from kvpagoda.schema.fields import Growth
 
 _UNKNOWN = NO_TOKEN + 1

@@ -13,8 +13,8 @@ from threading import Condition, Thread
 from time import monotonic
 from typing import Any
 
-from kvpagoda.core.cache.event_log import EventLog
 from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.events.event_log import EventLog
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message
 from kvpagoda.events.wire import END, SEQUENCE_NBYTES, Encoding, Name

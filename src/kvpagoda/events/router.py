@@ -12,12 +12,12 @@ from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
 
-from kvpagoda.core.cache.namespace import Namespace
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
+from kvpagoda.arrays import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra, did_you_mean
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.index import Resumable
 from kvpagoda.events.publisher import HEARTBEAT, Subscriber
+from kvpagoda.namespace import Namespace
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import msgspec

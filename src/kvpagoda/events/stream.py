@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import AnyIds, Ids
-from kvpagoda.core.cache.event_log import TEXT, EventLog, Gone, Kept, Record, Renewed, Restart, Shared
-from kvpagoda.core.cache.namespace import LEAST_MEDIA, fields_of, owner_of
-from kvpagoda.core.prefix.tokens import NO_TOKEN, are_media
+from kvpagoda.arrays import NO_TOKEN, AnyIds, Ids, are_media
 from kvpagoda.events import wire
+from kvpagoda.events.event_log import TEXT, EventLog, Gone, Kept, Record, Renewed, Restart, Shared
 from kvpagoda.events.index import Block, PrefixIndex
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event, Name, replace
+from kvpagoda.namespace import LEAST_MEDIA, fields_of, owner_of
 from kvpagoda.tiers.keys import prefix_hashes, prefix_root
 from kvpagoda.units import whole_number
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.core.cache.event_log import TEXT
-from kvpagoda.core.cache.namespace import checked_media
-from kvpagoda.core.prefix.tokens import NO_TOKEN
+from kvpagoda.arrays import NO_TOKEN
 from kvpagoda.errors import BadInput, shown
+from kvpagoda.events.event_log import TEXT
 from kvpagoda.events.index import PrefixIndex
 from kvpagoda.events.wire import BlockRemoved, BlockStored, Name
+from kvpagoda.namespace import checked_media
 from kvpagoda.tiers.keys import KEY_NBYTES
 
 _PADDING = np.int32(NO_TOKEN).tobytes()

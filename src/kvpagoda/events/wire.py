@@ -18,8 +18,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from kvpagoda.core.cache.event_log import TEXT, Followed
 from kvpagoda.errors import BadInput, MissingExtra, unknown_name
+from kvpagoda.events.event_log import TEXT, Followed
 from kvpagoda.schema.fields import FULL, STATE, Growth
 
 with MissingExtra.unless("msgspec", "kvpagoda.events needs msgspec; pip install 'kvpagoda[events]'"):

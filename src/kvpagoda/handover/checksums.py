@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.errors import MissingExtra, TicketRefused
+from kvpagoda.pages import Bytes
 
 try:
     import xxhash

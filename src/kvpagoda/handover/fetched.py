@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes
+from kvpagoda.abc import Transfer
 from kvpagoda.errors import HandoverMiss, shown
 from kvpagoda.handover.checksums import checksums_of
 from kvpagoda.handover.lease import (
@@ -27,7 +27,7 @@ from kvpagoda.handover.lease import (
     seal_in,
 )
 from kvpagoda.handover.ticket import RankLease, Ticket
-from kvpagoda.handover.transfer import Transfer
+from kvpagoda.pages import Bytes
 
 
 class Given(Protocol):

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.cache.options import Identity
-from kvpagoda.core.memory.pages import Bytes
+from kvpagoda import Identity
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.handover.content import FieldPlace, GroupPlace
+from kvpagoda.pages import Bytes
 from kvpagoda.units import align_up, format_bytes, whole_number
 
 MOST_LEASES, MOST_RANKS = 256, 64

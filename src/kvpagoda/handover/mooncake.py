@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.handover.transfer import numbers_in, text_in
+from kvpagoda.pages import Bytes, pages
 from kvpagoda.tiers.mooncake import set_timeouts
 from kvpagoda.units import format_bytes, name_of, parse_bytes
 

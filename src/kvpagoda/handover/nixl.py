@@ -13,9 +13,9 @@ from uuid import uuid4
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.handover.transfer import numbers_in, text_in
+from kvpagoda.pages import Bytes, pages
 from kvpagoda.units import format_bytes, name_of, parse_bytes, real_number
 
 _KIND, _LEAST_LANDING = "nixl", 16 << 20

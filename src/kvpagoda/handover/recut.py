@@ -10,10 +10,10 @@ from math import lcm
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.handover.content import FieldPlace, GroupPlace, Piece, pieces_of
 from kvpagoda.layouts.axes import Ints
 from kvpagoda.layouts.copying import Moved, copy, joined
+from kvpagoda.pages import Bytes
 
 
 def is_same(source: GroupPlace, target: GroupPlace, ranks: tuple[int, int]) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.errors import BadInput
 from kvpagoda.handover.transfer import numbers_in
+from kvpagoda.pages import Bytes, pages
 from kvpagoda.units import format_bytes, parse_bytes
 
 _KIND, _NAME = "shared memory", "kvpagoda-handover"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.errors import TicketRefused, shown
 from kvpagoda.handover.checksums import KNOWN
 from kvpagoda.handover.content import GroupPlace

@@ -1,42 +1,17 @@
-"""What moves bytes between the memories of processes: an interface of five methods, for transports of any kind."""
+"""What transfers (``kvpagoda.abc.Transfer``) share: checks of what they are given, and of what a ticket says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes
+from kvpagoda.abc import Transfer
 from kvpagoda.errors import BadInput, TicketRefused, shown
 from kvpagoda.units import instance_of, real_number, whole_number
 
-
-class Transfer(Protocol):
-    """Moves bytes between the memories of processes; one object in each process, on either side.
-
-    Five methods. ``address`` returns plain data, which a ticket carries to the other side and its ``read`` takes. A fault
-    of the other side or of the link is an OSError; what is no address of this kind is TicketRefused. Calls may block, but not
-    for ever.
-    """
-
-    memory: Bytes
-    """The exported memory, uint8 ``[n]``: all others read and write it at any time. Empty on a side that only receives."""
-
-    def address(self) -> dict[str, Any]:
-        """Return how others reach ``memory``, as JSON can hold it."""
-
-    def landing(self, nbytes: int) -> Bytes:
-        """Return memory to ``read`` into, uint8 ``[nbytes]``; it is the caller's until the next ``landing``."""
-
-    def read(self, address: dict[str, Any], offset: int, into: Bytes) -> None:
-        """Copy the bytes from ``offset`` on of the memory at ``address`` to ``into``, a part of ``landing``."""
-
-    def write(self, address: dict[str, Any], offset: int, data: Bytes) -> None:
-        """Copy ``data``, a part of ``landing``, to ``offset`` in the memory at ``address``."""
-
-    def close(self) -> None:
-        """End it: others cannot read ``memory`` any more. Idempotent."""
+__all__ = ["Transfer", "checked", "numbers_in", "text_in"]
 
 
 def numbers_in(address: Mapping[str, Any], kind: str, *names: str) -> list[int]:

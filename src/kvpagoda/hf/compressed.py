@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, relu
 
+from kvpagoda import KVCache, Sequence
 from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.hf.runner import Work

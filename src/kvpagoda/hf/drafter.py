@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Tokens
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache, Sequence
+from kvpagoda.arrays import Tokens
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.runner import ModelRunner, Work
+from kvpagoda.prefix import PrefixMatch
 from kvpagoda.schema import Schema
 
 

@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import positive_numbers
-from kvpagoda.core.cache.request import Breakpoint, Tokens, breakpoints_of
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.cache.stats import CacheStats
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
+from kvpagoda import CacheStats, Sequence
+from kvpagoda.arrays import TokenIds, Tokens, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.drafter import Drafter
 from kvpagoda.hf.model_cache import commit_step, next_piece, runner_of
@@ -20,9 +17,11 @@ from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
 from kvpagoda.hf.weights import WeightsWatch
+from kvpagoda.prefix import Breakpoint
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames
+from kvpagoda.units import positive_numbers
 
 DRAFTED = 4
 """The number of tokens that a draft model proposes for a step, unless ``lookup`` says another."""
@@ -38,7 +37,7 @@ class Answer(Job):
     """One answer of a request: a job of the run queue."""
 
     def __init__(
-        self, request: Request, number: int, namespace: str | bytes | None, checkpoints: tuple[int, ...] | None
+        self, request: Request, number: int, namespace: str | bytes | None, checkpoints: TokenIds | None
     ) -> None:
         super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace, checkpoints)
         self.request, self.done = request, False
@@ -63,7 +62,7 @@ class Request:
         sampling: Sampling,
         namespace: str | bytes | None,
         change: Change | None = None,
-        checkpoints: tuple[int, ...] | None = None,
+        checkpoints: TokenIds | None = None,
     ) -> None:
         self.prompt, self.max_new_tokens, self.sampling, self.change = prompt, max_new_tokens, sampling, change
         self.answers = tuple(Answer(self, number, namespace, checkpoints) for number in range(n))
@@ -221,8 +220,7 @@ class Generator:
         max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
         total = len(ids) + max_new_tokens
         self.cache.plan.blocks_wanted(total - 1, min(self._chunk, len(ids)), self.cache.max_context)
-        asked = None if checkpoints is None else breakpoints_of(checkpoints, self.cache.max_context).asked
-        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, ids, total), asked)
+        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, ids, total), checkpoints)
         for answer in request.answers:
             answer.pass_switch(self._runner.switch.passed(len(ids)))
         self._queue.enter(*request.answers)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache
 from kvpagoda.hf.model_cache import runner_over, schema_of
 from kvpagoda.schema import Schema
 from kvpagoda.schema.kv_format import KVFormatNames, as_text

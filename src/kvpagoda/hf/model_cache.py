@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvpagoda.core.cache.options import Identity, Limits
-from kvpagoda.core.cache.request import Tokens
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import Identity, KVCache, Limits, Sequence
+from kvpagoda.arrays import Tokens
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.drafter import Drafter, check_draft

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from kvpagoda.core.batch.batch import Batch, LayerView
+from kvpagoda import Batch, LayerView
 from kvpagoda.schema import Growth, Layer, Schema, Shared
 
 Tensor = torch.Tensor

@@ -18,10 +18,8 @@ import torch
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpagoda.core.cache.request import Tokens
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.cache.stats import CacheStats
-from kvpagoda.core.prefix.tokens import as_tokens
+from kvpagoda import CacheStats, Sequence
+from kvpagoda.arrays import Tokens, as_tokens
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.cache_name import CACHE_NAMES, OUTPUT_NAME
 from kvpagoda.hf.model_cache import check_model, commit_step, next_piece, runner_of

@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from kvpagoda import console
-from kvpagoda.core.cache.stats import CacheStats
+from kvpagoda import CacheStats, console
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.comparison import Comparison
 from kvpagoda.hf.embedded import ByteTokenizer, built_in_prompts, held_out_text

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpagoda.core.cache.stats import CacheStats
+from kvpagoda import CacheStats
 from kvpagoda.hf.embedded import embedded_model
 from kvpagoda.hf.generator import Generator
 from kvpagoda.replay.jobs import process_pool

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvpagoda.core.cache.request import Tokens
-from kvpagoda.core.cache.sequence import Sequence, requests_of
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache, Sequence
+from kvpagoda.arrays import Tokens
 from kvpagoda.hf.cache_name import cache_name_of
 from kvpagoda.hf.paged import ATTENTION, OWN_STATES, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
@@ -166,9 +165,9 @@ class ModelRunner:
         """Return positions, int64 ``[B, S]``, for a model that counts from its padding token id on, and skips padding
         tokens in a text. O(tokens of the texts)."""
         assert self._padding is not None
-        requests, rows = requests_of([sequence for sequence, _ in work], self.cache.core), []
-        for request, (_, tokens) in zip(requests, work):
-            before = np.count_nonzero(request.raw_tokens(0, request.length) != self._padding)
+        rows = []
+        for sequence, tokens in work:
+            before = np.count_nonzero(sequence.tokens != self._padding)
             counts = tokens != self._padding
             rows.append((before + np.cumsum(counts)) * counts + self._padding)
         return torch.from_numpy(np.stack(rows))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpagoda.core.cache.request import Tokens
+from kvpagoda.arrays import Tokens
 from kvpagoda.errors import BadInput
 
 Change = Callable[[Tokens, torch.Tensor], torch.Tensor]

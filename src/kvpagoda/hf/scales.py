@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from kvpagoda.core.prefix.tokens import TokenIds
+from kvpagoda.arrays import TokenIds
 from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.formats.encoding import TENSOR
 from kvpagoda.hf.model_cache import check_model, runner_of, schema_of

@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache
 from kvpagoda.tiers.records import xxh3_128
 
 Tensor = torch.Tensor

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.abc import CacheObserver, RequestView
+from kvpagoda.arrays import NO_TOKEN, Ids, as_tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lookup import AnyNamespace, Reuse, read_ahead
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.request import Breakpoints, Request, breakpoints_of
 from kvpagoda.core.prefix import Match
-from kvpagoda.core.prefix.tokens import NO_TOKEN, as_tokens
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.hints.envelope import Action, Payload, is_known, read_envelope
 from kvpagoda.hints.keep import Keep
@@ -45,7 +45,7 @@ class Text(NamedTuple):
     num_prompt: int | None = None
 
 
-class Hints:
+class Hints(CacheObserver):
     """The hints of one cache: ``KVCache(hints=Hints(..))``; without it the cache makes one when the first hint comes.
 
     ``clock``: returns seconds, by which promises expire: real ones (default), or those of a trace. ``limits``: see
@@ -71,8 +71,8 @@ class Hints:
         self._core: Core
         self._promises: Promises
         self._sessions = Sessions(self.limits)
-        self._waiting: dict[Request, list[Keep]] = {}  # promises for the ends of requests
-        self._session_of: dict[Request, Session] = {}
+        self._waiting: dict[Any, list[Keep]] = {}  # promises for the ends of requests
+        self._session_of: dict[Any, Session] = {}
         self._prefetched: dict[bytes, tuple[Prefetch, float]] = {}  # by namespace and text: the reading, its end
 
     def attach(self, core: Core, reuse: Reuse) -> None:
@@ -81,6 +81,7 @@ class Hints:
             raise BadInput("these hints are those of another cache; make new ones", needed="hints")
         self._core, self._promises = core, Promises(core, reuse, self.limits, self.clock, self._tell)
         core.texts_elsewhere.append(self._sessions.texts)
+        core.observers.add(self)
 
     # -- for users ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +255,6 @@ class Hints:
             if request is not None:
                 session.running.add(request)
                 self._session_of[request] = session
-                request.on_end = self._request_ended
             is_lost = event == "continue" and known is None
             return asked.now("missing" if is_lost else "accepted", "not known before; it begins now" if is_lost else "")
         session_ended = self._sessions.end(namespace, name)
@@ -299,7 +299,8 @@ class Hints:
             raise BadInput("name a text: token_ids or a session_id, or send the hint with a request")
         session = self._sessions.find(namespace, name)
         if session is not None and session.running:
-            return next(iter(session.running))
+            running: Request = next(iter(session.running))
+            return running
         return None if session is None or session.keys is None else Text(namespace, session.keys, name)
 
     def _keep(self, keep: Keep, text: Text | Request | None) -> Outcome:
@@ -312,7 +313,6 @@ class Hints:
         if len(waiting) >= self.limits.actions:
             return keep.asked.now("rejected", f"{len(waiting)} promises wait for the end of this request already")
         waiting.append(keep)
-        text.on_end = self._request_ended
         return keep.asked.now("deferred", "to the end of the request")
 
     def _grant(self, keep: Keep, text: Text) -> Outcome:
@@ -328,15 +328,17 @@ class Hints:
         keys = text.keys[: keep.end]
         return self._promises.grant(keep.asked, keys, text.namespace, keep.priority, keep.seconds, text.session)
 
-    def _request_ended(self, request: Request) -> None:
+    def on_end(self, request: RequestView) -> None:
         """Give the promises that were asked for the end of ``request``; those of its session before end now."""
         session = self._session_of.pop(request, None)
+        if session is None and request not in self._waiting:
+            return
         if session is not None:
             self._sessions.ended(session, request)
             self._promises.release(
                 lambda one: one.session == session.name and one.tenant == session.namespace, "replaced"
             )
-        keys, name = request.keys(0, request.own_length), None if session is None else session.name
+        keys, name = request.keys(0, request.length), None if session is None else session.name
         text = Text(request.namespace, keys, name, request.prompt_length)
         for keep in self._waiting.pop(request, ()):
             try:

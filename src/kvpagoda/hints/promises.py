@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lookup import Reuse
 from kvpagoda.core.cache.outcome import Outcome

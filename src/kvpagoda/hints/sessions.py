@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvpagoda.core.blocks.free_list import Ids
-from kvpagoda.core.cache.request import Request
+from kvpagoda.abc import RequestView
+from kvpagoda.arrays import Ids
 from kvpagoda.hints.options import HintLimits
 
 
@@ -19,7 +20,7 @@ class Session:
     namespace: bytes
     name: str
     keys: Ids | None = None
-    running: set[Request] = field(default_factory=set)
+    running: set[Any] = field(default_factory=set)
 
 
 class Sessions:
@@ -56,11 +57,11 @@ class Sessions:
             self._forget_oldest(namespace)
         return session
 
-    def ended(self, session: Session, request: Request) -> None:
+    def ended(self, session: Session, request: RequestView) -> None:
         """Take the text of ``request``, which ended."""
         session.running.discard(request)
         if self._known.get((session.namespace, session.name)) is session:
-            keys = request.keys(0, request.own_length).copy()
+            keys = request.keys(0, request.length).copy()
             more = len(keys) - (0 if session.keys is None else len(session.keys))
             self.num_tokens += more
             self._tokens_of[session.namespace] += more

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-from kvpagoda.core.cache.stats import CacheStats
+from kvpagoda import CacheStats
 from kvpagoda.loading import read_json
 from kvpagoda.scheduling import QueueStats
 from kvpagoda.tiers.health import Histogram

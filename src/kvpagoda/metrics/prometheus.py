@@ -7,12 +7,12 @@ from itertools import accumulate
 from time import sleep
 from typing import Any
 
-from kvpagoda.core.cache.namespace import namespace_key
-from kvpagoda.core.cache.residency import Residency
 from kvpagoda.core.cache.stats import stats_of
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.metrics.names import COMMON, METRICS, VLLM, Metric, Moment
+from kvpagoda.metrics.residency import Residency
+from kvpagoda.namespace import namespace_key
 from kvpagoda.scheduling import RunQueue
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.units import whole_number
@@ -57,8 +57,11 @@ class CacheCollector(Collector):
         self._namespaces = {namespace_key(space): name for space, name in (namespaces or {}).items()}
         sample = whole_number(sample, "sample", at_least=0)
         for source in sources if sample else ():
-            prefix = (source if isinstance(source, KVCache) else source.cache).core.prefix
-            prefix.residency = prefix.residency or Residency(sample)
+            core = (source if isinstance(source, KVCache) else source.cache).core
+            if core.residency is None:
+                residency = Residency(sample, [group.plan.name for group in core.groups if group.growth.is_state])
+                core.observers.add(residency)
+                core.residency = residency.stats
         self._most: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def describe(self) -> Iterable[Family]:

@@ -8,7 +8,7 @@
     kvpagoda.suspend    a request is moved to host memory
     kvpagoda.resume     it is restored, or starts again
 
-The spans wrap the calls that ``kvpagoda.core.cache.guard`` lists. A cache that is not traced runs none of this code.
+The spans wrap the calls that ``kvpagoda.abc.wrap_calls`` lists. A cache that is not traced runs none of this code.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from functools import wraps
 from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
+from kvpagoda.abc import wrap_calls
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.guard import observe
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.core.offload.hit import TierHit
@@ -54,7 +54,7 @@ class Tracing:
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
         every = whole_number(every, "every how many requests one is traced", at_least=1)
         self._core, self._tracer, self._every, self._depth = cache.core, tracer, every, 0
-        self.close = observe(cache.core.parts, self._around, "spans")
+        self.close = wrap_calls(cache.core.parts, self._around, "spans")
         """Remove the spans. A second call does nothing."""
 
     def __enter__(self) -> Tracing:

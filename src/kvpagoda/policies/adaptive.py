@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import grown
+from kvpagoda.arrays import grown
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies.heap import HeapPolicy, LazyHeap, Mask
 from kvpagoda.policies.protocol import Forgotten, Keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 
 
 class GhostIndex:

@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import grown
+from kvpagoda.arrays import grown
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies.protocol import Forgotten, Keys
 

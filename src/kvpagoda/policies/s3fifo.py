@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import grown
+from kvpagoda.arrays import grown
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.protocol import Forgotten, Keys

@@ -12,9 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvpagoda.core.cache.options import Identity, Limits, Retention
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
 from kvpagoda.errors import NeverFits, OutOfBlocks
 from kvpagoda.replay.texts import Tokens, text_of
 from kvpagoda.replay.trace import Trace

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.cache.options import Limits, Retention
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache, Limits, Retention
 from kvpagoda.errors import BadInput
 from kvpagoda.hints import HintLimits, Hints
+from kvpagoda.probe import Probe
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.run import ReplayResult
 from kvpagoda.replay.trace import Ints, Trace, readable
@@ -126,6 +126,7 @@ class _Cached:
             _ONE, num_blocks=room, block_size=1, max_requests=1, device="none", hints=Hints(lambda: self._now, limits),
             retention=Retention(pin_share=capacity / room), limits=Limits(room, room),
         )  # fmt: skip
+        self._probe = Probe(self._cache)
 
     def serve(self, number: int, seconds: float) -> int:
         """Run request ``number``, and promise to keep its text for ``seconds``; return how many of its blocks hit."""
@@ -151,14 +152,13 @@ class _Cached:
     @property
     def num_blocks(self) -> int:
         """The number of blocks that are cached."""
-        return self._cache.core.prefix.tree.num_cached
+        return self._probe.num_cached
 
     def shrink(self) -> None:
         """Evict what passes the capacity."""
-        core = self._cache.core
         self._cache.hints.ended()
         if (over := self.num_blocks - self._capacity) > 0:
-            core.capacity.forget(core.prefix.evict_texts, over)
+            self._probe.evict(over)
         assert self.num_blocks <= self._capacity, "promises have at most the capacity"
 
     def _session_of(self, number: int) -> str | None:

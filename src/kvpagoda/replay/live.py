@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvpagoda.core.kv_cache import KVCache
-from kvpagoda.core.prefix import EvictionPolicy
+from kvpagoda import KVCache
 from kvpagoda.errors import BadInput
+from kvpagoda.policies import EvictionPolicy
 from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.own_policy import policy_from_text
 from kvpagoda.replay.readers import Lines, Request, placed

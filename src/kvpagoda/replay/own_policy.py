@@ -6,8 +6,8 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from kvpagoda.core.prefix import EvictionPolicy, as_policy
 from kvpagoda.errors import BadInput, unknown_name
+from kvpagoda.policies import EvictionPolicy, as_policy
 
 
 def policy_from_text(text: str) -> str | type[EvictionPolicy]:

@@ -14,8 +14,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from kvpagoda.core.prefix import POLICY_NAMES, EvictionPolicy, policy_name
 from kvpagoda.errors import BadInput, unknown_name
+from kvpagoda.policies import POLICY_NAMES, EvictionPolicy, policy_name
 from kvpagoda.replay.engines.run import EngineResult, replay_engine
 from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.readers import Source

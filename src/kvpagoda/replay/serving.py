@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.cache.event_log import EventLog
-from kvpagoda.core.prefix import EvictionPolicy, policy_name
 from kvpagoda.errors import RetryLater
+from kvpagoda.events.event_log import EventLog
+from kvpagoda.policies import EvictionPolicy, policy_name
+from kvpagoda.probe import Probe
 from kvpagoda.recording import Recording
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.jobs import process_pool
@@ -115,7 +116,7 @@ def serve(
     run = Steps(Batching(cache, columns, setup.tokens_per_id, numbers), setup.step_tokens, clock)
     while run.step():
         if on_request is not None:
-            on_request(cache.core.counters.closed)
+            on_request(run.probe.num_closed)
     if on_request is not None:
         on_request(len(numbers))
     result = _result(columns, setup, run, len(numbers))
@@ -203,6 +204,7 @@ class Steps:
 
     def __init__(self, batching: Batching, step_tokens: int, clock: Clock) -> None:
         self.batching, self.step_tokens, self.clock = batching, step_tokens, clock
+        self.probe = Probe(batching.cache)
         self.running: list[Running] = []
         self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
         self.blocks = self.runs = 0  # of requests that ended: see ``BlockGroup.runs``
@@ -210,17 +212,16 @@ class Steps:
 
     def step(self) -> bool:
         """Admit requests and compute one step of all running ones. Return False when no request is left."""
-        core = self.batching.cache.core
         self.clock.now = max(self.clock.now, self.steps * _STEP)
         is_pressed = self._admit()
         self.clock.now = max(self.clock.now, self.steps * _STEP + _COMPUTES)
         self.running = [request for request in self.running if self._compute(request)]
-        before, self.evicted = self.evicted, sum(core.prefix.num_evicted) + core.prefix.num_evicted_checkpoints
+        before, self.evicted = self.evicted, self.probe.num_evicted + self.probe.num_evicted_checkpoints
         self.steps += 1
         self.running_steps += len(self.running)
         if is_pressed or self.evicted > before:
             self.pressed += 1
-            self.unusable += core.unusable_nbytes()
+            self.unusable += self.probe.unusable_nbytes()
         return bool(self.running or self.batching.waiting)
 
     def _admit(self) -> bool:
@@ -250,10 +251,9 @@ class Steps:
         end = request.extend(end)
         request.commit(end)
         if end == total:
-            for group in self.batching.cache.core.groups:
-                num_blocks, num_runs = group.runs((request.sequence.slot,))
-                self.blocks += num_blocks
-                self.runs += num_runs
+            num_blocks, num_runs = self.probe.runs(request.sequence)
+            self.blocks += num_blocks
+            self.runs += num_runs
             request.sequence.close()
         return end < total
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvpagoda.core.kv_cache import KVCache
-from kvpagoda.core.prefix import EvictionPolicy
+from kvpagoda import KVCache
 from kvpagoda.errors import BadInput
+from kvpagoda.policies import EvictionPolicy
 from kvpagoda.replay.batching import cache_for
 from kvpagoda.replay.fleet.costs import Costs
 from kvpagoda.replay.trace import Trace

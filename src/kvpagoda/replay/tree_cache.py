@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvpagoda.core.blocks.free_list import IdPool
-from kvpagoda.core.prefix import EvictionPolicy, PrefixTree
+from kvpagoda.free_list import IdPool
+from kvpagoda.policies import EvictionPolicy
+from kvpagoda.prefix import PrefixTree
 from kvpagoda.replay.trace import Ids32
 
 

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from kvpagoda.abc import Driver, DriverStats, Lease, Status
 from kvpagoda.loading import load_when_used
-from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
 from kvpagoda.tiers.health import Histogram, TierStats
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
 from kvpagoda.tiers.level import CallStats, LevelStats

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpagoda.core.memory.pages import PAGE, Bytes, pages
 from kvpagoda.errors import BadInput
+from kvpagoda.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, read_header, xxh3_128
 from kvpagoda.tiers.slots import SlotDriver
 from kvpagoda.units import format_bytes, parse_bytes, path_of

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvpagoda.tiers.driver import FAULTS, Driver, Status
+from kvpagoda.abc import Driver, Status
+from kvpagoda.tiers.driver import FAULTS
 
 BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the buckets, in seconds; one more bucket counts calls that took longer than all bounds."""

@@ -9,9 +9,10 @@ from threading import get_ident
 from time import monotonic
 from typing import NamedTuple
 
-from kvpagoda.core.memory.pages import Bytes
+from kvpagoda.abc import Status
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
-from kvpagoda.tiers.driver import FAULTS, Status
+from kvpagoda.pages import Bytes
+from kvpagoda.tiers.driver import FAULTS
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
 from kvpagoda.tiers.records import RecordBuffer

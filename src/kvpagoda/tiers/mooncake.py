@@ -21,9 +21,10 @@ from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any
 
+from kvpagoda.abc import DriverStats, Lease, Status
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.loading import read_json
-from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status
+from kvpagoda.tiers.driver import Calls
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes, name_of, parse_bytes
 

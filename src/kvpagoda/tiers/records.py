@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import FreeStack
-from kvpagoda.core.memory.pages import PAGE, Bytes, pages
 from kvpagoda.errors import BadInput, CheckFailed, MissingExtra, NotOwned
+from kvpagoda.free_list import FreeStack
+from kvpagoda.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.driver import watch_forks
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.units import align_up, whole_number

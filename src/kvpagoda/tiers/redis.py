@@ -20,8 +20,8 @@ from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from kvpagoda.abc import DriverStats, Lease, Status
 from kvpagoda.errors import BadInput, MissingExtra
-from kvpagoda.tiers.driver import DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes, name_of
 

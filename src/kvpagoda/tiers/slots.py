@@ -15,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import Bytes, pages
+from kvpagoda.abc import DriverStats, Lease, Status
 from kvpagoda.errors import BadInput, CheckFailed
-from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status, watch_forks
+from kvpagoda.pages import Bytes, pages
+from kvpagoda.tiers.driver import Calls, watch_forks
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes, parse_bytes
 

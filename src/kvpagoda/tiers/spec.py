@@ -9,8 +9,8 @@ from inspect import signature
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
+from kvpagoda.abc import Driver
 from kvpagoda.errors import BadInput, did_you_mean, shown
-from kvpagoda.tiers.driver import Driver
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import name_of, parse_bytes, path_of, real_number, truth, whole_number
 

@@ -18,8 +18,9 @@ from threading import Condition, Thread
 from time import monotonic
 from typing import Any
 
+from kvpagoda.abc import Driver, Lease, Status
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.tiers.driver import Driver, Lease, Status, watch_forks
+from kvpagoda.tiers.driver import watch_forks
 from kvpagoda.tiers.health import Breaker, Health, TierStats
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, verify_record

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpagoda.core.cache.event_log import EventLog
+from kvpagoda.events.event_log import EventLog
 from kvpagoda.replay.fleet import simulation
 from kvpagoda.replay.texts import text_of
 
@@ -20,7 +20,7 @@ class FollowedCaches:
         from kvpagoda.events.stream import EventStream
 
         self._trace, self._per_id = trace, tokens_per_id
-        self._streams = [EventStream(cache.core.events, keep=1) for cache in caches]
+        self._streams = [EventStream(cache.core.observers.find(EventLog), keep=1) for cache in caches]
         self._followers = [Follower() for _ in caches]
         for stream, follower in zip(self._streams, self._followers):
             for message in stream.replay(0):

@@ -19,7 +19,7 @@ import numpy as np
 from kvpagoda.adapters.connector.groups import LayerGroup, RecordGrid
 from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
 from kvpagoda.adapters.connector.options import Options
-from kvpagoda.core.cache.namespace import Namespace, namespace_key
+from kvpagoda.namespace import Namespace, namespace_key
 from kvpagoda.tiers import prefix_hashes, prefix_root
 
 _AGAIN_SECONDS, _MOST_LATELY = 60.0, 1 << 16

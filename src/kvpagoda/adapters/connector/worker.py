@@ -22,15 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpagoda.adapters.connector.block_rows import BlockRows, rows_of
 from kvpagoda.adapters.connector.found import Found, Record, batches, record_kind
 from kvpagoda.adapters.connector.groups import RecordGrid
+from kvpagoda.adapters.connector.layer_rows import rows_of
 from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
-from kvpagoda.core.memory.device_memory import CudaPages
-from kvpagoda.core.memory.host_copy import side_stream
-from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes
-from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.pages import Bytes, pages
+from kvpagoda.pools import BlockRows, page_locks
 from kvpagoda.tiers import LevelStats, TierSpec
 from kvpagoda.tiers.level import Level, Loading, RecordIdentity
 
@@ -56,7 +54,7 @@ class WorkerSide:
     ) -> None:
         self._grid, self._is_layerwise = grid, is_layerwise
         self._device = device = next(iter(caches.values())).device
-        self._locks = PageLocks(CudaPages(device), machine_nbytes() // 2) if device.type == "cuda" else None
+        self._locks = page_locks(device)
         self._blocks = {
             group.index: BlockRows(
                 {name: rows_of(name, caches[name], num_blocks) for name in group.layers}, self._locks
@@ -79,7 +77,8 @@ class WorkerSide:
         self._finder = ThreadPoolExecutor(1, "kvpagoda-find")
         self._loader = ThreadPoolExecutor(_LOADERS, "kvpagoda-load")
         self._saver = ThreadPoolExecutor(1, "kvpagoda-save") if self._device.type == "cuda" else None
-        self._stream = side_stream(self._device)
+        stream: type[torch.cuda.Stream] = torch.cuda.Stream
+        self._stream = stream(device) if device.type == "cuda" else None
         self._changed = Condition()
         self._finding: dict[str, int] = {}  # request -> its last attempt
         self._found: dict[str, Found] = {}

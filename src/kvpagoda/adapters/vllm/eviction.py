@@ -20,8 +20,9 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from kvpagoda.core.blocks.free_list import IdPool, Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.errors import CheckFailed
+from kvpagoda.free_list import IdPool
 from kvpagoda.policies import EvictionPolicy
 
 _HASTE = 1.0

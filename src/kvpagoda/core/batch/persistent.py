@@ -7,6 +7,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from kvpagoda.arrays import MOST_TOKENS, TokenIds, as_tokens
 from kvpagoda.core.batch.batch import Batch
 from kvpagoda.core.batch.step import StepRows
 from kvpagoda.core.batch.step_buffers import StepBuffers, cells_between
@@ -15,7 +16,6 @@ from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import DecodeRows, Request, State
 from kvpagoda.core.cache.sequence import Sequence, requests_of
 from kvpagoda.core.memory.writes import Array
-from kvpagoda.core.prefix.tokens import MOST_TOKENS, TokenIds, as_tokens
 from kvpagoda.errors import BadInput, StaleHandle, shown
 from kvpagoda.schema import Schema
 from kvpagoda.text import in_brackets

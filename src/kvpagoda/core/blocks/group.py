@@ -8,9 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.arrays import Ids, Int64s
 from kvpagoda.core.blocks.block_table import BlockTable
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, FixedPlaces, FreeStack, Ids, Int64s, Move
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces, FixedPlaces, Move
 from kvpagoda.errors import CheckFailed
+from kvpagoda.free_list import FreeStack
 from kvpagoda.schema.plan import GroupPlan
 
 RowChange = tuple[int, npt.NDArray[np.intp], Ids]
@@ -34,7 +36,7 @@ class BlockGroup:
     """The blocks of the layers that grow together, and their block table.
 
     The blocks have the ids ``first_id .. first_id + num_blocks - 1``. Rows and the free list hold the *places* of
-    blocks; ``names_at`` and ``places_of`` translate between these and their names (``kvpagoda.core.blocks.free_list``). The
+    blocks; ``names_at`` and ``places_of`` translate between these and their names (``kvpagoda.free_list``). The
     padding block absorbs the writes of padded rows, marks an empty cell of the table, and is never allocated. Its id is
     0, or -1 (the last record) where ids start from 0.
 

@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockPlaces, FreeStack, Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.errors import CheckFailed
+from kvpagoda.free_list import FreeStack
 
 NOBODY = -1
 

@@ -32,12 +32,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces
+from kvpagoda.abc import observable
+from kvpagoda.arrays import Tokens
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Request, State, Tokens
+from kvpagoda.core.cache.request import Request, State
 from kvpagoda.core.cache.settling import Settler
 from kvpagoda.core.cache.swap import Suspended
 from kvpagoda.core.groups.base import Holding
@@ -236,6 +237,8 @@ class Ending:
             core.swap.drop(core.suspended[request])
             del core.suspended[request]
             request.state, request.handle = State.CLOSED, None
+            if core.observers.ended:
+                core.observers.note_end(request)
             core.guard.is_torn = False
         else:
             if request in core.waiting and (core.bounded or core.prefix.windows or core.tiers.levels):
@@ -247,8 +250,6 @@ class Ending:
                 core.release(request, last=self._settler.last_blocks(request))
         counters.closed += 1
         request.tally.computed += computed
-        if request.on_end is not None:
-            request.on_end(request)
         if core.stale or core.memory.is_poisoning:
             self.tidy()
 
@@ -290,7 +291,7 @@ class Ending:
         waiting = {request.namespace for request in core.suspended}  # resumed requests may publish there again
         for namespace in [*core.stale]:
             with suppress(RetryLater):
-                core.capacity.forget(core.prefix.clear, namespace)
+                core.capacity.forget(core.prefix.clear, namespace, reason="dropped")
                 core.stale -= {namespace} - waiting
 
     # -- fences ------------------------------------------------------------------------------------------------------
@@ -604,14 +605,13 @@ class Admission:
                 own[source.scratch] = BlockPlaces(own[source.scratch][:-1])  # free again
             shared = [group.places_of(named) for group, named in zip(core.groups, source.ids)]
             is_same = isinstance(source, Swapped)
-            if (residency := core.prefix.residency) is not None:
-                for group, named in zip(core.groups, source.ids):
-                    residency.used(group.index, named)
             self._commit(request, found, holding, is_same, list(zip(source.shared, shared, own, reserved)))
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.release, holding)
             raise
+        if core.observers.started or core.observers.hit:
+            core.observers.note_start(request, source.shared, source.ids)
         return True
 
     def _own_blocks(self, source: Source, reserved: list[int], capacity: int) -> list[BlockPlaces] | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
-from kvpagoda.core.blocks.free_list import BlockPlaces, Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.groups.base import Freed, Kept
 from kvpagoda.errors import BadInput
@@ -40,6 +41,8 @@ class NoTiers:
     """The tiers, the fastest first."""
     parts: tuple[object, ...] = ()
     """Their ``observable`` methods can be observed."""
+    watches: Mapping[Any, Any] = MappingProxyType({})
+    """Level -> who is told what it stored: ``kvpagoda.events`` follows tiers too."""
 
     def find(self, request: Request, length: int, num_cached: int, resumable: int, prefetch: Any = None) -> Hit | None:
         """Return what tiers have of all but the last of the first ``length`` tokens of ``request``, if that lets it start
@@ -58,11 +61,11 @@ class NoTiers:
         """Begin to read what tiers have of a text, ``tokens``, for ``find``. Raises BadInput without tiers."""
         raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]", needed="tiers")
 
-    def published(self, request: Request, begin: int, source: Hit | None = None) -> None:
+    def on_cached(self, request: Request, begin: int, source: Hit | None = None) -> None:
         """Store blocks ``begin ..`` of ``request``, which are cached from now on, in the levels that write at commit.
         ``source``: where the blocks were loaded from, if they were."""
 
-    def reused(self, request: Request, checkpoint: int | None) -> None:
+    def on_hit(self, request: Request, checkpoint: int | None) -> None:
         """Store the cached blocks that ``request`` starts from, and ``checkpoint``, in the levels that write at reuse,
         unless they have them."""
 
@@ -73,12 +76,12 @@ class NoTiers:
     def store_checkpoint(self, checkpoint: int, kept: Kept, when: str) -> None:
         """Store ``checkpoint``, which keeps ``kept``, in the levels that write ``when``."""
 
-    def evicted(self, freed: Freed) -> None:
-        """Store what is ``freed`` to make room in the levels that write at eviction. Memory must still hold it; it is
-        copied before this returns."""
+    def on_evicted(self, freed: Freed, is_stored: bool) -> None:
+        """Store what is ``freed`` in the levels that write at eviction (``is_stored``); forget its checkpoints. Memory must
+        still hold it; it is copied before this returns."""
 
     def num_storable(self, deadline: float) -> int | None:
-        """Wait until ``deadline`` for what is being stored, and return how many records ``evicted`` can store at once then;
+        """Wait until ``deadline`` for what is being stored, and return how many records ``on_evicted`` can store at once then;
         None if no level writes at eviction."""
         return None
 
@@ -87,10 +90,7 @@ class NoTiers:
         bytes each stands for. O(blocks)."""
         return {}
 
-    def checkpoint_dropped(self, checkpoint: int) -> None:
-        """Forget ``checkpoint``, which is no longer kept."""
-
-    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
+    def on_freed(self, group: BlockGroup, places: BlockPlaces) -> None:
         """Forget the blocks at ``places`` of ``group``, which are no longer cached."""
 
     def set_weights(self, weights: str) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockPlaces
+from kvpagoda.abc import observable
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.core.cache.below import NoTiers
-from kvpagoda.core.cache.event_log import NoEvents
-from kvpagoda.core.cache.guard import Guard, observable
+from kvpagoda.core.cache.guard import Guard
+from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.groups import Group, StateGroup
@@ -54,11 +55,13 @@ class Capacity:
         memory: NoMemory,
         guard: Guard,
         running: dict[int, Request],
-        events: NoEvents,
+        observers: Observers,
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
-        self._tiers, self._memory, self._guard, self._running, self._events = tiers, memory, guard, running, events
-        self.tells_freed = bool(tiers.levels) or memory.is_poisoning
+        self._tiers, self._memory, self._guard, self._running = tiers, memory, guard, running
+        self._observers = observers
+        self._has_tiers = bool(tiers.levels)
+        self.tells_freed = self._has_tiers or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
         self._portion = max(min(_PORTION, many // 64), many // 256)
@@ -229,9 +232,12 @@ class Capacity:
         return self.forget(self._prefix.evict, group, n, is_evicted=True)
 
     @observable
-    def forget(self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False) -> bool:
+    def forget(
+        self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False, reason: str = "evicted"
+    ) -> bool:
         """Free what ``decide(*args)``, a method of the prefix cache, evicts; return whether that is anything.
-        ``is_evicted``: it makes room, so tiers store it first. Whatever a tier raises, the rest is done."""
+        ``is_evicted``: it makes room, so tiers store it first. Whatever a tier raises, the rest is done. ``reason``: see
+        ``CacheObserver.on_evicted``."""
         guard, has_freed = self._guard, False
         guard.is_torn = True
         try:
@@ -239,26 +245,21 @@ class Capacity:
         except Exception:
             guard.is_torn = False
             raise
-        has_tiers = bool(self._tiers.levels)
         try:
-            if is_evicted and has_tiers:
-                self._tiers.evicted(freed)
+            if self._has_tiers:
+                self._tiers.on_evicted(freed, is_evicted)
         finally:
-            if self._events.is_followed:
-                self._events.evicted(freed)
+            if self._observers.evicted:
+                self._observers.note_evicted(freed, reason)
             for number, ids in freed.blocks:
                 if len(ids):
                     has_freed = True
                     group = self._groups[number]
                     places = group.free_blocks(ids)
-                    if self.tells_freed:
+                    if self.tells_freed or self._observers.freed:
                         self.freed(group, places)
-            for checkpoint, _ in freed.checkpoints:
-                has_freed = True
-                if has_tiers:
-                    self._tiers.checkpoint_dropped(checkpoint)
             guard.is_torn = False
-        return has_freed
+        return has_freed or bool(freed.checkpoints)
 
     def tidy(self) -> None:
         """Poison freed blocks, if the memory does so. A failure is repeated before a block is allocated."""
@@ -270,13 +271,15 @@ class Capacity:
         """Free the blocks at ``places``, which nothing holds any more. Tiers forget their names; their bytes may be
         overwritten."""
         group.release(places)
-        if self.tells_freed:
+        if self.tells_freed or self._observers.freed:
             self.freed(group, places)
 
     def freed(self, group: Group, places: BlockPlaces) -> None:
-        """Tell the tiers and the memory that the blocks at ``places`` were freed."""
-        self._tiers.freed(group, places)
+        """Tell the tiers, the memory and observers that the blocks at ``places`` were freed."""
+        self._tiers.on_freed(group, places)
         self._memory.freed(group.index, places)
+        if self._observers.freed:
+            self._observers.note_freed(group, places)
 
     def _grant(self, grant: Grant) -> None:
         """Hand over free sectors. They are cleared first: bytes of another group could read as NaN in this one."""

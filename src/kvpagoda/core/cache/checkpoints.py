@@ -272,7 +272,7 @@ class Checkpointer:
             return
         name, is_new = saved
         request.checkpoints.tail = name if is_new else -1
-        core.capacity.forget(core.prefix.drop, previous)
+        core.capacity.forget(core.prefix.drop, previous, reason="dropped")
 
     def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
@@ -316,8 +316,8 @@ class Checkpointer:
         elif states is not None:
             states.copies.take(1)
         name = prefix.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
-        if core.events.is_followed and request.namespace not in core.stale:
-            core.events.kept(request, num_blocks, copy)
+        if core.observers.cached:
+            core.observers.note_checkpoint(request, num_blocks, copy, request.namespace not in core.stale)
         core.guard.is_torn = False
         if core.tiers.levels:
             core.tiers.checkpoint_saved(name, request, num_blocks)

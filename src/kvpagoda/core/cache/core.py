@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from kvpagoda.core.blocks.free_list import BlockPlaces, Ids
+from kvpagoda.arrays import Ids, are_media
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.blocks.sectors import Sectors
 from kvpagoda.core.cache.below import NoHandOvers, NoTiers
 from kvpagoda.core.cache.capacity import Capacity
 from kvpagoda.core.cache.counters import Counters
-from kvpagoda.core.cache.event_log import TEXT, EventLog, Followed, NoEvents
 from kvpagoda.core.cache.guard import Guard
-from kvpagoda.core.cache.namespace import Media, Namespaces
+from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import PrefixCache, ResumePoints
 from kvpagoda.core.cache.request import Request, State, TextPart
@@ -26,9 +26,10 @@ from kvpagoda.core.groups.base import Added
 from kvpagoda.core.memory.copies import agreement_of
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.prefix import EvictionPolicy
-from kvpagoda.core.prefix.tokens import are_media
 from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.namespace import Media, Namespaces
 from kvpagoda.schema import Plan
+from kvpagoda.tiers.health import Histogram
 from kvpagoda.units import ceil_div, format_bytes
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     tiers: Callable[[PrefixCache, Media, NoMemory], NoTiers] = lambda *_: NoTiers()
     """Makes the tiers below the device for a prefix cache, the digests of media in its texts, and its memory."""
-    events: EventLog | None = None
+    is_followed: bool = False
+    """Whether somebody waits for each block that can be shared: it is shared as soon as it is full."""
 
 
 class Core:
@@ -85,7 +87,7 @@ class Core:
         points = ResumePoints.of(plan.block_size, grid, every, has_states=has_states)
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
-            max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
+            max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.is_followed,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
         if self.states is not None and self.prefix.states is not None:
@@ -109,7 +111,9 @@ class Core:
         self.counters, self.is_open = Counters(identity.secret), True
         self.tiers = settings.tiers(self.prefix, self.media, memory)
         self.hand_overs = NoHandOvers()
-        self.events = NoEvents() if settings.events is None else settings.events
+        self.observers = Observers(self.guard, self.prefix, self.namespaces, self.media)
+        self.residency: Callable[[], tuple[Histogram, Histogram, Histogram]] | None = None
+        """Returns a ``ResidencyStats`` as a tuple, where somebody follows how long blocks live."""
         self.capacity = Capacity(
             self.groups,
             self.sectors,
@@ -118,18 +122,10 @@ class Core:
             memory,
             self.guard,
             self.running,
-            self.events,
+            self.observers,
         )
         #: their ``observable`` methods can be observed
         self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
-        if settings.events is not None:
-            told = [group for group in self.groups if group is self.full or group in self.bounded]
-            numbers = {group.index: number for number, group in enumerate(told)}
-            full = TEXT if self.full is None else numbers[self.full.index]
-            groups = tuple((group.plan.name, group.growth) for group in told)
-            fields = tuple(tuple(place.field.name for place in group.plan.layout.places) for group in told)
-            followed = Followed(plan.block_size, grid, groups, full, identity.secret, fields, numbers)
-            settings.events.attach(self.prefix, self.namespaces, self.media, followed)
         _log.info(
             "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,
             ", ".join(f"{group.num_blocks} blocks of {group.name}" for group in plan.groups),
@@ -179,7 +175,7 @@ class Core:
             group.close(slot)
         for group, places in owned:
             group.release(places)
-            if self.capacity.tells_freed:
+            if self.capacity.tells_freed or self.observers.freed:
                 self.capacity.freed(group, places)
         if self.states is not None and self.states.named:
             self.give_back(request, [*self.states.named.get(request, ())])
@@ -194,6 +190,8 @@ class Core:
         request.slot, request.state = -1, State.CLOSED
         if suspended is None:
             request.handle = None
+            if self.observers.ended:
+                self.observers.note_end(request)
         else:
             self.swap.put(suspended)
             self.suspended[request] = suspended
@@ -222,8 +220,8 @@ class Core:
             _, duplicates = self.prefix.cache_blocks([request.slot], [begin], [added], is_whole=False)
         except MemoryError:
             return owned
-        if self.events.is_followed and request.namespace not in self.stale:
-            self.events.published(request, begin)
+        if self.observers.cached:
+            self.observers.note_cached(request, begin, request.namespace not in self.stale)
         count = request.lease.num_blocks - begin
         return duplicates + [
             (group, places if group.is_optional else BlockPlaces(places[count:])) for group, places in owned
@@ -253,7 +251,7 @@ class Core:
         self.memory.restart()
         for group in self.groups:
             self.memory.freed(group.index, group.free.free_ids())
-        self.events.restart()
+        self.observers.note_reset()
         self.guard.is_torn = False
 
     def _media_in_use(self) -> set[int]:

@@ -7,15 +7,28 @@ from collections import Counter
 from dataclasses import dataclass
 from hashlib import blake2b
 from os import urandom
+from typing import NamedTuple
 
-from kvpagoda.core.cache.namespace import fields_of, owner_of
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.namespace import fields_of, owner_of
+from kvpagoda.tiers.health import Histogram
 
 MOST_NAMESPACES = 256
 """The most namespaces with counters of their own; later ones are counted together, as ``OTHERS``."""
 OTHERS = "others"
 HIT_TOKENS = (0, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 """Upper bounds of the buckets of hit lengths, in tokens; the first is of requests that found nothing."""
+
+
+class ResidencyStats(NamedTuple):
+    """Seconds in the life of sampled blocks, of all groups."""
+
+    lifetime: Histogram
+    """From the moment when a block could be shared to its eviction."""
+    idle: Histogram
+    """From its last use (a request that found it, or its publication) to its eviction."""
+    reuse_gap: Histogram
+    """Between two uses."""
 
 
 @dataclass(slots=True)

@@ -1,77 +1,15 @@
 """The lock of a cache: one thread at a time, no use after an interrupt in the middle of a change, and little use while
-it sleeps. And the methods that can be wrapped from outside: by spans, a recording, a profiler, a test that makes one fail.
-
-A method is marked where it is defined, and otherwise unchanged: a mark costs nothing, and a cache that is not observed
-has no code for observers.
-
-    open      Admission.open        admit a request
-    fork      Admission.fork        start a request beside a running one
-    receive   Admission.receive     start a request that another cache handed over
-    resume    Admission.resume      run a suspended request again, from its copy or from the start
-    suspend   Lifecycle.suspend     copy a request to host memory
-    close     Ending.close          end a request, or mark it as closing while a fence is around it
-    find      TierReader.find       look in tiers for what the device lacks, and read the checkpoint
-    load      TierReader.load       read records into blocks
-    store     Offloader.store       copy blocks to staging memory, and begin to store them in a tier
-    forget    Capacity.forget       remove entries of the prefix cache; ``is_evicted=True`` where that makes room
-    vacate    Capacity.vacate       move blocks out of sectors that another group takes; None where none can be taken
-"""
+it sleeps. At the end of a call it has observers told what happened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from functools import wraps
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvpagoda.errors import Asleep, BadInput, ConcurrentUse, NeedsReset
-
-# -- methods that can be wrapped -------------------------------------------------------------------------------------
-
-Call = Callable[..., Any]
-Around = Callable[[str, Call], Call]
-C = TypeVar("C", bound=Call)
-
-
-def observable(method: C) -> C:
-    """Mark ``method``, of a class whose objects are among ``Core.parts``, and return it."""
-    method.__dict__["is_observable"] = True
-    return method
-
-
-def observe(parts: Iterable[object], around: Around, kind: str = "an observer") -> Callable[[], None]:
-    """Replace every marked method of ``parts`` by ``around(name, call)``, and return a function that undoes this.
-
-    ``call``: the bound method, or what an earlier observer of another ``kind`` made of it. ``around`` returns ``call``, or
-    a function that calls it and returns its result; it is called again when an earlier observer ends. Undoing twice does no
-    harm. Raises BadInput if an observer of this kind is there already, and whatever ``around`` raises; nothing changed
-    then.
-    """
-    places = [
-        (part, name)
-        for part in parts
-        for name, method in vars(type(part)).items()
-        if getattr(method, "is_observable", False)
-    ]
-    if any(kind in vars(part).get("observers", ()) for part, _ in places):
-        raise BadInput(f"the calls of this cache are observed by {kind} already; end that first", needed=kind)
-    for (part, name), call in [(place, around(place[1], getattr(*place))) for place in places]:
-        vars(part).setdefault("observers", {})[kind] = around
-        setattr(part, name, call)
-
-    def end() -> None:
-        for part, name in places:
-            others: dict[str, Around] = vars(part).get("observers", {})
-            if others.get(kind) is around:
-                del others[kind]
-            vars(part).pop(name, None)
-            if not others:
-                vars(part).pop("observers", None)
-            for other in others.values():
-                setattr(part, name, other(name, getattr(part, name)))
-
-    return end
-
 
 # -- the guard -------------------------------------------------------------------------------------------------------
 
@@ -97,11 +35,21 @@ class Shut:
         self._own.release()
 
 
+class Telling:
+    """What calls find in place of the lock of a cache that tells its observers what happened: it cannot be taken."""
+
+    __slots__ = ()
+
+    def acquire(self, blocking: bool) -> bool:
+        """Return False."""
+        return False
+
+
 class Guard:
     """The lock of one cache, whether its state is consistent, and whether it sleeps.
 
     ``lock``: what a call takes; while the cache sleeps, a ``Shut``. ``own``: the lock itself, for calls that are allowed
-    then.
+    then. ``noted``: what observers are to be told at the end of a call, by ``tell`` (``observers.py``).
 
     ``is_torn`` is set before the first of several assignments that belong together, and cleared after the last. If an
     exception leaves it set, the cache refuses every call but ``close`` and ``reset``.
@@ -109,11 +57,13 @@ class Guard:
     Calls prepare first, where anything may raise. The code between setting and clearing is short and allocates nothing,
     so only a signal, such as Ctrl-C, can interrupt it."""
 
-    __slots__ = ("is_torn", "lock", "own")
+    __slots__ = ("is_torn", "lock", "noted", "own", "tell")
 
     def __init__(self) -> None:
         self.own, self.is_torn = RLock(), False
         self.lock: Any = self.own
+        self.noted = deque[Any]()
+        self.tell: Callable[[], None]
 
     @property
     def aside(self) -> Any:
@@ -142,6 +92,9 @@ class Guard:
 
     def raise_refused(self, call: str) -> None:
         """Raise what says why ``lock`` could not be taken. ``call``: the name of the refused method."""
+        if isinstance(self.lock, Telling):
+            hint = "do it after the call that it is told of"
+            raise BadInput.with_hint(f"an observer called {call} of the cache that it observes", hint, needed=call)
         if self.lock is not self.own:
             raise Asleep.with_hint(f"this cache sleeps, so {call} has no memory", "call wake() first", needed=call)
         self.raise_busy(call)
@@ -184,7 +137,11 @@ def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G,
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            guard.lock.release()
+            try:
+                if guard.noted and not guard.is_torn:
+                    guard.tell()
+            finally:
+                guard.lock.release()
 
     return guarded
 
@@ -210,6 +167,10 @@ def _at_any_time(method: Callable[Concatenate[G, P], T], *, even_torn: bool = Fa
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            guard.own.release()
+            try:
+                if guard.noted and not guard.is_torn:
+                    guard.tell()
+            finally:
+                guard.own.release()
 
     return guarded

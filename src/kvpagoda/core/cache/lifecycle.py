@@ -13,14 +13,14 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockPlaces, Ids, Int64s
+from kvpagoda.abc import observable
+from kvpagoda.arrays import Ids, Int64s, TokenIds, as_tokens
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.admission import Admission
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.guard import observable
 from kvpagoda.core.cache.request import Request, positions_of
 from kvpagoda.core.cache.settling import Settler
 from kvpagoda.core.groups import Group
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 
 _INT32 = np.dtype(np.int32)

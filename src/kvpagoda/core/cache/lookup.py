@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.namespace import Namespace, with_media
 from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin, PrefixMatch
-from kvpagoda.core.cache.request import Request, Tokens
+from kvpagoda.core.cache.request import Request
 from kvpagoda.core.prefix import Match
-from kvpagoda.core.prefix.tokens import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
+from kvpagoda.namespace import Namespace, with_media
 from kvpagoda.units import utf8
 
 # -- pins and invalidation -------------------------------------------------------------------------------------------
@@ -74,10 +73,8 @@ class Reuse:
             core.guard.is_torn = False
             raise
         core.stale = {name for name in core.stale | old if not core.namespaces.is_current(name)}
-        if namespaces:
-            core.events.renewed(old)
-        else:
-            core.events.restart()  # back to earlier weights: a namespace that was invalid may be found again
+        if core.observers.evicted and (old or not namespaces):
+            core.observers.note_invalidated(old if namespaces else ())
         for request in requests:
             if namespaces:
                 request.publishes = request.publishes and request.namespace not in old
@@ -109,7 +106,7 @@ class Reuse:
         core.memory.restart()
         for pin in core.prefix.pins_of():
             core.guard.change(core.prefix.unpin, pin)
-        core.capacity.forget(core.prefix.clear)
+        core.capacity.forget(core.prefix.clear, reason="dropped")
         core.capacity.tidy()
         core.media.clear()
 

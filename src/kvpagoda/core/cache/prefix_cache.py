@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, IdPool, Ids
+from kvpagoda.arrays import Ids
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.options import Retention
-from kvpagoda.core.cache.residency import Residency
 from kvpagoda.core.groups.base import NO_IDS, Added, Freed, Group, Holding, Kept, ToCache
 from kvpagoda.core.groups.full import FullGroup
 from kvpagoda.core.groups.state import CopyGroup
@@ -32,6 +32,7 @@ from kvpagoda.core.prefix.node import Evicted, Lease
 from kvpagoda.core.prefix.order import Entry
 from kvpagoda.core.prefix.tree import PrefixTree
 from kvpagoda.errors import OutOfBlocks, StaleHandle
+from kvpagoda.free_list import IdPool
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.names import copied
 from kvpagoda.units import ceil_div
@@ -198,8 +199,7 @@ class PrefixCache:
         self._names = [group.plan.name for group in groups]
         self._most_pinned = int(retention.pin_share * self._capacity)
         self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks by group
-        self._is_numbered = is_followed and self.full is None
-        self.residency: Residency | None = None  #: follows a sample of the blocks, where metrics ask for it
+        self.is_numbered = is_followed and self.full is None
         self._start(policy)
 
     def clear_all(self) -> None:
@@ -209,12 +209,12 @@ class PrefixCache:
     def _start(self, policy: str | EvictionPolicy) -> None:
         num_rows = sum(group.num_tree_rows for group in self._in_tree)
         self.tree = PrefixTree(
-            self.block_size, num_rows + self._is_numbered, policy, capacity=max(1, self._capacity), proves_ids=False,
+            self.block_size, num_rows + self.is_numbered, policy, capacity=max(1, self._capacity), proves_ids=False,
             checkpoint_cost=checkpoint_cost(self.bounded, () if self.full is None else (self.full,)),
         )  # fmt: skip
         self.kept: dict[int, Kept] = {}
         self._next_checkpoint = 0
-        self._numbers = IdPool(first=1) if self._is_numbered else None
+        self._numbers = IdPool(first=1) if self.is_numbered else None
         row = 0
         for group in self._in_tree:
             group.begin_empty(self.tree, row)
@@ -393,7 +393,6 @@ class PrefixCache:
         adopted: list[
             tuple[int, Group, BlockNames, BlockNames]
         ] = []  # slot, group, ids of the tree, duplicates of these
-        doubled: list[list[BlockNames]] = [[] for _ in given]
         for one, n in zip(added, sizes):
             blocks = rows if n == rows.shape[1] else rows[:, column : column + n]
             column += n
@@ -417,7 +416,6 @@ class PrefixCache:
                     own = BlockNames(each.ids[at[number] : at[number] + each.counts[done]])
                     at[number] += len(own)
                     theirs, doubles = group.adopt(one.lease, own, inserted, takes_over=takes_over)
-                    doubled[number].append(doubles)
                     if is_whole or not group.is_optional:
                         adopted.append((slots[done], group, theirs, doubles))
                 first = done + 1
@@ -428,10 +426,6 @@ class PrefixCache:
                 group.cache_blocks(slots[:done], ends, BlockNames(each.ids[at[number] : end]))
         for slot, group, theirs, _ in adopted:
             group.put_shared(slot, group.places_of(theirs))
-        if self.residency is not None and done == len(added):
-            for group, each, some in zip(self._in_tree, given, doubled):
-                twice = np.isin(each.ids, np.concatenate([NO_IDS, *some]))
-                self.residency.published(group.index, each.ids[~twice])
         return done, [(group, group.places_of(doubles)) for _, group, _, doubles in adopted]
 
     def _cache_whole(self, given: Many[ToCache], at: list[int], first: int, end: int) -> None:
@@ -561,8 +555,6 @@ class PrefixCache:
         for number, ids in freed.blocks:
             if number == group.index:
                 self.num_evicted[number] += len(ids)
-            if self.residency is not None:
-                self.residency.evicted(number, ids)
         return freed
 
     def evict_texts(self, n: int) -> Freed:
@@ -570,8 +562,6 @@ class PrefixCache:
         freed = self.removed(self.tree.evict(n))
         for number, ids in freed.blocks:
             self.num_evicted[number] += len(ids)
-            if self.residency is not None:
-                self.residency.evicted(number, ids)
         return freed
 
     def evict_checkpoint(self) -> Freed:

@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import NO_TOKEN, Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.counters import Tally
-from kvpagoda.core.cache.namespace import with_media
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
 from kvpagoda.core.prefix import Entry, Lease
-from kvpagoda.core.prefix.tokens import NO_TOKEN, TokenIds, as_tokens
 from kvpagoda.errors import BadInput, StaleHandle, shown
+from kvpagoda.namespace import with_media
 
 # -- positions that a caller asks for --------------------------------------------------------------------------------
 
@@ -104,7 +103,6 @@ class OwnCheckpoints:
 
 # -- requests and their rows -----------------------------------------------------------------------------------------
 
-Tokens = Ids
 TextPart = tuple[Tokens, Tokens | None]
 """(keys, text) for ``PrefixCache.publish``: the tokens of whole blocks, and the array in which they lie, or None."""
 _NO_MATCH = PrefixMatch(0, 0, "nothing")
@@ -142,13 +140,12 @@ class Request:
     (``perf_counter``); 0.0 if that is not being measured. ``resumed_at``: the cache's count of stopped requests when
     this one got its slot. ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether it keeps
     the epoch that it started with. ``tally``: the counters of its namespace. ``handle``: the ``Sequence`` by which a caller
-    names it, until it ends; None if it never had one. ``on_end``: called with this request once it has ended and holds
-    nothing more; None: nobody waits for that.
+    names it, until it ends; None if it never had one.
     """
 
     __slots__ = (
         "block_hashes", "capacity", "checkpoints", "epochs", "handle", "lease", "match", "media_ids", "namespace",
-        "num_fences", "oldest", "on_end", "opened_at", "own_length", "priority", "prompt_length", "publishes",
+        "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes",
         "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tally", "tokens", "written",
     )  # fmt: skip
 
@@ -176,7 +173,6 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.opened_at = 0.0
         self.handle: ref[object] | None = None
-        self.on_end: Callable[[Request], None] | None = None
         self.rows: DecodeRows | None = None
 
     @property

@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from weakref import ref
 
+from kvpagoda.arrays import TokenIds, Tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle, step_positions
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Breakpoint, Request, State, Tokens
-from kvpagoda.core.prefix.tokens import TokenIds
+from kvpagoda.core.cache.request import Breakpoint, Request, State
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, truth, whole_number
@@ -38,7 +38,11 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
                 self._request.check_running()
             return method(self, *args, **kwargs)
         finally:
-            guard.lock.release()
+            try:
+                if guard.noted and not guard.is_torn:
+                    guard.tell()
+            finally:
+                guard.lock.release()
 
     return guarded
 
@@ -123,6 +127,12 @@ class Sequence:
         """The positions, in tokens, at which the newest batch of this sequence asks its step to leave the states; see
         ``Batch.checkpoints``. () once they are committed."""
         return step_positions(self._lifecycle.core, self._request)
+
+    @property
+    def settles_at(self) -> int:
+        """The length from which on a commit does more than append tokens: it publishes blocks, slides windows, or keeps
+        copies of states. An engine that knows its tokens later may commit up to there at once."""
+        return self._request.settle_at
 
     @property
     def epochs(self) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class Settler:
         self._step = size * min(in_step, default=0)
         """Tokens after which the windows of a prompt slide: what a request has reserved for a step, less a block. Below 0:
         steps are so short that not even a block was reserved for one."""
-        self._is_followed = bool(core.tiers.levels) or core.events.is_followed  # a tier or a router waits for blocks
+        self._is_followed = bool(core.tiers.levels) or core.settings.is_followed  # a tier or a router waits for blocks
         self._is_plain = core.full is not None and not (
             self.checkpoints.ends_steps or self.checkpoints.round_every or self._is_followed
         )
@@ -190,7 +190,7 @@ class Settler:
             self._failed(request, error)
             return
         if begin and not found.loaded and core.tiers.levels:
-            core.tiers.reused(request, first)
+            core.tiers.on_hit(request, first)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
@@ -227,16 +227,15 @@ class Settler:
             raise
         for group, places in duplicates:
             core.capacity.release(group, places)
-        if core.events.is_followed:
+        if core.observers.cached:
             for row, begin in zip(rows[:num_done], begins):
-                if requests[row].namespace not in core.stale:
-                    core.events.published(requests[row], begin)
+                core.observers.note_cached(requests[row], begin, requests[row].namespace not in core.stale)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
         if core.tiers.levels:
             for row, begin in zip(rows[:num_done], begins):
-                core.tiers.published(requests[row], begin, source)
+                core.tiers.on_cached(requests[row], begin, source)
         return len(requests) if num_done == len(rows) else rows[num_done]
 
     def last_blocks(self, request: Request) -> TextPart | None:

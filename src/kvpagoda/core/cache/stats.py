@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.counters import HIT_TOKENS, Tally
+from kvpagoda.core.cache.counters import HIT_TOKENS, ResidencyStats, Tally
 from kvpagoda.core.cache.request import Request
-from kvpagoda.core.cache.residency import ResidencyStats
 from kvpagoda.core.groups import Group
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.tiers.level import LevelStats
@@ -190,7 +189,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         sleeps=counters.sleeps,
         is_asleep=core.guard.aside is not None,
         page_locked_nbytes=core.memory.page_locked_nbytes,
-        residency=None if prefix.residency is None else prefix.residency.stats(),
+        residency=None if core.residency is None else ResidencyStats(*core.residency()),
     )
 
 

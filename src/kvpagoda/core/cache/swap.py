@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import FreeStack, Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.memory.no_memory import NoMemory
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.free_list import FreeStack
+from kvpagoda.pages import Bytes
 from kvpagoda.units import ceil_div, format_bytes, table_rows
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, Ids
+from kvpagoda.arrays import Ids
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import Freed, Group, ToCache
 from kvpagoda.core.prefix.node import Evicted, Inserted, Lease
 

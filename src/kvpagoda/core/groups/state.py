@@ -27,7 +27,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, Ids
+from kvpagoda.arrays import Ids
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import Group, Kept
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.prefix.tree import PrefixTree

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Many
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, Ids
+from kvpagoda.arrays import Ids
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import NO_IDS, Freed, Group, Leaving, Running, ToCache
 from kvpagoda.core.prefix.node import Inserted, Lease, Match
 from kvpagoda.core.prefix.tree import PrefixTree

@@ -18,16 +18,14 @@ import torch
 
 from kvpagoda.core.kernels.copy_rows import copy_rows, copy_tables
 from kvpagoda.core.kernels.fill_rows import fill_rows
-from kvpagoda.core.memory.id_tensors import Device, default_device, integers
-from kvpagoda.core.memory.pages import pages
 from kvpagoda.core.memory.staging import Staging
 from kvpagoda.errors import BadInput, Exhausted, NotOwned
+from kvpagoda.id_tensors import Device, default_device, integers
+from kvpagoda.pages import pages
 from kvpagoda.schema import Page, Place, RowLayout
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import ALIGN
 from kvpagoda.units import format_bytes
-
-__all__ = ["Arena", "Device", "default_device", "dtype_name"]
 
 Tensor = torch.Tensor
 LONG_ROW = 16 << 10

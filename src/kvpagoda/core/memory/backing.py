@@ -6,34 +6,12 @@ addresses.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
+from kvpagoda.abc import Backing
 from kvpagoda.core.memory.arena import zeros
-from kvpagoda.core.memory.pages import give_back
 from kvpagoda.errors import BadInput, shown
-
-
-class Backing(Protocol):
-    """Three calls. Give an object of your own as ``KVCache(memory=...)``, for one cache.
-
-    Where virtual memory is managed by you (the driver's calls on a GPU, an allocator of the engine), ``give_back`` unmaps
-    and ``get_again`` maps. With a plain buffer of yours, ``give_back`` does nothing and returns 0, and ``get_again`` fills it
-    with zeros: what you do with it in between is your affair, since nothing reads it then.
-    """
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return zeroed memory, uint8 ``[nbytes]``, contiguous, on the cache's device. Called when the cache is made,
-        once for each arena; the addresses must stay the same as long as the tensor lives."""
-
-    def give_back(self) -> int:
-        """Give the physical memory of all that was allocated back, and return how many bytes that are. Nothing reads or
-        writes there until ``get_again`` has returned."""
-
-    def get_again(self) -> None:
-        """Provide memory at the same addresses, which reads as zero. Also called after a ``give_back`` or ``get_again``
-        that raised or was interrupted. Raises whatever says that there is none: the cache then sleeps on."""
+from kvpagoda.pages import give_back
 
 
 class OwnMemory:

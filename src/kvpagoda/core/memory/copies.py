@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.errors import BadInput, shown, unknown_name
 from kvpagoda.schema import Plan
 from kvpagoda.units import table_rows, whole_number

@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.abc import Backing
+from kvpagoda.arrays import Ids
 from kvpagoda.core.kernels.fill_rows import fill_rows
 from kvpagoda.core.kernels.flatten_table import flatten_table
-from kvpagoda.core.memory.arena import Arena, Device, Tensor, default_device
-from kvpagoda.core.memory.backing import Backing, backing_of, checked
+from kvpagoda.core.memory.arena import Arena, Tensor
+from kvpagoda.core.memory.backing import backing_of, checked
 from kvpagoda.core.memory.host_copy import CudaStreams, HostCopies, LayerwiseCopy
 from kvpagoda.core.memory.no_memory import HostArrays, NoMemory, Part, host_pages
 from kvpagoda.core.memory.page_locks import PageLocks, machine_nbytes
-from kvpagoda.core.memory.pages import PAGE, Bytes
 from kvpagoda.core.memory.pool import Pool
 from kvpagoda.core.memory.staging import Staging
 from kvpagoda.core.memory.writes import Array, Writes
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.id_tensors import Device, default_device
+from kvpagoda.pages import PAGE, Bytes
 from kvpagoda.schema import Layer, Plan
 from kvpagoda.schema.at_rest import layer_at_rest
 
@@ -79,6 +81,14 @@ class CudaPages:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
+def page_locks(device: torch.device, most: int | None = None) -> PageLocks | None:
+    """Return what page-locks at most ``most`` bytes of host memory for ``device`` (None: half of what the machine has); None
+    on a CPU."""
+    if device.type != "cuda":
+        return None
+    return PageLocks(CudaPages(device), machine_nbytes() // 2 if most is None else most)
+
+
 class DeviceMemory(NoMemory):
     """Arenas for the groups of ``plan``, allocated by the constructor.
 
@@ -119,9 +129,8 @@ class DeviceMemory(NoMemory):
         self._sector_nbytes, self.is_poisoning = plan.sector_nbytes, poison
         self._to_poison: list[tuple[int, Ids]] = []
         self._copies: list[LayerwiseCopy] = []
-        most = machine_nbytes() // 2 if page_locked is None else page_locked
         is_cuda = self.device.type == "cuda"
-        self.locks = PageLocks(CudaPages(self.device), most) if is_cuda else None
+        self.locks = page_locks(self.device, page_locked)
         self.locks_pages = is_cuda
         self.host = HostCopies(
             self.device, self.locks, CudaStreams(self.device) if is_cuda else None, self.arrays.staging

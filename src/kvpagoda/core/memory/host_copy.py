@@ -33,8 +33,8 @@ from kvpagoda.core.kernels.copy_rows import FEW, Regions, copy_gathered, copy_re
 from kvpagoda.core.kernels.dispatch import backend
 from kvpagoda.core.memory.arena import Arena, Region, Tensor
 from kvpagoda.core.memory.page_locks import PageLocks
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.core.memory.staging import Staging
+from kvpagoda.pages import Bytes
 from kvpagoda.units import table_rows
 
 Ids = npt.NDArray[np.integer[Any]]

@@ -10,11 +10,11 @@ from collections.abc import Sequence as Many
 from math import ceil, gcd
 from typing import TYPE_CHECKING, Any
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.memory.copies import Noted
-from kvpagoda.core.memory.pages import Bytes, pages
 from kvpagoda.core.memory.writes import Array, Writes
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.pages import Bytes, pages
 from kvpagoda.schema import Layer
 from kvpagoda.units import format_bytes
 

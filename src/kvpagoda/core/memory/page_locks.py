@@ -21,7 +21,7 @@ from weakref import finalize, ref
 
 import numpy as np
 
-from kvpagoda.core.memory.pages import PAGE, Bytes
+from kvpagoda.pages import PAGE, Bytes
 from kvpagoda.units import format_bytes
 
 PIECE = 64 << 20

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.core.memory.copies import Copy, Noted
 from kvpagoda.core.memory.no_memory import NoMemory
-from kvpagoda.core.memory.pages import Bytes
+from kvpagoda.pages import Bytes
 from kvpagoda.schema import Plan
 from kvpagoda.units import ceil_div
 

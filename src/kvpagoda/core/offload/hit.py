@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from kvpagoda.abc import Lease
 from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.tiers.driver import Lease
 from kvpagoda.tiers.level import Level
 
 Record = tuple[Level, int]

@@ -15,27 +15,25 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from time import monotonic, perf_counter, sleep
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import BlockNames, BlockPlaces, Ids
+from kvpagoda.abc import Status, observable
+from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
+from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import NoTiers
-from kvpagoda.core.cache.event_log import EventLog
-from kvpagoda.core.cache.guard import observable
-from kvpagoda.core.cache.namespace import Media
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request
 from kvpagoda.core.groups.base import Freed, Kept
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.offload.hit import Prefetch, TierHit, bounded_part
 from kvpagoda.core.offload.reader import TierReader
-from kvpagoda.core.offload.watch import watches_of
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
-from kvpagoda.tiers.driver import Status
+from kvpagoda.namespace import Media
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.records import xxh3_128
@@ -45,6 +43,16 @@ from kvpagoda.units import real_number
 _NONE = BlockNames(np.empty(0, np.int32))
 Unit = tuple[BlockNames, bytes]
 """The names of the blocks of one record, and their hashes concatenated."""
+
+
+class Watch(Protocol):
+    """Is told what one level stores, from the level's threads."""
+
+    def stored(self, hashes: Mapping[bytes, bytes], statuses: list[Status]) -> None:
+        """Tell which of the records with the keys of ``hashes`` are stored, as their ``statuses`` say. The hashes of a record
+        are those of its blocks, concatenated."""
+
+
 StoredPart = tuple[BlockGroup, BlockPlaces, int]
 """A group, the places of its blocks, and the number of records that they take."""
 _CLOSING = 0.1  # share of its timeout that close() keeps for closing the tiers
@@ -54,10 +62,10 @@ class Offloader(NoTiers):
     """Stores what one cache has in its levels; ``reader`` loads it back. Used by the thread of the cache.
 
     ``prefix``: what is cached, by name. ``media``: the digests of images in texts. ``memory``: copies the bytes.
-    ``secret``: part of every key, so that the text cannot be guessed from a key without it. ``log``: is told which blocks
-    the levels keep.
+    ``secret``: part of every key, so that the text cannot be guessed from a key without it. ``watches``: by level, is told
+    which blocks it stored.
 
-    The cache may report changes (``published``, ``freed`` and others) after it has changed its own state:
+    The cache may report changes (``on_cached``, ``on_freed`` and others) after it has changed its own state:
     tables are assigned after all that can fail, and a store that fails is counted as dropped."""
 
     def __init__(
@@ -68,7 +76,6 @@ class Offloader(NoTiers):
         media: Media,
         memory: NoMemory,
         secret: bytes = b"",
-        log: EventLog | None = None,
     ) -> None:
         full = prefix.full
         self._prefix, self._media, self._memory = prefix, media, memory
@@ -88,7 +95,7 @@ class Offloader(NoTiers):
             _close(self.levels, 0.0)
             raise
         finalize(self, _close, self.levels, 0.0).atexit = False
-        self._watches = {} if log is None else watches_of(self.levels, log)
+        self.watches: Mapping[Level, Watch] = {}
         num_rows = 0 if full is None else full.plan.num_rows
         writers = [level for level in self.levels if level.spec.write == "reuse"]
         self._blocks = np.zeros(num_rows, [("hash", np.uint8, KEY_NBYTES), ("sent", np.bool_, len(writers))])
@@ -157,7 +164,7 @@ class Offloader(NoTiers):
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def published(self, request: Request, begin: int, source: Any = None) -> None:
+    def on_cached(self, request: Request, begin: int, source: Any = None) -> None:
         if self._full is None:
             return
         names = self._full.names_between(request.slot, 0, request.lease.num_blocks)
@@ -170,7 +177,7 @@ class Offloader(NoTiers):
                 self._queue(level, block_hashes, begin, names)
         self.drain()
 
-    def reused(self, request: Request, checkpoint: int | None) -> None:
+    def on_hit(self, request: Request, checkpoint: int | None) -> None:
         if not self._sent:
             return
         names = _NONE
@@ -213,10 +220,21 @@ class Offloader(NoTiers):
                 units = [backlog.popleft() for _ in range(count)]
                 self._store_blocks(level, [unit for unit in units if self._hashes[unit[0]].tobytes() == unit[1]])
 
-    def evicted(self, freed: Freed) -> None:
+    def on_evicted(self, freed: Freed, is_stored: bool) -> None:
+        try:
+            if is_stored:
+                self._store_evicted(freed)
+        finally:
+            for checkpoint, _ in freed.checkpoints:
+                self._checkpoints.pop(checkpoint, None)
+                self._reused.discard(checkpoint)
+                for due in self._due.values():
+                    due.pop(checkpoint, None)
+
+    def _store_evicted(self, freed: Freed) -> None:
         for number, names in freed.blocks:
             if self._full is not None and number == self._full.index:
-                self._evicted(names)
+                self._store_blocks_evicted(names)
         for checkpoint, kept in freed.checkpoints:
             for level, due in self._due.items():
                 level.dropped += self._num_needed(level, kept) if checkpoint in due else 0
@@ -246,7 +264,7 @@ class Offloader(NoTiers):
                         keys[key] = one.num_blocks, one.nbytes * layout.nbytes // width
         return found
 
-    def _evicted(self, names: BlockNames) -> None:
+    def _store_blocks_evicted(self, names: BlockNames) -> None:
         """Store ``names``, blocks of the full group, the deepest in their texts first."""
         for level in self.levels:
             if level.spec.write == "evict":
@@ -264,7 +282,7 @@ class Offloader(NoTiers):
         keys = {level.key(hashes[-KEY_NBYTES:]): unit for unit in units for hashes in unit[1:]}
         if keys and self._full is not None:
             names = BlockNames(np.concatenate([names for names, _ in keys.values()]))
-            watch = self._watches.get(level)
+            watch = self.watches.get(level)
             told = None if watch is None else partial(watch.stored, {key: hashes for key, (_, hashes) in keys.items()})
             part = self._full, self._full.places_of(names), len(keys)
             self.store(level, [*keys], [part], told=told)
@@ -350,15 +368,9 @@ class Offloader(NoTiers):
         self.store(level, keys, parts, sizes)
         return True
 
-    def checkpoint_dropped(self, checkpoint: int) -> None:
-        self._checkpoints.pop(checkpoint, None)
-        self._reused.discard(checkpoint)
-        for due in self._due.values():
-            due.pop(checkpoint, None)
-
     # -- blocks that are freed ---------------------------------------------------------------------------------------
 
-    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
+    def on_freed(self, group: BlockGroup, places: BlockPlaces) -> None:
         if group is self._full:
             try:
                 self._blocks[group.names_at(places)] = 0

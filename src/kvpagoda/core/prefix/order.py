@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import IdPool, Ids
+from kvpagoda.abc import EvictionPolicy, Forgotten
+from kvpagoda.arrays import Ids
 from kvpagoda.core.prefix.node import NO_USES, Checkpoint, Node, expect
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.free_list import IdPool
 from kvpagoda.policies.ghosts import GhostIndex
 from kvpagoda.policies.heap import LazyHeap
-from kvpagoda.policies.protocol import EvictionPolicy, Forgotten, OldestLeaf
+from kvpagoda.policies.protocol import OldestLeaf
 
 # -- LRU and its clock -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids, grown
+from kvpagoda.abc import EvictionPolicy
+from kvpagoda.arrays import Ids, grown
 from kvpagoda.core.prefix.node import (
     Children,
     Descent,
@@ -36,7 +37,6 @@ from kvpagoda.core.prefix.node import (
 from kvpagoda.core.prefix.order import Checkpoints, Clock, Entry, EvictionOrder, LRUOrder, PolicyOrder
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
 from kvpagoda.policies import as_policy
-from kvpagoda.policies.protocol import EvictionPolicy
 from kvpagoda.units import whole_number
 
 # -- insertion -------------------------------------------------------------------------------------------------------

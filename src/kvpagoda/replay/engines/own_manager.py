@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvpagoda.core.cache.options import Limits
-from kvpagoda.core.cache.sequence import Sequence
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache, Limits, Sequence
 from kvpagoda.errors import Exhausted, NeverFits, OutOfBlocks
+from kvpagoda.probe import Probe
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.texts import text_of
 from kvpagoda.replay.trace import Ids32
@@ -27,6 +26,7 @@ class OwnManager:
             FULL, num_blocks=num_blocks, max_requests=at_once, block_size=chains.block_size, device="none",
             limits=Limits(int(chains.totals.max(initial=1)) + 1),
         )  # fmt: skip
+        self._probe = Probe(self.cache)
 
     def step_starts(self) -> None:
         """See ``driver.Manager``."""
@@ -46,7 +46,7 @@ class OwnManager:
     @property
     def num_evicted(self) -> int:
         """See ``driver.Manager``."""
-        return sum(self.cache.core.prefix.num_evicted)
+        return self._probe.num_evicted
 
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
         """See ``driver.Manager``."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockNames
-from kvpagoda.core.cache.event_log import EventLog
-from kvpagoda.core.cache.request import Request
-from kvpagoda.core.groups.base import Freed
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache
+from kvpagoda.abc import CacheObserver
 from kvpagoda.errors import unknown_name
+from kvpagoda.events.event_log import EventLog
+from kvpagoda.probe import Probe
 from kvpagoda.replay.fleet.engine_worker import EngineWorker
 from kvpagoda.replay.fleet.worker import AnyWorker
 from kvpagoda.replay.texts import text_of
@@ -84,14 +83,8 @@ class PrefixAware:
 class Untold(EventLog):
     """Makes a cache publish blocks when it must for a router that follows it, and keeps no record of them."""
 
-    def published(self, request: Request, begin: int) -> None:
-        """See ``NoEvents``, as the others here."""
-
-    def kept(self, request: Request, num_blocks: int, copy: BlockNames) -> None: ...
-
-    def evicted(self, freed: Freed) -> None: ...
-
-    def renewed(self, namespaces: Collection[bytes]) -> None: ...
+    on_cached = CacheObserver.on_cached
+    on_evicted = CacheObserver.on_evicted
 
 
 class OwnCaches:
@@ -100,13 +93,13 @@ class OwnCaches:
 
     def __init__(self, trace: Trace, caches: Sequence[KVCache], tokens_per_id: int) -> None:
         self._trace, self._per_id = trace, tokens_per_id
-        self._finds = [(cache.core.prefix.find, cache.core.namespaces.key(None)) for cache in caches]
+        self._finds = [Probe(cache).resumable for cache in caches]
 
     def cached(self, number: int) -> list[int]:
         """See ``Views``. O(nodes on the path) and O(common tokens) for each cache."""
         text, num_prompt = text_of(self._trace, number, self._per_id)
         prompt = text[:num_prompt]
-        return [find(prompt, key)[1].resumable for find, key in self._finds]
+        return [find(prompt) for find in self._finds]
 
 
 class EngineCaches:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.prefix import policy_name
+from kvpagoda.policies import policy_name
+from kvpagoda.probe import Probe
 from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.fleet.costs import PER_SECOND, Costs, Ticks, tier_specs
 from kvpagoda.replay.fleet.engine_worker import engine_workers
@@ -161,7 +162,7 @@ class Simulation:
             cache = setup.cache(
                 self._trace, events=Untold() if is_followed else None, tiers=tier_specs(tiers, cache.plan)
             )
-            cache.core.tiers.took(1.0)  # what is found is loaded, whatever this machine measures
+            Probe(cache).load_always()  # what is found is loaded, whatever this machine measures
         batching, ticks = Batching(cache, self._trace, setup.tokens_per_id), Ticks(costs, cache.plan, tiers)
         return Worker(index, batching, ticks, setup, self.outcomes)
 

@@ -18,13 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvpagoda.core.cache.sequence import requests_of
 from kvpagoda.errors import RetryLater
+from kvpagoda.probe import Probe
 from kvpagoda.replay.batching import Batching, Running
 from kvpagoda.replay.fleet.costs import PER_SECOND, Ticks
 from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Floats, Ints
-from kvpagoda.tiers.driver import Status
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _by_order = attrgetter("order")
@@ -124,10 +123,9 @@ class Worker:
         self._decoding: set[Running] = set()
         self._pieces: list[tuple[Running, int]] = []  # of the step: a request, and where its piece ends
         self._began = self._stretch = 0  # when the step began; how many steps in one go
-        self._levels = batching.cache.core.tiers.levels
-        core = self._cache.core
-        is_full = len(core.groups) == 1 and not core.bounded and not self._levels
-        self._is_plain = is_full and setup.policy == "lru"
+        self._probe = Probe(self._cache)
+        self._has_tiers = bool(self._probe.num_loaded)
+        self._is_plain = self._probe.is_plain and setup.policy == "lru"
         self._is_blocked = False  # whether the first waiting request found no room, and nothing ended since
         self._decoded = self._orders = self._context = 0  # decode steps; requests that decoded; tokens of ``_decoding``
         self._due: dict[int, list[Running]] = {}  # number of a decode step -> requests that must commit at its end
@@ -144,7 +142,7 @@ class Worker:
 
     @property
     def num_evicted(self) -> int:
-        return sum(self._cache.core.prefix.num_evicted)
+        return self._probe.num_evicted
 
     @property
     def nbytes(self) -> int:
@@ -224,9 +222,9 @@ class Worker:
         """Open waiting requests, and give them pieces, while there are slots, memory and tokens of the ``budget``."""
         waiting = self.batching.waiting
         while waiting and budget > 0 and not self._is_blocked and self._has_slot():
-            if self._levels:
+            if self._has_tiers:
                 self._cache.flush(60.0)  # what was evicted is stored, however long this machine takes
-            read = self._records()
+            read = self._probe.num_loaded
             try:
                 number, request = self.batching.open_next()
             except RetryLater:
@@ -238,15 +236,11 @@ class Worker:
             if request is None:
                 continue
             self.outcomes.admit(self.index, request, now)
-            loaded = [after - before for before, after in zip(read, self._records())]
+            loaded = [after - before for before, after in zip(read, self._probe.num_loaded)]
             request.ready = now + self._ticks.loading(loaded)
             self.backlog += request.num_prompt - request.sequence.length
             self._prefilling.append(request)
             budget -= self._plan_piece(request, budget, now)
-
-    def _records(self) -> list[int]:
-        """Return how many records were read from each level so far, of blocks and of checkpoints."""
-        return [level.tier.stats().loads.get(Status.OK, 0) for level in self._levels]
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
@@ -292,7 +286,7 @@ class Worker:
         cache settles it, at its end."""
         at = (length // request.block_size + 1) * request.block_size
         if not self._is_plain:
-            settles = requests_of(request.sequence, self._cache.core)[0].settle_at
+            settles = request.sequence.settles_at
             at = settles if length < settles < at else at
         self._due.setdefault(min(request.ends_at, request.since + at), []).append(request)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.kv_cache import KVCache
+from kvpagoda import KVCache
 from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.serving import Clock, Steps
 from kvpagoda.replay.setup import Setup
@@ -68,7 +68,7 @@ def served_here(trace: Trace, setup: Setup, cache: KVCache, on_request: Callable
         ended[[number for number in (*before, *fresh) if number not in after]] = now
         before = after
         if on_request is not None:
-            on_request(cache.core.counters.closed)
+            on_request(steps.probe.num_closed)
     step, number, length = np.array(rows, np.int64).reshape(-1, 3).T
     found = np.array([cached for _, _, cached in steps.each], np.int64)
     return Lives(steps.steps, admitted, ended, step, number, length, found)

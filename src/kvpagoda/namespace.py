@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.arrays import Ids
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.units import utf8, whole_number
+
+__all__ = ["Media", "Namespace", "Namespaces", "checked_media", "namespace_key", "with_media"]
 
 MOST_MEDIA = 2**31 - 1
 """Numbers of media: a media id is int32, below 0, and not ``NO_TOKEN``."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from threading import Lock
 
-from kvpagoda.core.cache.event_log import EventLog, Kept
-from kvpagoda.tiers.driver import Status
+from kvpagoda.abc import Status
+from kvpagoda.events.event_log import EventLog, Kept
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.tiers.level import Level
 

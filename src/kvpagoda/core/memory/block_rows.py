@@ -1,4 +1,4 @@
-"""The memory of an engine's layers as rows of bytes, one for each block, and copies between them and records.
+"""The blocks of an engine's layers as rows of bytes, and copies between them and records on the host.
 
 payload of a record   | block 0: layer 0, layer 1, .. | block 1: layer 0, layer 1, .. | ..
 """
@@ -9,39 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvpagoda.arrays import Int64s
 from kvpagoda.core.kernels.copy_rows import FEW, Regions, copy_gathered, copy_regions, copy_rows
 from kvpagoda.core.kernels.dispatch import backend
 from kvpagoda.core.memory.page_locks import PageLocks
 from kvpagoda.core.memory.staging import Staging
-from kvpagoda.errors import LayoutError
 
 Tensor = torch.Tensor
-Ids = npt.NDArray[np.int64]
-
-
-def rows_of(name: str, cache: Tensor, num_blocks: int) -> Tensor:
-    """Return the memory of a layer's ``cache`` as uint8 ``[num_blocks, nbytes]``: row ``i`` is block ``i``.
-
-    A block is one row of ``cache``, or several in succession. Raises LayoutError if its bytes are not together.
-    """
-    blocks = cache if cache.shape[0] == num_blocks else cache.view(num_blocks, -1, *cache.shape[1:])
-    inner = sorted((stride, size) for stride, size in zip(blocks.stride()[1:], blocks.shape[1:]) if size > 1)
-    dense = 1
-    for stride, size in inner:
-        if stride != dense:
-            raise LayoutError(
-                f"the bytes of a block of layer {name} are not together (shape {list(cache.shape)}, strides "
-                f"{cache.stride()}); set VLLM_KV_CACHE_LAYOUT to LBHNC, LBNHC, BLHNC or BLNHC",
-                rule="blocks", needed=dense, available=stride,
-            )  # fmt: skip
-        dense *= size
-    width = cache.element_size()
-    rows = torch.empty(0, dtype=torch.uint8, device=cache.device)
-    start, shape = blocks.storage_offset() * width, (num_blocks, dense * width)
-    return rows.set_(cache.untyped_storage(), start, shape, (blocks.stride(0) * width, 1))
 
 
 class BlockRows:
@@ -61,17 +37,19 @@ class BlockRows:
             self.layers[name] = rows, slice(self.nbytes, self.nbytes + rows.shape[1])
             self.nbytes += rows.shape[1]
 
-    def to_records(self, ids: Ids, payloads: Any, rows: Sequence[int]) -> None:
+    def to_records(self, ids: Int64s, payloads: Any, rows: Sequence[int]) -> None:
         """Copy blocks ``ids``, ``[records, blocks]``, to ``rows`` of ``payloads``, uint8 ``[M, n]`` on the host. On a GPU the
         current stream does it, and this does not wait for page-locked rows."""
         self._copy(ids, payloads, np.asarray(rows, np.int64), [*self.layers], is_out=True)
 
-    def from_records(self, ids: Ids, payloads: Any, rows: Sequence[int], layers: Sequence[str] | None = None) -> None:
+    def from_records(
+        self, ids: Int64s, payloads: Any, rows: Sequence[int], layers: Sequence[str] | None = None
+    ) -> None:
         """Copy ``rows`` of ``payloads`` to blocks ``ids``, but not to id 0. ``layers``: only to these (None: to all)."""
         names = [*self.layers] if layers is None else layers
         self._copy(ids, payloads, np.asarray(rows, np.int64), names, is_out=False)
 
-    def _copy(self, ids: Ids, payloads: Any, rows: Ids, names: Sequence[str], *, is_out: bool) -> None:
+    def _copy(self, ids: Int64s, payloads: Any, rows: Int64s, names: Sequence[str], *, is_out: bool) -> None:
         table, copy = torch.from_numpy(payloads), copy_rows
         if self._locks is not None and len(rows):
             are_reached = rows < self._locks.num_rows(payloads, int(rows.max()))
@@ -91,7 +69,7 @@ class BlockRows:
                 else:
                     copy(part, memory, pairs.flip(1))
 
-    def _launch(self, ids: Ids, table: Tensor, rows: Ids, names: Sequence[str], *, is_out: bool) -> None:
+    def _launch(self, ids: Int64s, table: Tensor, rows: Int64s, names: Sequence[str], *, is_out: bool) -> None:
         """Copy all layers of all blocks in one launch, by few programs: ``rows`` are page-locked."""
         pairs = np.stack((ids.T, np.broadcast_to(rows, ids.T.shape)), axis=-1)
         pairs[ids.T == 0] = -1

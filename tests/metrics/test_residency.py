@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvpagoda import BadInput, KVCache, Schema
-from kvpagoda.core.cache import residency
-from kvpagoda.core.cache.residency import Residency
+from kvpagoda.metrics import residency
+from kvpagoda.metrics.residency import Residency
 from kvpagoda.schema import Attention, Growth, Layer
 from raises import raises
 
@@ -27,7 +27,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def cache_of(*kinds: Attention, blocks: int = 9, every: int = 1) -> KVCache:
     schema = Schema(tuple(Layer(i, "full", (kind,)) for i, kind in enumerate(kinds)))
     cache = KVCache(schema, num_blocks=blocks, block_size=4, max_requests=2, device="none")
-    cache.core.prefix.residency = Residency(every)
+    following = Residency(every)
+    cache.core.observers.add(following)
+    cache.core.residency = following.stats
     return cache
 
 
@@ -99,7 +101,7 @@ def test_a_lack_of_memory_loses_a_figure_and_nothing_else(monkeypatch: pytest.Mo
         def __rand__(self, names: object) -> object:
             raise MemoryError
 
-    monkeypatch.setattr(cache.core.prefix.residency, "_mask", Short())
+    monkeypatch.setattr(cache.core.observers.find(Residency), "_mask", Short())
     for first in range(6):
         serve(cache, [first] * 20)
     assert serve(cache, [5] * 20) == 19 and figures(cache) == [(0, 0)] * 3
@@ -109,6 +111,6 @@ def test_a_lack_of_memory_loses_a_figure_and_nothing_else(monkeypatch: pytest.Mo
 def test_nothing_is_followed_without_a_collector() -> None:
     cache = KVCache(Schema((Layer(0, "full", (FULL,)),)), num_blocks=9, block_size=4, device="none")
     serve(cache, [1] * 20)
-    assert cache.stats().residency is None and cache.core.prefix.residency is None
+    assert cache.stats().residency is None and cache.core.residency is None
     with raises(BadInput, field="every how many blocks one is followed", needed=0, available=1):
         Residency(0)

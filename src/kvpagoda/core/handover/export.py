@@ -6,13 +6,13 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import BlockPlaces
+from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.request import Request
-from kvpagoda.core.memory.pages import Bytes
 from kvpagoda.handover.checksums import algorithm, checksums_of
 from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.lease import Section, checksums_in, lease_layout, seal_in, seal_of
+from kvpagoda.pages import Bytes
 from kvpagoda.units import ceil_div
 
 _SCRATCH = 8 << 20

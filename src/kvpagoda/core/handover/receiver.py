@@ -15,22 +15,23 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from kvpagoda.abc import Transfer
+from kvpagoda.arrays import as_tokens
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.lookup import AnyNamespace
-from kvpagoda.core.cache.namespace import Namespace
 from kvpagoda.core.cache.request import Request, buffer_of
 from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.handover.received import Received, Taken
 from kvpagoda.core.prefix import Match
-from kvpagoda.core.prefix.tokens import as_tokens
 from kvpagoda.errors import BadInput, HandoverMiss, RetryLater, TicketRefused
 from kvpagoda.handover.content import GroupPlace, content_of, places_of
 from kvpagoda.handover.fetched import Fetched, Given, WholeLeases
 from kvpagoda.handover.lease import LEASE_NBYTES, lease_layout, rank_of, receipt_of, receipt_offset
-from kvpagoda.handover.received import Received, Taken
 from kvpagoda.handover.recut import givers_of
 from kvpagoda.handover.ticket import Ticket
-from kvpagoda.handover.transfer import Transfer, checked
+from kvpagoda.handover.transfer import checked
+from kvpagoda.namespace import Namespace
 from kvpagoda.schema import Schema
 from kvpagoda.units import ceil_div, format_bytes, whole_number
 

@@ -1,4 +1,4 @@
-"""Conversion of ids: numpy arrays inside the library, tensors on the caller's device outside."""
+"""Ids as callers give them, tensors on their device among them, and the device that a caller names. Needs torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from kvpagoda.core.blocks.free_list import AnyIds
-from kvpagoda.core.memory.staging import Staging
+from kvpagoda.arrays import AnyIds
 from kvpagoda.errors import BadInput, shown
+
+__all__ = ["Device", "IdsLike", "default_device", "ids_from", "integers"]
 
 IdsLike = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 Device = torch.device | str | None
@@ -56,9 +57,3 @@ def ids_from(ids: IdsLike) -> AnyIds:
     """
     array: AnyIds = integers(ids, "ids").detach().cpu().numpy()
     return array.reshape(-1)
-
-
-def ids_to(ids: AnyIds, staging: Staging) -> torch.Tensor:
-    """Return ``ids`` as a tensor of the same dtype on the device of ``staging``, without waiting for it; on the CPU it shares
-    the memory of the array."""
-    return staging.to_device(ids)

@@ -20,18 +20,19 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.core.blocks.free_list import Ids
+from kvpagoda.abc import Transfer, wrap_calls
+from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.below import NoHandOvers
-from kvpagoda.core.cache.guard import either_way, exclusive, observe
+from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import Request, State
+from kvpagoda.core.handover.export import Export, Extent, export_of
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm
 from kvpagoda.handover.content import content_of, places_of
-from kvpagoda.handover.export import Export, Extent, export_of
 from kvpagoda.handover.lease import HEADER_NBYTES, LEASE_NBYTES, Exported, header_of, lease_layout, rank_of
 from kvpagoda.handover.ticket import RankLease, Ticket
-from kvpagoda.handover.transfer import Transfer, checked
+from kvpagoda.handover.transfer import checked
 from kvpagoda.schema import Schema
 from kvpagoda.units import real_number, whole_number
 
@@ -91,7 +92,7 @@ class Sender(NoHandOvers):
         self._exported, self._leases = Exported(transfer.memory), dict[str, _Lease]()
         self._generation = 0
         self.fetched = self.expired = self.given_up = 0
-        self._end_observing = observe(core.parts, self._around, "a sender")
+        self._end_observing = wrap_calls(core.parts, self._around, "a sender")
         core.hand_overs = self
         core.memory.page_lock(transfer.memory)
 

@@ -1,16 +1,23 @@
-"""Token ids in the form that the prefix tree takes."""
+"""The arrays that everything here is made of: ids of blocks, and token ids in the form that the prefix tree takes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.core.blocks.free_list import Ids
 from kvpagoda.errors import BadInput
 
+__all__ = ["NO_TOKEN", "AnyIds", "Ids", "Int64s", "TokenIds", "Tokens", "are_media", "as_tokens", "grown"]
+
+Ids = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+AnyIds = npt.NDArray[np.integer[Any]]
+Tokens = Ids
+"""Token ids inside the library: a contiguous int32 vector."""
+Scalar = TypeVar("Scalar", bound="np.generic[Any]")
 TokenIds = Collection[int | np.integer[Any]]
 """Token ids, or other whole numbers, as callers give them: a list, a tuple, a range, an array or a tensor on the host."""
 NO_TOKEN = -(2**31)
@@ -53,3 +60,15 @@ def as_tokens(token_ids: TokenIds, vocab_size: int | None = None) -> Ids:
             text = f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}"
             raise BadInput(text, needed=low if low < 0 else high, available=top)
     return np.ascontiguousarray(array, np.int32)
+
+
+def grown(array: npt.NDArray[Scalar], length: int) -> npt.NDArray[Scalar]:
+    """Return ``array`` if its last axis has at least ``length`` elements, else a larger copy.
+
+    The copy's last axis is at least twice as long; the new elements are zero.
+    """
+    if array.shape[-1] >= length:
+        return array
+    larger = np.zeros((*array.shape[:-1], max(length, 2 * array.shape[-1], 64)), array.dtype)
+    larger[..., : array.shape[-1]] = array
+    return larger

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from kvpagoda.errors import Exhausted
 from kvpagoda.units import format_bytes
 
+__all__ = ["PAGE", "Bytes", "give_back", "pages"]
+
 Bytes = npt.NDArray[np.uint8]
 PAGE, LARGE = 4096, 4 << 20
 """Bytes of a page, and the size from which large pages are requested."""
