@@ -657,10 +657,10 @@ class Admission:
             request.start_at(found, core.block_size)
         request.lease, request.slot, request.state = holding.lease, slot, State.RUNNING
         request.resumed_at = core.counters.stopped
+        core.running[slot] = request  # before it is no longer suspended: ``reset`` closes what is in either
         if is_resumed:
             del core.suspended[request]
         core.allocated(request)
-        core.running[slot] = request
         core.guard.is_torn = False
 
 
