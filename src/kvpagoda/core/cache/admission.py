@@ -403,7 +403,7 @@ class Admission:
             if hit is not None:
                 hit.release()
             if core.tiers.levels and core.memory.has_memory:
-                request.opened_at = perf_counter()
+                request.records.opened_at = perf_counter()
         except BaseException:
             if request.state is State.RUNNING and not core.guard.is_torn:  # the caller gets no handle
                 core.release(request)

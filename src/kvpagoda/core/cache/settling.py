@@ -98,7 +98,7 @@ class Settler:
         waiting: list[Request] = []
         for request in requests:
             core.waiting[request] = None
-            if request.opened_at:
+            if request.records.opened_at:
                 core.tiers.computed(request)
             if not request.num_fences:
                 waiting.append(request)
