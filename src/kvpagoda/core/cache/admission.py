@@ -404,7 +404,7 @@ class Admission:
             if hit is not None:
                 hit.release()
             if core.tiers.levels and core.memory.has_memory:
-                request.opened_at = perf_counter()
+                request.records.opened_at = perf_counter()
         except BaseException:
             if request.state is State.RUNNING and not core.guard.is_torn:  # the caller gets no handle
                 core.release(request)
@@ -657,10 +657,10 @@ class Admission:
             request.start_at(found, core.block_size)
         request.lease, request.slot, request.state = holding.lease, slot, State.RUNNING
         request.resumed_at = core.counters.stopped
+        core.running[slot] = request  # before it is no longer suspended: ``reset`` closes what is in either
         if is_resumed:
             del core.suspended[request]
         core.allocated(request)
-        core.running[slot] = request
         core.guard.is_torn = False
 
 

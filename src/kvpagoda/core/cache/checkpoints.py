@@ -234,11 +234,11 @@ class Checkpointer:
     def round(self, request: Request) -> None:
         """Round the states of ``request``, if it has computed them and stands at a multiple of the hit grid."""
         length = request.own_length
-        is_new = length > request.match.resumable and length != request.rounded_at
+        is_new = length > request.match.resumable and length != request.states.rounded_at
         states = self._core.states
         if states is not None and is_new and length % self.round_every == 0 and request.most_written <= length:
             states.round(request.slot, length)
-            request.rounded_at = length
+            request.states.rounded_at = length
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Checkpointer:
         started with them or wrote them later, and no step wrote those of so many more tokens that they are
         overwritten."""
         written = max(request.own_length, request.most_written)
-        return request.oldest <= length and written - length <= self._most_ahead
+        return request.states.oldest <= length and written - length <= self._most_ahead
 
     def _store(self, name: int) -> None:
         """Store checkpoint ``name`` in tiers, if it is still kept."""

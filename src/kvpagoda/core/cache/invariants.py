@@ -75,8 +75,8 @@ def _check_request(core: Core, request: Request) -> None:
     if not 0 <= request.own_length <= len(request.tokens):
         raise CheckFailed(f"{where}: more tokens than its text of {len(request.tokens)}")
     most = request.length // core.block_size
-    if len(request.block_hashes) > 1 + max(most, request.prompt_length // core.block_size):
-        raise CheckFailed(f"{where}: names of {len(request.block_hashes) - 1} blocks, more than its text has")
+    if len(request.records.block_hashes) > 1 + max(most, request.prompt_length // core.block_size):
+        raise CheckFailed(f"{where}: names of {len(request.records.block_hashes) - 1} blocks, more than its text has")
     if request.state is State.SUSPENDED:
         return
     if not request.lease.is_open or request.lease.num_blocks > request.own_length // core.block_size:

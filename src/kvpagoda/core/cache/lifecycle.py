@@ -160,9 +160,9 @@ class Lifecycle:
         request.written = max(request.written, request.own_length)
         request.checkpoints.due, request.epochs = due, epochs
         request.own_length, request.media_ids = length, media_ids
-        request.rounded_at = -1
+        request.states.rounded_at = -1
         request.prompt_length = min(request.prompt_length, length)
-        del request.block_hashes[columns + 1 :]
+        del request.records.block_hashes[columns + 1 :]
         self.settler.plan(request)
         self.ending.tidy()
 
@@ -170,7 +170,7 @@ class Lifecycle:
         """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens: a later token wrote
         over it, or the request started from more tokens."""
         core, slot = self.core, request.slot
-        written, oldest = max(request.written, request.own_length), request.oldest
+        written, oldest = max(request.written, request.own_length), request.states.oldest
         short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(oldest, written - n)]
         if short:
             layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
@@ -271,7 +271,7 @@ class Lifecycle:
         self.settler.checkpoints.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, request.capacity, whole)
         if core.states is not None and core.states.places > 1:
-            request.oldest = request.own_length
+            request.states.oldest = request.own_length
         core.release(request, suspended)
         self.ending.tidy()
 

@@ -390,9 +390,8 @@ class PrefixCache:
         given = [group.rows_to_cache(slots, begins, ends, rows, is_whole=is_whole) for group in self._in_tree]
         is_even = all(each.counts == sizes for each in given)
         column, first, at, done = 0, 0, [0] * len(given), 0  # ``at``: where the ids of text ``first`` begin
-        adopted: list[
-            tuple[int, Group, BlockNames, BlockNames]
-        ] = []  # slot, group, ids of the tree, duplicates of these
+        # (slot, group, ids that the tree has, those given that duplicate them)
+        adopted: list[tuple[int, Group, BlockNames, BlockNames]] = []
         for one, n in zip(added, sizes):
             blocks = rows if n == rows.shape[1] else rows[:, column : column + n]
             column += n
@@ -420,10 +419,12 @@ class PrefixCache:
                         adopted.append((slots[done], group, theirs, doubles))
                 first = done + 1
             done += 1
-        for number, (group, each) in enumerate(zip(self._in_tree, given)):
+        for begin, group, each in zip(at, self._in_tree, given):
             if is_whole or not group.is_optional:
-                end = at[number] + sum(each.counts[first:done])
-                group.cache_blocks(slots[:done], ends, BlockNames(each.ids[at[number] : end]))
+                ids = each.ids
+                if first or done < len(added):
+                    ids = BlockNames(ids[begin : begin + sum(each.counts[first:done])])
+                group.cache_blocks(slots[:done], ends, ids)
         for slot, group, theirs, _ in adopted:
             group.put_shared(slot, group.places_of(theirs))
         return done, [(group, group.places_of(doubles)) for _, group, _, doubles in adopted]

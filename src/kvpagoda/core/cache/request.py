@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 from weakref import ref
@@ -80,18 +81,16 @@ def positions_of(checkpoints: TokenIds) -> tuple[int, ...]:
     return asked
 
 
+@dataclass(slots=True, eq=False)
 class OwnCheckpoints:
     """The part of a request that ``Checkpointer`` writes.
 
     ``due``: after how many blocks of its prompt a checkpoint is still to be kept, ascending. ``asked``: the positions that its
     caller asked for; None: none. ``tail``: the name of the checkpoint that moves along with its end; -1: none."""
 
-    __slots__ = ("asked", "due", "tail")
-
-    def __init__(self) -> None:
-        self.due: list[int] = []
-        self.asked: Breakpoints | None = None
-        self.tail = -1
+    due: list[int] = field(default_factory=list)
+    asked: Breakpoints | None = None
+    tail: int = -1
 
     def also_at(self, depth: int) -> bool:
         """Keep one after ``depth`` blocks too; return whether that is new."""
@@ -99,6 +98,26 @@ class OwnCheckpoints:
             return False
         insort(self.due, depth)
         return True
+
+
+@dataclass(slots=True, eq=False)
+class OwnStates:
+    """The part of a request about its states. ``oldest``: how many tokens the states that it began with belong to, or those
+    with which it was suspended; it has none of fewer tokens. ``rounded_at``: after how many tokens they were rounded last, see
+    ``Retention.rounds_states``; -1: never."""
+
+    oldest: int = 0
+    rounded_at: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class OwnRecords:
+    """The part of a request that tiers write. ``block_hashes``: hashes that name its blocks there: the root, then one for each
+    block that was needed so far. ``opened_at``: when its prompt began to be computed (``perf_counter``); 0.0 if that is not
+    being measured."""
+
+    block_hashes: list[bytes] = field(default_factory=list)
+    opened_at: float = 0.0
 
 
 # -- requests and their rows -----------------------------------------------------------------------------------------
@@ -125,28 +144,24 @@ class Request:
     Tokens. ``tokens``: the buffer, int32; the first ``prompt_length`` are the prompt, the first ``length`` are
     committed. ``own_length``: committed tokens without those that only ``rows`` has yet. ``capacity``: how many tokens,
     the committed ones included, every group has blocks for. ``written``: the most tokens that a batch or a commit
-    reached; rings and states hold the last of these. ``oldest``: how many tokens the states that it began with belong
-    to, or those with which it was suspended; it has none of fewer tokens. ``rows``: the persistent batch that commits
-    for it, if any.
+    reached; rings and states hold the last of these. ``rows``: the persistent batch that commits for it, if any.
 
     Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``settle_at``: how many
-    tokens it has when a commit settles it (``cache/settling.py``). ``rounded_at``: after how many tokens its states were
-    rounded last, see ``Retention.rounds_states``. ``publishes``: whether
-    others may find what it computes; False once it continues with other weights than it started with. ``checkpoints``: those
-    that it will keep. ``block_hashes``: hashes that
-    name its blocks in tiers: the root, then one for each block that was needed so far.
+    tokens it has when a commit settles it (``cache/settling.py``). ``publishes``: whether others may find what it computes;
+    False once it continues with other weights than it started with.
 
-    Others. ``num_fences``: steps and copies in flight. ``opened_at``: when its prompt began to be computed
-    (``perf_counter``); 0.0 if that is not being measured. ``resumed_at``: the cache's count of stopped requests when
+    Parts that belong to others: ``checkpoints``, those that it will keep, ``states``, and ``records``, in tiers.
+
+    Others. ``num_fences``: steps and copies in flight. ``resumed_at``: the cache's count of stopped requests when
     this one got its slot. ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether it keeps
     the epoch that it started with. ``tally``: the counters of its namespace. ``handle``: the ``Sequence`` by which a caller
     names it, until it ends; None if it never had one.
     """
 
     __slots__ = (
-        "block_hashes", "capacity", "checkpoints", "epochs", "handle", "lease", "match", "media_ids", "namespace",
-        "num_fences", "oldest", "opened_at", "own_length", "priority", "prompt_length", "publishes",
-        "resumed_at", "rounded_at", "rows", "settle_at", "slot", "state", "stays", "tally", "tokens", "written",
+        "capacity", "checkpoints", "epochs", "handle", "lease", "match", "media_ids", "namespace", "num_fences",
+        "own_length", "priority", "prompt_length", "publishes", "records", "resumed_at", "rows", "settle_at", "slot",
+        "state", "states", "stays", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -160,18 +175,16 @@ class Request:
         publishes: bool = True,
     ) -> None:
         self.tokens, self.prompt_length = tokens, prompt_length
-        self.own_length = self.capacity = self.written = self.oldest = 0
+        self.own_length = self.capacity = self.written = 0
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
         self.match = _NO_MATCH
         self.lease: Lease
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.settle_at = 0, 0
-        self.rounded_at = -1
         self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.checkpoints = OwnCheckpoints()
-        self.block_hashes: list[bytes] = []
-        self.opened_at = 0.0
+        self.records, self.states = OwnRecords(), OwnStates()
         self.handle: ref[object] | None = None
         self.rows: DecodeRows | None = None
 
@@ -258,11 +271,11 @@ class Request:
         """
         if self.state is State.SUSPENDED:
             self.prompt_length = self.own_length
-            del self.block_hashes[self.own_length // block_size + 1 :]
+            del self.records.block_hashes[self.own_length // block_size + 1 :]
             self.media_ids = {index: media for index, media in self.media_ids.items() if index < self.own_length}
             self.epochs = self.epochs_until(found.resumable)
         self.match = found
-        self.own_length = self.written = self.oldest = found.resumable
+        self.own_length = self.written = self.states.oldest = found.resumable
 
     def enter_epoch(self, epoch: int) -> None:
         """Compute all further tokens with the weights of ``epoch``. The request stops publishing, since its text now

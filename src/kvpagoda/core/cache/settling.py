@@ -13,7 +13,6 @@ A checkpoint is kept where a text is likely to be resumed (``ResumePoints``), an
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -24,7 +23,6 @@ from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.request import Request, TextPart
 from kvpagoda.core.groups.base import Added
 
-_log = logging.getLogger(__name__)
 _MOST_WAITING = 64
 """Blocks that an answer completes before it is settled, if nobody asks for them earlier."""
 _MOST_HELD = 8
@@ -98,7 +96,7 @@ class Settler:
         waiting: list[Request] = []
         for request in requests:
             core.waiting[request] = None
-            if request.opened_at:
+            if request.records.opened_at:
                 core.tiers.computed(request)
             if not request.num_fences:
                 waiting.append(request)
@@ -119,11 +117,7 @@ class Settler:
                         some = some[:count]
                 if self._is_bounded:
                     for request in some:
-                        if (
-                            core.bounded
-                            and request.publishes
-                            and (request.checkpoints.due or self.checkpoints.ends_steps)
-                        ):
+                        if request.publishes and (request.checkpoints.due or self.checkpoints.ends_steps):
                             self.checkpoints.keep_due(request)
                     for group in self._windows:
                         leaving = group.leaving(some)
@@ -135,9 +129,8 @@ class Settler:
                             core.guard.is_torn = False
                 if core.states is not None and core.states.named:
                     for request in some:
-                        useless = core.states.useless(
-                            request, request.own_length // core.block_size, request.checkpoints.due
-                        )
+                        num_blocks, due = request.own_length // core.block_size, request.checkpoints.due
+                        useless = core.states.useless(request, num_blocks, due)
                         core.guard.change(core.give_back, request, useless)
             except (MemoryError, RuntimeError) as error:
                 for request in some[:count]:
@@ -154,11 +147,8 @@ class Settler:
         blocks of its own."""
         end = at
         for request in requests[at:]:
-            if (
-                request.checkpoints.due
-                or not request.publishes
-                or (self._has_optional and request.lacking_from is not None)
-            ):
+            is_lacking = self._has_optional and request.lacking_from is not None
+            if request.checkpoints.due or not request.publishes or is_lacking:
                 break
             end += 1
         return requests[at : max(at + 1, end)]

@@ -240,7 +240,7 @@ class Sender(NoHandOvers):
         export, request = lease.export, lease.request
         assert export is not None
         if not export.is_sealed:
-            if request.rounded_at == lease.length:
+            if request.states.rounded_at == lease.length:
                 export.states_changed()
             export.layer_done(None, lease.length, lease.length)
             try:

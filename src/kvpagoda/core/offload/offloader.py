@@ -120,10 +120,10 @@ class Offloader(NoTiers):
 
     def hashes_of(self, request: Request, end: int) -> list[bytes]:
         """Return the list of block hashes of ``request``: the root, then one for each of at least ``end`` blocks."""
-        if len(request.block_hashes) <= end:
+        if len(request.records.block_hashes) <= end:
             tokens = request.raw_tokens(0, end * self._identity.block_size)
-            self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
-        return request.block_hashes
+            self.extend_hashes(request.records.block_hashes, request.namespace, tokens, request.media_ids)
+        return request.records.block_hashes
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
@@ -318,10 +318,10 @@ class Offloader(NoTiers):
                 raise
 
     def computed(self, request: Request) -> None:
-        if request.opened_at and request.own_length >= request.prompt_length:
+        if request.records.opened_at and request.own_length >= request.prompt_length:
             num_tokens = request.prompt_length - request.match.resumable
-            self.reader.computed(perf_counter() - request.opened_at, num_tokens)
-            request.opened_at = 0.0
+            self.reader.computed(perf_counter() - request.records.opened_at, num_tokens)
+            request.records.opened_at = 0.0
 
     def took(self, seconds_per_token: float) -> None:
         self.reader.seconds_per_token = seconds_per_token

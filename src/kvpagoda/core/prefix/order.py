@@ -191,9 +191,20 @@ class LRUOrder:
 
     def oldest(self) -> int | None:
         """Return when the block that is evicted next was last used, or None. Amortised O(log leaves)."""
-        for node, _ in self.victims(1):
-            self.put_back(node)
-            return node.used
+        heap, in_order, heaped = self._heap, self._in_order, self._heaped
+        while in_order or heap:  # as ``victims``, but the node that comes up stays where it is
+            is_first = bool(in_order) and (not heap or in_order[0].queued < heap[0])
+            node = in_order[0] if is_first else heaped[heap[0]]
+            is_evictable = not node.children and node.num_blocks > node.num_pinned
+            if is_evictable and node.used == node.queued:
+                return node.used
+            if is_first:
+                in_order.popleft()
+            else:
+                del heaped[heappop(heap)]
+            node.queued = 0
+            if is_evictable:
+                self._queue(node, node.used)
         return None
 
     def _queue(self, node: Node, when: int) -> None:
