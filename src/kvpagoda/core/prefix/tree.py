@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import cast
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from kvpagoda.core.prefix.node import (
     put_ids_above,
     read_ids_above,
 )
-from kvpagoda.core.prefix.order import Checkpoints, Clock, Entry, EvictionOrder, LRUOrder, PolicyOrder
+from kvpagoda.core.prefix.order import Checkpoints, Clock, Entry, EvictionOrder, LRUOrder, PolicyOrder, Run, Victims
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
 from kvpagoda.policies import as_policy
 from kvpagoda.policies.protocol import EvictionPolicy
@@ -268,35 +269,33 @@ def emptied(victims: list[tuple[Node, int]]) -> Iterator[tuple[Node, int]]:
 
 
 def evict_leaves(
-    order: EvictionOrder, checkpoints: Checkpoints, ids: Ids, victims: Iterable[tuple[Node, int]] | None = None
+    order: EvictionOrder, checkpoints: Checkpoints, ids: Ids, victims: Iterable[Victims] | None = None
 ) -> tuple[int, list[int], list[Node]]:
     """Evict one block for each column of ``ids``, int32 ``[rows, n]``, and write its ids there in that order.
 
-    ``victims``: the nodes whose last blocks are evicted, each with how many (None: in the order of ``order``). At least n
-    blocks must be evictable. Returns the number of evicted blocks, the state ids of their checkpoints, and
-    the roots without any node left. A step that fails has no effect: the blocks evicted before it are returned, and the
-    error is raised only if there are none.
+    ``victims``: what is evicted (None: in the order of ``order``). At least n blocks must be evictable. Returns the number
+    of evicted blocks, the state ids of their checkpoints, and the roots without any node left. A step that fails has no
+    effect: the blocks evicted before it are returned, and the error is raised only if there are none.
     """
     done = 0
     states: list[int] = []
     bare: list[Node] = []
-    parts: list[Ids] = []
-    alone: list[int] = []  # ids of nodes of one block: joining thousands of short arrays is slow
-    is_plain = len(ids) == 1 and not order.num_rows
     try:
-        for node, count in order.victims(ids.shape[1]) if victims is None else victims:
+        for victim in order.victims(ids.shape[1]) if victims is None else victims:
+            if isinstance(victim, Run):
+                _write_whole(victim.ids, ids[:, done : done + victim.num_blocks])
+                done += victim.num_blocks  # nothing can fail from here on
+                for parent, keys in victim.keys.items():
+                    parent.children.take(*keys)
+                    if not parent.children:
+                        bare.append(parent)
+                continue
+            node, count = victim
             is_whole = count == node.num_blocks
             try:
-                if is_plain and is_whole and count == 1:
-                    alone.append(node.ids.item())
-                else:
-                    if alone:
-                        parts.append(np.array([alone], np.int32))
-                        alone = []
-                    part = node.ids[:, : -count - 1 : -1]
-                    if not is_whole or order.num_rows:
-                        order.remove(node, count)
-                    parts.append(part)
+                ids[:, done : done + count] = node.ids[:, : -count - 1 : -1]
+                if not is_whole or order.num_rows:
+                    order.remove(node, count)
             except BaseException:
                 order.put_back(node)
                 raise
@@ -316,17 +315,19 @@ def evict_leaves(
     except Exception:
         if not done:
             raise
-    if done < ids.shape[1]:
-        ids = ids[:, :done]
-    if alone:
-        ids[0, done - len(alone) :] = alone
-        ids = ids[:, : done - len(alone)]
-    if parts:
-        try:
-            np.concatenate(parts, 1, ids)
-        except MemoryError:
-            _copy(parts, ids)
     return done, states, bare
+
+
+def _write_whole(parts: list[Ids], ids: Ids) -> None:
+    """Write the ids of all blocks of ``parts`` into ``ids``, int32 ``[rows, n]``, the last block of each part first."""
+    if not len(ids):
+        return
+    blocks: list[Ids] | list[bytes] = parts
+    if len(ids) > 1:
+        blocks = [part.tobytes("F") for part in parts]  # block by block
+    # Bytes join thousands of short arrays in a fifth of the time that numpy takes.
+    joined = np.frombuffer(b"".join(cast(list[bytes], blocks[::-1])), np.int32)
+    ids[:] = joined.reshape(-1, len(ids))[::-1].T
 
 
 def clear_roots(
