@@ -93,3 +93,12 @@ def test_a_run_without_memory_is_still_in_order(monkeypatch: pytest.MonkeyPatch)
             tree.evict(4)
     tree.check()
     assert tree.evict(4).ids.tolist() == [[1, 2, 3, 4]]
+
+
+def test_a_leaf_whose_beginning_was_used_later_is_not_evicted_whole() -> None:
+    tree = PrefixTree(1)
+    for number, n in ((1, 2), (3, 1), (4, 1), (5, 1)):
+        text = np.arange(number, number + n, dtype=np.int32)
+        tree.insert(tree.match(text), text, text[None])
+    tree.touch(tree.match(np.array([1, 2], np.int32)), 1)
+    assert tree.evict(4).ids.tolist() == [[2, 3, 4, 5]]
