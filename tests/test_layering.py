@@ -12,7 +12,7 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "version", "upstream", "formats", "layouts", "schema",
-    "core.blocks", "policies", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers",
+    "core.blocks", "policies", "retention", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers",
     "core.cache", "recording", "core.offload", "handover", "core.batch", "core.sleeping", "hints",
     "core.kv_cache", "core.worker", "events", "scheduling", "kernels", "memory", "compat", "console",
     "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",

@@ -8,6 +8,7 @@ import pytest
 from kvpagoda.core.prefix import PrefixTree
 from kvpagoda.core.prefix import tree as of_tree
 from kvpagoda.core.prefix.order import LRUOrder, Run
+from kvpagoda.retention import RetentionRule
 
 
 @pytest.fixture
@@ -61,11 +62,11 @@ def test_a_run_evicts_what_single_steps_evict(
     num_groups: int, cost: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(2):
-        together = traffic(PrefixTree(2, num_groups, checkpoint_cost=cost), seed)
+        together = traffic(PrefixTree(2, num_groups, rule=RetentionRule(checkpoint_cost=cost)), seed)
         with monkeypatch.context() as patch:
             patch.setattr(LRUOrder, "_run", lambda *_: Run([], {}, 0))
             before = len(sizes)
-            assert traffic(PrefixTree(2, num_groups, checkpoint_cost=cost), seed) == together
+            assert traffic(PrefixTree(2, num_groups, rule=RetentionRule(checkpoint_cost=cost)), seed) == together
             assert len(sizes) == before
     assert sum(sizes) > 100
 

@@ -19,7 +19,7 @@ from kvpagoda.core.cache.event_log import TEXT, EventLog, Followed, NoEvents
 from kvpagoda.core.cache.guard import Guard
 from kvpagoda.core.cache.namespace import Media, Namespaces
 from kvpagoda.core.cache.options import Identity, Limits, Retention
-from kvpagoda.core.cache.prefix_cache import PrefixCache, ResumePoints
+from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request, State, TextPart
 from kvpagoda.core.cache.states import NoStates, States
 from kvpagoda.core.cache.step_states import StepStates
@@ -91,11 +91,9 @@ class Core:
         if settings.retention.rounds_states and grid < 2:
             text = "rounds_states rounds at multiples of Limits.hit_grid, which is 1; set it to the prefill chunk"
             raise BadInput(text, needed="hit_grid", available=grid)
-        has_states = any(group.growth.is_state for group in self.groups)
-        points = ResumePoints.of(plan.block_size, grid, settings.retention.checkpoint_every, has_states=has_states)
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
-            max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.events is not None,
+            max(8 * columns, UNBACKED_BLOCKS), grid, is_followed=settings.events is not None,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
         states = next((group for group in self.groups if group.growth.is_state), None)

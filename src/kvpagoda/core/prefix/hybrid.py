@@ -31,6 +31,7 @@ from kvpagoda.core.prefix.order import Entry
 from kvpagoda.core.prefix.tree import PrefixTree
 from kvpagoda.errors import CheckFailed, StaleHandle
 from kvpagoda.policies.protocol import EvictionPolicy
+from kvpagoda.retention import RetentionRule
 from kvpagoda.schema.fields import Growth
 
 # -- cached blocks of one window -------------------------------------------------------------------------------------
@@ -500,7 +501,7 @@ class HybridIndex:
 
     ``groups``: what each group keeps; the blocks of all have ``block_size`` tokens. ``policy``: an eviction policy for
     texts. ``capacity``: the most blocks of texts that the caller lets the tree keep. ``is_numbered``: blocks of texts
-    get numbers, in the last row of the tree, for caches where no group names them. ``checkpoint_cost``: see ``PrefixTree``.
+    get numbers, in the last row of the tree, for caches where no group names them. ``rule``: see ``PrefixTree``.
     ``parts``: the cached blocks of each group, in the order of ``groups``. ``windows``: those parts that are windows.
     """
 
@@ -512,7 +513,7 @@ class HybridIndex:
         *,
         capacity: int,
         is_numbered: bool = False,
-        checkpoint_cost: float = 0.0,
+        rule: RetentionRule | None = None,
     ) -> None:
         self.block_size = block_size
         text_groups = [number for number, group in enumerate(groups) if not group.growth.is_bounded]
@@ -521,9 +522,7 @@ class HybridIndex:
         copied = next((number for number, group in enumerate(groups) if group.is_copied), None)
         self.num_texts = len(text_groups)
         num_rows = self.num_texts + 2 * len(bounded) + is_numbered
-        self.tree = PrefixTree(
-            block_size, num_rows, policy, capacity=capacity, proves_ids=False, checkpoint_cost=checkpoint_cost
-        )
+        self.tree = PrefixTree(block_size, num_rows, policy, capacity=capacity, proves_ids=False, rule=rule)
         self.kept: dict[int, Kept] = {}
         self._next_name = 0
         self._numbers = IdPool(first=1) if is_numbered else None

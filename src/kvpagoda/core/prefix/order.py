@@ -23,12 +23,12 @@ from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.policies.ghosts import GhostIndex
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.protocol import EvictionPolicy, Forgotten, OldestLeaf
+from kvpagoda.retention import RetentionRule
 
 # -- LRU and its clock -----------------------------------------------------------------------------------------------
 
 _ENTRIES = 40  # the lowest bits of a time count entries, and keep their times apart
 _USE = 1 << 20 + _ENTRIES  # from one use to the next
-_NEVER_FOUND = 0.2  # of the way from the floor to now: as high as something enters whose request found nothing
 
 
 class Run(NamedTuple):
@@ -45,9 +45,7 @@ Victims = tuple[Node, int] | Run
 
 
 class Entry(NamedTuple):
-    """What is known of a new text or checkpoint. ``gain``: the blocks that a request which resumes at its end need not
-    compute, but would if it resumed at the checkpoint before. ``found``: the share of its prompt that the request which
-    computes it found, 0 to 1."""
+    """What is known of a new text or checkpoint: the arguments of ``RetentionRule.rank``."""
 
     gain: int
     found: float
@@ -57,17 +55,14 @@ class Clock:
     """A count of uses, by which blocks and checkpoints are compared by age.
 
     ``now``: the time of the last use. Nothing was used at time 0. ``floor``: the latest time of use that was evicted so far.
-
-    ``checkpoint_cost``: the bytes of a checkpoint, in blocks of text that take as many. If it is 0, what is new counts as
-    used now. Else it enters lower: by the computing that it spares for its bytes, as in GreedyDual-Size (Cao and Irani,
-    USITS 1997), and by how much its request found, since a text that was never found may never be. A hit counts as used now.
+    ``rule``: how high what is new enters between these two. A hit counts as used now.
     """
 
-    __slots__ = ("_cost", "_num_entries", "floor", "now")
+    __slots__ = ("_num_entries", "_rule", "floor", "now")
 
-    def __init__(self, checkpoint_cost: float = 0.0) -> None:
+    def __init__(self, rule: RetentionRule | None = None) -> None:
         self.now = self.floor = self._num_entries = 0
-        self._cost = checkpoint_cost
+        self._rule = rule or RetentionRule()
 
     def tick(self) -> int:
         """Count one more use and return its time."""
@@ -77,12 +72,11 @@ class Clock:
     def enter(self, entry: Entry | None) -> int:
         """Return the time under which something new is kept; None: now. No two times are equal."""
         now = self.now = self.now + _USE
-        if entry is None or not self._cost:
+        if entry is None or not self._rule.checkpoint_cost:
             return now
-        gain, floor = max(1, entry.gain), self.floor >> _ENTRIES
-        height = min(1.0, _NEVER_FOUND + entry.found) * gain / (gain + self._cost)
+        floor = self.floor >> _ENTRIES
         self._num_entries += 1
-        return (floor + int(((now >> _ENTRIES) - floor) * height) << _ENTRIES) + self._num_entries
+        return (floor + int(((now >> _ENTRIES) - floor) * self._rule.rank(*entry)) << _ENTRIES) + self._num_entries
 
 
 class LRUOrder:

@@ -38,6 +38,7 @@ from kvpagoda.core.prefix.order import Checkpoints, Clock, Entry, EvictionOrder,
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
 from kvpagoda.policies import as_policy
 from kvpagoda.policies.protocol import EvictionPolicy
+from kvpagoda.retention import RetentionRule
 from kvpagoda.units import whole_number
 
 # -- insertion -------------------------------------------------------------------------------------------------------
@@ -387,8 +388,8 @@ class PrefixTree:
 
     ``policy``: a name from ``POLICY_NAMES``, or an ``EvictionPolicy`` object that no other tree uses or used. Some
     policies need ``capacity``, the most blocks that the caller lets the tree keep. ``proves_ids``: check at every call,
-    not only in ``check``, that each block is in one place. ``checkpoint_cost``: what a checkpoint takes beside a block, see
-    ``Clock``. Not safe for concurrent use.
+    not only in ``check``, that each block is in one place. ``rule``: how high what is new enters the order of LRU. Not safe
+    for concurrent use.
 
     A descent costs one dictionary probe for each node on the path, and one array compare; nothing recurses, and nothing
     loops over tokens. Every method validates and allocates first: if it raises, even MemoryError, nothing has changed.
@@ -413,14 +414,14 @@ class PrefixTree:
         *,
         capacity: int = 0,
         proves_ids: bool = True,
-        checkpoint_cost: float = 0.0,
+        rule: RetentionRule | None = None,
     ) -> None:
         if block_size < 1 or num_groups < 0:
             raise BadInput(f"a tree of {num_groups} groups with blocks of {block_size} tokens cannot be")
         asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        clock = Clock(checkpoint_cost)
+        clock = Clock(rule)
         self.checkpoints = Checkpoints(clock)  #: hold, release, drop and evict checkpoints through this
         self._order: EvictionOrder = LRUOrder(clock) if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
