@@ -243,8 +243,12 @@ class KVCache:
         length = len(prompt)
         if not length:
             raise BadInput("a request needs at least one token, got none", needed=1, available=0)
-        first = length if capacity is None else whole_number(capacity, "capacity")
-        most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
+        if capacity is not None and (type(capacity) is not int or not 0 <= capacity < 2**63):
+            capacity = whole_number(capacity, "capacity")
+        if reserve is not None and (type(reserve) is not int or not 0 <= reserve < 2**63):
+            reserve = whole_number(reserve, "reserve")
+        first = length if capacity is None else capacity
+        most = max(length, first if reserve is None else reserve)
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = whole_number(priority, "priority", -(2**63), below=2**63)
         if prefetch is not None:

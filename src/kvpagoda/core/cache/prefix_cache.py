@@ -49,13 +49,14 @@ class ResumePoints:
     unless tokens are named.
 
     ``grid``: hits from checkpoints and tiers end at multiples of it. ``grid_tokens``: those of models with a full group
-    alone end at multiples of this many tokens. ``ends_steps``: whether a step must end where a checkpoint is kept, since
-    states must be copied there."""
+    alone end at multiples of this many tokens. ``slack``: the rule's. ``ends_steps``: whether a step must end where a
+    checkpoint is kept, since states must be copied there."""
 
     rule: RetentionRule
     block_size: int
     grid: int
     grid_tokens: int
+    slack: int
     ends_steps: bool
 
     @classmethod
@@ -72,12 +73,7 @@ class ResumePoints:
             0 if has_states else _SLACK,
             checkpoint_cost=checkpoint_cost,
         )
-        return cls(rule, block_size, grid, hit_grid, has_states)
-
-    @property
-    def slack(self) -> int:
-        """For how many blocks before the end of a prompt its last checkpoint keeps windows too."""
-        return self.rule.slack // self.block_size
+        return cls(rule, block_size, grid, hit_grid, rule.slack // block_size, has_states)
 
     def due(self, begin: int, parted: int, prompt_length: int) -> list[int]:
         """Return after how many blocks a prompt of ``prompt_length`` tokens keeps checkpoints, ascending, if it starts

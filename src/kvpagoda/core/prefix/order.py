@@ -202,7 +202,7 @@ class LRUOrder:
 
     def remove(self, node: Node, count: int) -> None:
         """Update the stretches of ``node``, which still has its last ``count`` blocks; they are about to be evicted."""
-        end, uses = node.end - count, node.uses
+        end, uses = node.start + node.num_blocks - count, node.uses
         while uses and uses[-1][0] >= end:
             node.used = uses.pop()[1]
 

@@ -546,8 +546,12 @@ class PrefixTree:
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
         if rest or not fits:
             raise BadInput(_misfit(tokens, size, blocks, self.num_groups))
-        node, covered = self._locate(at)
-        lease = at if pin is not False and isinstance(at, Lease) else None
+        lease = at if isinstance(at, Lease) else None
+        if lease is not None and lease.is_open and lease.tree is self:
+            node, covered = lease.node, lease.num_blocks
+        else:
+            node, covered = self._locate(at)
+        lease = lease if pin is not False else None
         first, added, own, duplicates = tokens[:size].tobytes(), n, blocks, None
         if covered == node.start + node.num_blocks and first not in node.children:
             if self._owned is not None:
