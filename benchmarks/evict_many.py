@@ -1,4 +1,5 @@
-"""Evicting 10,000 blocks at once from a large cache. ``evict`` measures up to a million leaves of one block, in our
+"""Evicting 10,000 blocks at once from a large cache. A text of one block leaves two in our tree, which also keeps the block
+behind it, with the one token of the answer. ``evict`` measures up to a million leaves of one block, in our
 tree alone: publishing so many through whole requests takes too long in every engine."""
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_random_traffic(shape: str, seed: int) -> None:
     manager = done.scheduler.kv_cache_manager
     manager.check()
     assert isinstance(manager, Checked) and manager.usage == 0
-    assert not manager._quiet and not manager._places
+    assert not manager._unchanged and not manager._positions
     assert done.computed < done.tokens
 
 

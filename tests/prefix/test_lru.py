@@ -10,6 +10,7 @@ from kvpagoda.core.cache.options import Limits, Retention
 from kvpagoda.core.cache.prefix_cache import checkpoint_cost
 from kvpagoda.core.prefix import Entry, PrefixTree
 from kvpagoda.core.prefix.order import Clock
+from kvpagoda.retention import RetentionRule
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 _FULL = Attention(1, 8, 8, "float32")
@@ -51,7 +52,7 @@ def test_without_a_cost_what_is_new_counts_as_used_now() -> None:
 
 
 def test_what_spares_more_for_its_bytes_enters_higher_and_a_hit_counts_as_used_now() -> None:
-    clock = Clock(checkpoint_cost=100.0)
+    clock = Clock(RetentionRule(checkpoint_cost=100.0))
     for _ in range(1000):
         clock.tick()
     low, high = clock.enter(Entry(10, 0.0)), clock.enter(Entry(1000, 0.0))
@@ -63,7 +64,7 @@ def test_what_spares_more_for_its_bytes_enters_higher_and_a_hit_counts_as_used_n
 
 
 def test_no_two_times_are_equal() -> None:
-    clock, chance = Clock(3.5), random.Random(0)
+    clock, chance = Clock(RetentionRule(checkpoint_cost=3.5)), random.Random(0)
     times = []
     for _ in range(3000):
         times.append(
@@ -78,7 +79,7 @@ def test_texts_that_were_found_outlive_many_that_were_not() -> None:
     """A scan of new texts takes a part of the cache alone; plain LRU would evict the text that is found now and then."""
     rest = {}
     for cost in (0.0, 4.0):
-        tree = PrefixTree(1, checkpoint_cost=cost)
+        tree = PrefixTree(1, rule=RetentionRule(checkpoint_cost=cost))
         store(tree, 1, 4, Entry(4, 0.0))
         tree.touch(tree.match(text_of(1, 4)))
         for number in range(2, 14):
@@ -90,7 +91,7 @@ def test_texts_that_were_found_outlive_many_that_were_not() -> None:
 
 
 def test_looking_at_the_oldest_moves_no_floor_and_evicting_does() -> None:
-    tree = PrefixTree(1, checkpoint_cost=1.0)
+    tree = PrefixTree(1, rule=RetentionRule(checkpoint_cost=1.0))
     for number in range(1, 5):
         store(tree, number, 2)
     clock = tree._order._clock
@@ -105,7 +106,7 @@ def test_looking_at_the_oldest_moves_no_floor_and_evicting_does() -> None:
 
 
 def test_checkpoints_enter_as_texts_do() -> None:
-    tree = PrefixTree(1, checkpoint_cost=10.0)
+    tree = PrefixTree(1, rule=RetentionRule(checkpoint_cost=10.0))
     for number in range(1, 4):
         store(tree, number, 8)
     for _ in range(50):

@@ -2,10 +2,9 @@
 
     no content | cold, oldest first | warm, least recently used first and ends of texts before their beginnings
 
-A block of such a group is *warm* if it is part of a place where a text can be resumed: marked by ``keep``. Any other
-one with content is *cold*. Blocks of full attention are warm. The oldest cold block is used again before the oldest warm
-one unless that is ``haste`` times as old. Requests that miss texts raise ``haste``, those that miss windows lower it; 1
-is plain least recently used.
+A block of such a group is *warm* if it is needed at a position where a text stays resumable (``kvpagoda.retention``):
+marked by ``keep``. Any other one with content is *cold*. Blocks of full attention are warm. ``ColdAging`` says whether the
+oldest cold block is used again before the oldest warm one.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ from kvpagoda.arrays import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.free_list import IdPool
 from kvpagoda.policies import EvictionPolicy
+from kvpagoda.retention import ColdAging
 
-_HASTE = 1.0
-"""How many times as fast as a warm block a cold one ages, at first."""
-_MOST_HASTE = 3.0
 _ONCE = 1
-"""The mark of a block at a place that is kept until it is found: where a text ended, which one other text continues."""
+"""The mark of a block at a position that is kept until it is found: where a text ended, which one other text continues."""
 _ALWAYS = 2
-"""The mark of a block at a place that is kept as long as it is used: where texts part."""
+"""The mark of a block at a position that is kept as long as it is used: where texts part."""
 _FOUND = (_ALWAYS, 0, _ALWAYS)
 """Mark before a block was found -> its mark from then on."""
 
@@ -50,7 +47,7 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self._kept = bytearray(num_blocks)
         self.clock = 0
         """How many blocks with content became free."""
-        self.haste = _HASTE
+        self.cold_aging = ColdAging()
         self._freed = [0] * num_blocks  # block id -> the time at which a block with content became free
         self._empty: KVCacheBlock = free[-1] if free else self.fake_free_list_head
         """The last block without content; the head of the list if there is none."""
@@ -58,9 +55,9 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         """The last block that is not warm, in the same way."""
 
     def keep(self, blocks: Iterable[KVCacheBlock], *, once: bool = False) -> None:
-        """Mark ``blocks`` as part of a place where a text can be resumed, until they are used for something else.
+        """Mark ``blocks`` as needed at a position where a text stays resumable, until they are used for something else.
 
-        ``once``: also until they are found, because the text that continues there has a place of its own further on.
+        ``once``: also until they are found, because the text that goes on there has a position of its own further on.
         """
         mark, kept = _ONCE if once else _ALWAYS, self._kept
         for block in blocks:
@@ -77,19 +74,12 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
                 kept[number] = mark = _FOUND[kept[number]]
         return mark == _ALWAYS
 
-    def missed(self, cold: int, warm: int) -> None:
-        """Adapt to what a request did not find: ``cold`` tokens for want of windows or states, ``warm`` for want of the
-        text before them."""
-        if cold + warm:
-            haste = self.haste * 2 ** ((warm - cold) / (warm + cold) / 2)
-            self.haste = min(_MOST_HASTE, max(1.0, haste))
-
     def is_cold(self, block: KVCacheBlock) -> bool:
         """Return whether ``block``, which is free or becomes so, has content that resuming no text is known to need."""
         name = block.block_hash
         if name is None or self._kept[block.block_id] or not name.endswith(self._groups):
             return False
-        # A block that ends inside itself holds the state at the end of a prompt: a place too.
+        # A block that ends inside itself holds the state at the end of a prompt: a position too.
         return bool(block.block_hash_num_tokens % self._bounded[int(get_group_id(name))] == 0)
 
     def append(self, block: KVCacheBlock) -> None:
@@ -156,7 +146,7 @@ class EvictionQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
             return False
         cold_age = now - self._freed[head.next_free_block.block_id]
         warm_age = now - self._freed[warm.block_id]
-        return bool(warm_age > self.haste * cold_age)
+        return self.cold_aging.is_warm_next(cold_age, warm_age)
 
     def _warm(self, n: int) -> list[KVCacheBlock]:
         """Take up to ``n`` warm blocks, the oldest first."""

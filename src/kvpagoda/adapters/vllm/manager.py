@@ -1,8 +1,8 @@
 """vLLM's cache manager with our rules of what stays cached.
 
 vLLM's own code keeps its books: tables, reference counts, hashes, connectors, drafts, media, events. Ours decides which
-free block is used again (``eviction``), at which places of a text windows and states are kept, and skips the steps of
-a request in which nothing can change.
+free block is used again (``eviction``), at which positions of a text windows and states are kept (the rule of
+``kvpagoda.retention``, with its parameters for vLLM), and skips the steps of a request in which nothing can change.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from kvpagoda.adapters.vllm.promises import Promises
 from kvpagoda.adapters.vllm.recent import Recent
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import as_policy
+from kvpagoda.retention import RetentionRule
 from kvpagoda.units import ceil_div
 
-_FORESEEN = {
+_PREDICTABLE_KINDS = {
     groups.FullAttentionManager, groups.SinkFullAttentionManager, groups.SlidingWindowManager,
     groups.ChunkedLocalAttentionManager, groups.MambaManager, groups.CrossAttentionManager,
 }  # fmt: skip
-"""Kinds of groups whose next change can be foreseen."""
+"""Kinds of groups of which it is known what changes them next."""
 _UNHASHED = (kv_cache_interface.CrossAttentionSpec, kv_cache_interface.EncoderOnlyAttentionSpec)
-_MOMENT = 64
-"""While less than this part of the memory becomes free, a place stays as recently used as it was."""
+_TOUCH_INTERVAL = 64
+"""A position is as recently used as it was until this part of the memory has become free."""
 _TEXTS = 4
 """How many blocks of texts are remembered for each block of memory of a group, in each of two generations."""
 
 
-class Quiet(NamedTuple):
+class UnchangedUntil(NamedTuple):
     """Until when a running request changes nothing: while its tokens have ``room`` in its blocks, no block before
     ``whole`` tokens becomes whole, and fewer than ``slides`` tokens are processed."""
 
@@ -53,8 +54,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
     """vLLM's ``KVCacheManager``, with all its arguments. ``options``: see ``Options``; None for the default.
 
     Differences, where prefixes are cached. Every whole block that was computed can be found until it is used again. Of
-    groups with windows, chunks or states, blocks that left their window are used again sooner, but for those at places
-    where a text can be resumed: where a request ended, until another one goes on there; where texts part, or one was
+    groups with windows, chunks or states, blocks that left their window are used again sooner, but for those at positions
+    where a text stays resumable: where a request ended, until another one goes on there; where texts part, or one was
     resumed in the middle; and after every ``checkpoint_every`` tokens. These are evicted with the texts.
     """
 
@@ -67,21 +68,22 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self._hashed = [
             i for i, spec in enumerate(specs) if spec.prefix_cacheable and not isinstance(spec, _UNHASHED)
         ]  # the groups whose blocks have hashes
-        self._is_foreseen = {type(manager) for manager in managers} <= _FORESEEN and not getattr(
+        self._is_predictable = {type(manager) for manager in managers} <= _PREDICTABLE_KINDS and not getattr(
             self.block_pool, "num_hash_lookahead_tokens", 0
         )
         self._missed: tuple[Request | None, int, int] = None, 0, 0  # the last one looked up, and what it did not find
-        self._quiet: dict[str, Quiet] = {}
-        self._places: dict[str, list[int]] = {}  # request -> numbers of tokens after which to keep it resumable
-        self._every = self.options.checkpoint_every or self.coordinator.retention_interval or 0
+        self._unchanged: dict[str, UnchangedUntil] = {}
+        self._positions: dict[str, list[int]] = {}  # request -> after how many tokens to keep it, the next one last
         most = _TEXTS * self.block_pool.num_gpu_blocks // max(1, len(managers))
         self._seen = Recent(most) if self._bounded else None
-        self._resumable = Recent(most)  # ends of texts at places that stay
+        self._resumable = Recent(most)  # ends of texts at positions that stay
         self._held_at: dict[Any, int] = {}  # such an end -> the queue's clock when a request held it last
         self._alike: dict[Any, list[Any]] = {}  # the bounded groups, those that need the same blocks together
         for manager in self._bounded:
             self._alike.setdefault((manager.kv_cache_spec, manager.use_eagle), []).append(manager)
-        self._alignment = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
+        every = self.options.checkpoint_every or self.coordinator.retention_interval or 0
+        unit = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
+        self.rule = RetentionRule(unit, every, keeps_prompt_end=False)
         if self._bounded:
             self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
         self.promises = Promises(self.block_pool, self.options.promised)
@@ -134,14 +136,14 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
     ) -> KVCacheBlocks | None:
         """As vLLM's."""
         name = request.request_id
-        quiet = self._quiet.get(name)
+        unchanged = self._unchanged.get(name)
         computed = request.num_computed_tokens
-        if quiet is not None and new_computed_blocks is None and not (more or others):
+        if unchanged is not None and new_computed_blocks is None and not (more or others):
             end = computed + num_new_tokens
             if (
-                end + num_lookahead_tokens <= quiet.room
-                and end < quiet.whole
-                and computed - request.num_in_flight_tokens < quiet.slides
+                end + num_lookahead_tokens <= unchanged.room
+                and end < unchanged.whole
+                and computed - request.num_in_flight_tokens < unchanged.slides
                 and num_new_tokens
             ):
                 return self.empty_kv_cache_blocks
@@ -152,22 +154,22 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             more["full_sequence_must_fit"] = False  # it is what has to fit anyway: once is enough
         args = (request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, *others)
         added: KVCacheBlocks | None = super().allocate_slots(*args, **more)
-        while added is None and self.promises.give_way():  # running requests come first
+        while added is None and self.promises.drop_lowest_promise():  # running requests come first
             added = super().allocate_slots(*args, **more)
         if added is None:
             return None
         if new_computed_blocks is not None and getattr(request, "kv_hints", None) is not None:
             self.promises.began(request)
         if self._has_order:
-            if name not in self._places:
+            if name not in self._positions:
                 self._begin(request, num_new_computed_tokens, new_computed_blocks)
-            self._keep_places(request, computed + num_new_computed_tokens + num_new_tokens)
-        if self._is_foreseen and request.status is RequestStatus.RUNNING:
-            self._foresee(request, num_new_tokens)
+            self._keep_positions(request, computed + num_new_computed_tokens + num_new_tokens)
+        if self._is_predictable and request.status is RequestStatus.RUNNING:
+            self._predict(request, num_new_tokens)
         return added
 
     def _begin(self, request: Request, num_found: int, found: KVCacheBlocks | None) -> None:
-        """Note that ``request`` has its first blocks, of which ``found`` were cached, and at which places to keep it."""
+        """Note that ``request`` has its first blocks, of which ``found`` were cached, and at which positions to keep it."""
         queue = self.block_pool.free_block_queue
         if found is not None:
             begun: list[KVCacheBlock] = []
@@ -177,46 +179,43 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             if queue.found(begun):
                 self._stays(request, num_found)
             queue.used(block for blocks in found.blocks for block in blocks if not block.is_null)
-        places: set[int] = set()
+        positions: list[int] = []
         if self._seen is not None:
             self._seen.add(request.block_hashes)
             if self._missed[0] is request:
-                queue.missed(*self._missed[1:])
-            places.add(request.shared_prefix_boundary or 0)
-            if self._every:
-                places.update(range(self._every, request.num_prompt_tokens, self._every))
-        aligned = {place // self._alignment * self._alignment for place in places}
-        self._places[request.request_id] = sorted((place for place in aligned if place > num_found), reverse=True)
+                queue.cold_aging.missed(*self._missed[1:])
+            positions = self.rule.positions(request.num_prompt_tokens, num_found, request.shared_prefix_boundary or 0)
+        self._positions[request.request_id] = positions[::-1]
 
-    def _needed(self, place: int) -> Iterator[tuple[slice, list[Any]]]:
-        """Yield which blocks of a request are needed to resume it after ``place`` tokens, and by which groups."""
+    def _needed(self, position: int) -> Iterator[tuple[slice, list[Any]]]:
+        """Yield which blocks of a request are needed to resume it after ``position`` tokens, and by which groups."""
         for managers in self._alike.values():
             size = managers[0].block_size
-            first = max(0, managers[0].get_num_skipped_tokens(place)) // size
-            yield slice(first, ceil_div(place, size) + managers[0].use_eagle), managers
+            first = max(0, managers[0].get_num_skipped_tokens(position)) // size
+            yield slice(first, ceil_div(position, size) + managers[0].use_eagle), managers
 
-    def _keep_places(self, request: Request, num_tokens: int) -> None:
-        """Mark the blocks of the places of ``request`` among its first ``num_tokens`` tokens."""
-        places = self._places.get(request.request_id)
-        while places and places[-1] <= num_tokens:
-            place = places.pop()
-            self._stays(request, place)
-            for needed, managers in self._needed(place):
+    def _keep_positions(self, request: Request, num_tokens: int) -> None:
+        """Mark what the positions of ``request`` among its first ``num_tokens`` tokens need."""
+        positions = self._positions.get(request.request_id)
+        while positions and positions[-1] <= num_tokens:
+            position = positions.pop()
+            self._stays(request, position)
+            for needed, managers in self._needed(position):
                 for manager in managers:
                     self.block_pool.free_block_queue.keep(manager.req_to_blocks[request.request_id][needed])
 
-    def _stays(self, request: Request, place: int) -> None:
-        """Note that the text of ``request`` stays resumable after ``place`` tokens, as long as it is used."""
-        units = place // self.block_pool.hash_block_size
+    def _stays(self, request: Request, position: int) -> None:
+        """Note that the text of ``request`` stays resumable after ``position`` tokens, as long as it is used."""
+        units = position // self.block_pool.hash_block_size
         self._resumable.add(request.block_hashes[max(0, units - 1) : units])
 
-    def _hold(self, request: Request, place: int) -> None:
-        """Let ``request`` hold again what resuming it after ``place`` tokens needs, if that is still cached.
+    def _hold(self, request: Request, position: int) -> None:
+        """Let ``request`` hold again what resuming it after ``position`` tokens needs, if that is still cached.
 
         Windows leave their request as it goes on, a state when the next one is written. They are as recently used as the
         text around them."""
         pool, name = self.block_pool, request.request_id
-        for needed, managers in self._needed(place):
+        for needed, managers in self._needed(position):
             for manager in managers:
                 table = manager.req_to_blocks.get(name, [])
                 for index in [i for i, block in enumerate(table[needed], needed.start) if block.is_null]:
@@ -227,21 +226,21 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
                             pool.touch(cached)
                             table[index] = cached[0]
 
-    def _hold_places(self, request: Request) -> None:
-        """Let ``request`` hold what its text's places need, but for places that were held a moment ago."""
+    def _hold_positions(self, request: Request) -> None:
+        """Let ``request`` hold what its text's positions need, but for those that were held a moment ago."""
         queue, unit, hashes = self.block_pool.free_block_queue, self.block_pool.hash_block_size, request.block_hashes
         if len(self._held_at) > self.block_pool.num_gpu_blocks:
             self._held_at.clear()
         for index in self._resumable.which(hashes):
             held_at = self._held_at.get(hashes[index])
-            if held_at is None or queue.clock - held_at > self.block_pool.num_gpu_blocks // _MOMENT:
+            if held_at is None or queue.clock - held_at > self.block_pool.num_gpu_blocks // _TOUCH_INTERVAL:
                 self._held_at[hashes[index]] = queue.clock
                 self._hold(request, (index + 1) * unit)
 
-    def _foresee(self, request: Request, num_new_tokens: int) -> None:
+    def _predict(self, request: Request, num_new_tokens: int) -> None:
         """Note until when ``request``, which has blocks for ``num_new_tokens`` more tokens, changes nothing."""
         name, computed = request.request_id, request.num_computed_tokens
-        self._quiet.pop(name, None)
+        self._unchanged.pop(name, None)
         if computed + num_new_tokens < request.num_tokens:
             return  # the next step is long, and changes something
         room, slides = self.max_model_len, 1 << 62
@@ -262,16 +261,16 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         if self.enable_caching:
             unit = self.block_pool.hash_block_size
             whole = (min(computed + num_new_tokens, request.num_tokens) // unit + 1) * unit
-        self._quiet[name] = Quiet(room, whole, slides)
+        self._unchanged[name] = UnchangedUntil(room, whole, slides)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """As vLLM's."""
-        quiet = self._quiet.get(request.request_id)
-        if quiet is not None and num_computed_tokens < quiet.whole:
+        unchanged = self._unchanged.get(request.request_id)
+        if unchanged is not None and num_computed_tokens < unchanged.whole:
             return
         super().cache_blocks(request, num_computed_tokens)
         if self._has_order:
-            self._keep_places(request, num_computed_tokens)
+            self._keep_positions(request, num_computed_tokens)
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """As vLLM's: the last block of a group that has a hash ends furthest in the text."""
@@ -292,35 +291,35 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
     def _blocks_of(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
         """Return the blocks of ``request`` from which its first ``num_tokens`` can be resumed, in the order of their
         positions."""
-        place = num_tokens // self._alignment * self._alignment
+        position = num_tokens // self.rule.unit * self.rule.unit
         columns: list[list[KVCacheBlock]] = []
         sizes: list[int] = []
         if self._bounded:
-            self._hold(request, place)
+            self._hold(request, position)
         for manager in self.coordinator.single_type_managers:
             if not manager.kv_cache_spec.prefix_cacheable:
                 continue
             size, blocks = manager.block_size, manager.req_to_blocks.get(request.request_id, [])
-            first = max(0, manager.get_num_skipped_tokens(place)) // size if manager in self._bounded else 0
-            columns.append(blocks[first : place // size])
+            first = max(0, manager.get_num_skipped_tokens(position)) // size if manager in self._bounded else 0
+            columns.append(blocks[first : position // size])
             sizes.append(size)
         return _by_position(columns, sizes)
 
     def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
         """As vLLM's. The blocks of all groups are in the order of their positions; those of windows are kept."""
         name = request.request_id
-        self._quiet.pop(name, None)
-        if self._places.pop(name, None) is None or self._seen is None:
+        self._unchanged.pop(name, None)
+        if self._positions.pop(name, None) is None or self._seen is None:
             blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
             return blocks
         self._seen.add(request.block_hashes)
-        end = min(request.num_computed_tokens, request.num_tokens) // self._alignment * self._alignment
+        end = min(request.num_computed_tokens, request.num_tokens) // self.rule.unit * self.rule.unit
         self._hold(request, end)
         for needed, managers in self._needed(end):
             for manager in managers:
                 held = manager.req_to_blocks.get(name, [])[needed.start :]
                 self.block_pool.free_block_queue.keep(held, once=True)
-        self._hold_places(request)
+        self._hold_positions(request)
         managers = self.coordinator.single_type_managers
         columns = [manager.pop_blocks_for_free(name) for manager in managers]
         return _by_position(columns, [manager.block_size for manager in managers])

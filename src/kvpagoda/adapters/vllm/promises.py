@@ -105,7 +105,7 @@ class Promises:
         while self._by_end and self._by_end[0][0] <= self._clock():
             self._end(heappop(self._by_end)[1], "expired")
 
-    def give_way(self) -> bool:
+    def drop_lowest_promise(self) -> bool:
         """End the promise of the lowest priority for a request that lacks blocks; return whether there was one."""
         if not self._held:
             return False

@@ -18,7 +18,7 @@ from kvpagoda.core.cache.counters import Counters
 from kvpagoda.core.cache.guard import Guard
 from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.options import Identity, Limits, Retention
-from kvpagoda.core.cache.prefix_cache import PrefixCache, ResumePoints
+from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import Request, State, TextPart
 from kvpagoda.core.cache.swap import Suspended, Swap
 from kvpagoda.core.groups import Group, StateGroup, groups_of
@@ -83,11 +83,9 @@ class Core:
         if settings.retention.rounds_states and grid < 2:
             text = "rounds_states rounds at multiples of Limits.hit_grid, which is 1; set it to the prefill chunk"
             raise BadInput(text, needed="hit_grid", available=grid)
-        every, has_states = settings.retention.checkpoint_every, self.states is not None
-        points = ResumePoints.of(plan.block_size, grid, every, has_states=has_states)
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
-            max(8 * columns, UNBACKED_BLOCKS), points, is_followed=settings.is_followed,
+            max(8 * columns, UNBACKED_BLOCKS), grid, is_followed=settings.is_followed,
         )  # fmt: skip
         self.full, self.bounded = self.prefix.full, self.prefix.bounded
         if self.states is not None and self.prefix.states is not None:

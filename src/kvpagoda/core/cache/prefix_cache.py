@@ -35,67 +35,68 @@ from kvpagoda.errors import OutOfBlocks, StaleHandle
 from kvpagoda.free_list import IdPool
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.names import copied
+from kvpagoda.retention import RetentionRule
 from kvpagoda.units import ceil_div
 
 # -- where texts may be resumed --------------------------------------------------------------------------------------
 
 _SLACK = 512
-"""Tokens before the end of a prompt for which its checkpoint keeps windows too: prompts that extend another one often part
-from it a little before its end."""
+"""Tokens before the end of a prompt for which its checkpoint keeps windows too, where no states are copied: prompts that
+extend another one often part from it a little before its end."""
 _COARSE = 1024
 """Tokens: models with states keep one more checkpoint for such prompts, at the last multiple of this in a prompt."""
 
 
 @dataclass(frozen=True)
 class ResumePoints:
-    """The positions of a text after which requests may start, in blocks unless tokens are named.
+    """The positions of a text after which requests may start, and the ``rule`` that says which of them are kept; in blocks
+    unless tokens are named.
 
     ``grid``: hits from checkpoints and tiers end at multiples of it. ``grid_tokens``: those of models with a full group
-    alone end at multiples of this many tokens. ``every``: a prompt keeps a checkpoint at each multiple; 0: at none.
-    ``coarse``: one more at the last multiple of it; 0: none. ``slack``: for how many blocks before the end of a prompt its
-    last checkpoint keeps windows, where no states are copied. ``ends_steps``: whether a step must end where a checkpoint is
-    kept, since states must be copied there."""
+    alone end at multiples of this many tokens. ``slack``: the rule's. ``ends_steps``: whether a step must end where a
+    checkpoint is kept, since states must be copied there."""
 
+    rule: RetentionRule
     block_size: int
     grid: int
     grid_tokens: int
-    every: int
-    coarse: int
     slack: int
     ends_steps: bool
 
     @classmethod
-    def of(cls, block_size: int, hit_grid: int, every: int | None, *, has_states: bool) -> ResumePoints:
+    def of(
+        cls, block_size: int, hit_grid: int, every: int, *, checkpoint_cost: float, has_states: bool
+    ) -> ResumePoints:
         """Return the points for caches whose hits end at multiples of ``hit_grid`` tokens, a multiple of
-        ``block_size``, or 1."""
-        coarse = max(1, _COARSE // block_size) if has_states else 0
-        slack = 0 if has_states else _SLACK // block_size
-        return cls(block_size, max(1, hit_grid // block_size), hit_grid, every or 0, coarse, slack, has_states)
+        ``block_size``, or 1. ``every``: a prompt keeps a checkpoint at each multiple of so many blocks."""
+        grid = max(1, hit_grid // block_size)
+        rule = RetentionRule(
+            grid * block_size,
+            every * block_size,
+            max(1, _COARSE // block_size) * block_size if has_states else 0,
+            0 if has_states else _SLACK,
+            checkpoint_cost=checkpoint_cost,
+        )
+        return cls(rule, block_size, grid, hit_grid, rule.slack // block_size, has_states)
 
     def due(self, begin: int, parted: int, prompt_length: int) -> list[int]:
         """Return after how many blocks a prompt of ``prompt_length`` tokens keeps checkpoints, ascending, if it starts
-        after ``begin`` blocks and ``parted`` blocks of it were cached.
-
-        These are the last boundary from which the same prompt can be resumed with a token left to compute, the one where
-        it parts from what was cached, and multiples of ``every`` and ``coarse``."""
-        end = (prompt_length - 1) // self.block_size
-        depths = {end, parted}
-        if self.every:
-            depths.update(range((begin // self.every + 1) * self.every, end, self.every))
-        if self.coarse:
-            depths.add(end // self.coarse * self.coarse)
-        return sorted({at for at in (depth // self.grid * self.grid for depth in depths) if begin < at <= end})
+        after ``begin`` blocks and ``parted`` blocks of it were cached."""
+        size = self.block_size
+        positions = self.rule.positions(prompt_length, begin * size, min(parted * size, prompt_length - 1))
+        return [position // size for position in positions]
 
     def rounded(self, position: int, *, is_bounded: bool) -> int:
         """Return the last position, in tokens, up to ``position`` after which a request may start. ``is_bounded``: it may
         start after whole blocks alone."""
-        unit = self.grid * self.block_size if is_bounded else self.grid_tokens
+        unit = self.rule.unit if is_bounded else self.grid_tokens
         return position // unit * unit
 
     def is_worth_keeping(self, depth: int, resumable: int) -> bool:
         """Return whether a checkpoint after ``depth`` blocks may be resumed, and saves much beside one after
         ``resumable``, whose states a request has only there."""
-        return self.ends_steps and depth - resumable >= self.coarse and depth % self.grid == 0
+        coarse = self.rule.coarse // self.block_size
+        return self.ends_steps and depth - resumable >= coarse and depth % self.grid == 0
 
 
 # -- the prefix cache ------------------------------------------------------------------------------------------------
@@ -166,11 +167,11 @@ class PrefixCache:
     """The prefix ``tree`` of a cache, its checkpoints, and pins. ``kept``: what each checkpoint keeps, by name.
 
     ``full``, ``states``: the group of full attention, and that of the copies that checkpoints keep; None: there is none.
-    ``windows``: the window groups; ``required`` and ``optional`` are these apart. ``bounded``: the groups that limit where a
-    text can be resumed. ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the
-    most blocks of texts in a tree without a full group, where texts take no device memory. ``points``: after which blocks
-    texts may be resumed. ``is_followed``: blocks of such texts have numbers, in the last row of the tree, by which an event
-    log names them.
+    ``windows``: the window groups; ``required`` and ``optional`` are these apart. ``bounded``: the groups that limit
+    where a text can be resumed. ``policy``: a name or an object. ``num_checkpoints``: the most that are kept.
+    ``most_unbacked``: the most blocks of texts in a tree without a full group, where texts take no device memory.
+    ``hit_grid``: hits end at multiples of this many tokens, a multiple of ``block_size``, or 1. ``is_followed``: blocks
+    of such texts have numbers, in the last row of the tree, by which an event log names them.
     """
 
     def __init__(
@@ -181,10 +182,10 @@ class PrefixCache:
         retention: Retention,
         num_checkpoints: int,
         most_unbacked: int,
-        points: ResumePoints,
+        hit_grid: int,
         is_followed: bool = False,
     ) -> None:
-        self.points, self.groups = points, tuple(groups)
+        self.groups = tuple(groups)
         self.full = next((group for group in groups if isinstance(group, FullGroup)), None)
         self.windows = tuple(group for group in groups if isinstance(group, WindowGroup))
         self.required = tuple(group for group in self.windows if not group.is_optional)
@@ -194,6 +195,9 @@ class PrefixCache:
         self.bounded = tuple(group for group in groups if group in self.required or group is self.states)
         self._in_tree: tuple[Group, ...] = (*(() if self.full is None else (self.full,)), *self.windows)
         self.block_size, self._fresh_policy = block_size, copied(policy)
+        cost = checkpoint_cost(self.bounded, () if self.full is None else (self.full,))
+        every, has_states = retention.checkpoint_every, bool(of_states)
+        self.points = ResumePoints.of(block_size, hit_grid, every, checkpoint_cost=cost, has_states=has_states)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._names = [group.plan.name for group in groups]
@@ -210,7 +214,7 @@ class PrefixCache:
         num_rows = sum(group.num_tree_rows for group in self._in_tree)
         self.tree = PrefixTree(
             self.block_size, num_rows + self.is_numbered, policy, capacity=max(1, self._capacity), proves_ids=False,
-            checkpoint_cost=checkpoint_cost(self.bounded, () if self.full is None else (self.full,)),
+            rule=self.points.rule,
         )  # fmt: skip
         self.kept: dict[int, Kept] = {}
         self._next_checkpoint = 0

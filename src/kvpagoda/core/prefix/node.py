@@ -54,15 +54,16 @@ class Children(dict[bytes, Child], Generic[Child]):
                 self._fresh.append(key)
         self[key] = child
 
-    def take(self, key: bytes) -> None:
-        """Remove the child of ``key``. Amortised O(1)."""
-        del self[key]
+    def take(self, *keys: bytes) -> None:
+        """Remove the children of ``keys``. Amortised O(1) each."""
+        for key in keys:
+            del self[key]
         if len(self) == 1:  # iterating over a dictionary that was large is slow, unless it is rebuilt
             last_key, last_child = self.popitem()
             self.clear()
             self[last_key] = last_child
         if self._heads:
-            self._num_taken += 1
+            self._num_taken += len(keys)
             if self._num_taken > len(self) + _LONGEST:
                 self._heads, self._pieces, self._fresh, self._num_taken = _NO_HEADS, _NONE, _NONE, 0
 

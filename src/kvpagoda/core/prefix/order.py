@@ -25,18 +25,29 @@ from kvpagoda.free_list import IdPool
 from kvpagoda.policies.ghosts import GhostIndex
 from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.policies.protocol import OldestLeaf
+from kvpagoda.retention import RetentionRule
 
 # -- LRU and its clock -----------------------------------------------------------------------------------------------
 
 _ENTRIES = 40  # the lowest bits of a time count entries, and keep their times apart
 _USE = 1 << 20 + _ENTRIES  # from one use to the next
-_NEVER_FOUND = 0.2  # of the way from the floor to now: as high as something enters whose request found nothing
+
+
+class Run(NamedTuple):
+    """Nodes that are evicted whole, one after the other, in one step. ``ids``: int32 ``[rows, blocks]`` of each.
+    ``keys``: parent -> the keys of those among them that are its children; it is a root, or keeps two others."""
+
+    ids: list[Ids]
+    keys: dict[Node, list[bytes]]
+    num_blocks: int
+
+
+Victims = tuple[Node, int] | Run
+"""What an eviction order gives up next: the last so many blocks of a node, or whole nodes."""
 
 
 class Entry(NamedTuple):
-    """What is known of a new text or checkpoint. ``gain``: the blocks that a request which resumes at its end need not
-    compute, but would if it resumed at the checkpoint before. ``found``: the share of its prompt that the request which
-    computes it found, 0 to 1."""
+    """What is known of a new text or checkpoint: the arguments of ``RetentionRule.rank``."""
 
     gain: int
     found: float
@@ -46,17 +57,14 @@ class Clock:
     """A count of uses, by which blocks and checkpoints are compared by age.
 
     ``now``: the time of the last use. Nothing was used at time 0. ``floor``: the latest time of use that was evicted so far.
-
-    ``checkpoint_cost``: the bytes of a checkpoint, in blocks of text that take as many. If it is 0, what is new counts as
-    used now. Else it enters lower: by the computing that it spares for its bytes, as in GreedyDual-Size (Cao and Irani,
-    USITS 1997), and by how much its request found, since a text that was never found may never be. A hit counts as used now.
+    ``rule``: how high what is new enters between these two. A hit counts as used now.
     """
 
-    __slots__ = ("_cost", "_num_entries", "floor", "now")
+    __slots__ = ("_num_entries", "_rule", "floor", "now")
 
-    def __init__(self, checkpoint_cost: float = 0.0) -> None:
+    def __init__(self, rule: RetentionRule | None = None) -> None:
         self.now = self.floor = self._num_entries = 0
-        self._cost = checkpoint_cost
+        self._rule = rule or RetentionRule()
 
     def tick(self) -> int:
         """Count one more use and return its time."""
@@ -66,12 +74,11 @@ class Clock:
     def enter(self, entry: Entry | None) -> int:
         """Return the time under which something new is kept; None: now. No two times are equal."""
         now = self.now = self.now + _USE
-        if entry is None or not self._cost:
+        if entry is None or not self._rule.checkpoint_cost:
             return now
-        gain, floor = max(1, entry.gain), self.floor >> _ENTRIES
-        height = min(1.0, _NEVER_FOUND + entry.found) * gain / (gain + self._cost)
+        floor = self.floor >> _ENTRIES
         self._num_entries += 1
-        return (floor + int(((now >> _ENTRIES) - floor) * height) << _ENTRIES) + self._num_entries
+        return (floor + int(((now >> _ENTRIES) - floor) * self._rule.rank(*entry)) << _ENTRIES) + self._num_entries
 
 
 class LRUOrder:
@@ -126,15 +133,23 @@ class LRUOrder:
         if not node.queued and not node.children and node.num_blocks > node.num_pinned:
             self._queue(node, node.used)
 
-    def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
-        """Yield the nodes whose last blocks are evicted next, each with the number of blocks, ``limit`` blocks in all.
+    def victims(self, limit: int) -> Iterator[Victims]:
+        """Yield what is evicted next, ``limit`` blocks in all, fewer if fewer are evictable.
 
-        Fewer if fewer are evictable. A node is out of the queue when it is yielded; the caller handles it before it
-        asks for the next one.
+        A node is out of the queue when it is yielded; the caller handles it before it asks for the next one. Those of a
+        ``Run`` leave the queue when the caller, which evicted them, asks for more.
         """
-        heap, in_order, heaped = self._heap, self._in_order, self._heaped
+        heap, in_order, heaped, clock = self._heap, self._in_order, self._heaped, self._clock
         while limit > 0:
             if in_order and (not heap or in_order[0].queued < heap[0]):
+                if in_order[0].num_blocks < limit and len((run := self._run(limit)).ids) > 1:
+                    yield run
+                    limit -= run.num_blocks
+                    popleft = in_order.popleft
+                    for _ in run.ids:
+                        node = popleft()
+                    clock.floor = max(clock.floor, node.queued)
+                    continue
                 node = in_order.popleft()
             elif heap:
                 node = heaped.pop(heappop(heap))
@@ -158,11 +173,38 @@ class LRUOrder:
                 count = limit
             limit -= count
             yield node, count
-            self._clock.floor = max(self._clock.floor, when)  # not before the caller asks for more: it did evict these
+            clock.floor = max(clock.floor, when)  # not before the caller asks for more: it did evict these
+
+    def _run(self, limit: int) -> Run:
+        """Return the longest run of nodes, first in the queue, that ``victims`` would yield whole one by one, ``limit``
+        blocks at most, and of which none changes the order when it is evicted. Changes nothing."""
+        ids: list[Ids] = []
+        keys: dict[Node, list[bytes]] = {}
+        left, end = limit, self._heap[0] if self._heap else inf
+        parent: Node | None = None
+        spare = 0  # how many children of ``parent`` may still go before it is a leaf, or merged with the last one
+        for node in self._in_order:
+            when, count = node.queued, node.num_blocks
+            if not 0 < count <= left or node.used != when or node.pins or node.children or node.uses or when >= end:
+                break
+            if node.checkpoints is not None and node.checkpoints.all:
+                break
+            if node.parent is not parent:
+                parent = node.parent
+                assert parent is not None, "roots have no blocks"
+                among = keys.setdefault(parent, [])
+                spare = limit if parent.root is not None else len(parent.children) - 2 - len(among)
+            if spare <= 0:
+                break
+            spare -= 1
+            left -= count
+            ids.append(node.ids)
+            among.append(node.first)
+        return Run(ids, keys, limit - left)
 
     def remove(self, node: Node, count: int) -> None:
         """Update the stretches of ``node``, which still has its last ``count`` blocks; they are about to be evicted."""
-        end, uses = node.end - count, node.uses
+        end, uses = node.start + node.num_blocks - count, node.uses
         while uses and uses[-1][0] >= end:
             node.used = uses.pop()[1]
 
@@ -313,7 +355,7 @@ class PolicyOrder:
         except Exception as error:
             self._replace(error)
 
-    def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
+    def victims(self, limit: int) -> Iterator[Victims]:
         """Yield the nodes whose last blocks are evicted next, each with the number of blocks, ``limit`` blocks in all.
 
         Fewer if fewer are evictable. The caller handles each node with ``remove`` and ``mark`` before it asks for the
