@@ -126,12 +126,6 @@ class Sequence:
         return core.step_states.positions(self._request, core.block_size) if core.step_states.named else ()
 
     @property
-    def settles_at(self) -> int:
-        """The length from which on a commit does more than append tokens: it publishes blocks, slides windows, or keeps
-        copies of states. An engine that knows its tokens later may commit up to there at once."""
-        return self._request.settle_at
-
-    @property
     def epochs(self) -> list[tuple[int, int]]:
         """Which weights the tokens were computed with: (first position, epoch), ascending; see ``KVCache.epoch``. The
         last entry is the epoch of the tokens that are computed next."""
