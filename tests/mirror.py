@@ -67,8 +67,4 @@ def pairs(blocks: tuple[BlockIds, ...]) -> set[tuple[str, int]]:
 
 def cached_now(cache: Any) -> set[tuple[str, int]]:
     core = cache.core
-    return {
-        (group.plan.name, number)
-        for group, part in zip(core.groups, core.prefix.cached)
-        for number in part.names().tolist()
-    }
+    return {(group.plan.name, number) for group in core.groups for number in group.cached_ids().tolist()}

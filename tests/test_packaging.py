@@ -338,12 +338,12 @@ LIGHT = {
     "from kvpagoda import Schema": PLAN,
     "import kvpagoda.schema.presets": PLAN,
     "from kvpagoda.replay import Trace, hit_rate_curve, replay, working_set": {
-        "errors", "loading", "text", "units", "core", "core.blocks", "policies", "core.prefix", "replay",
+        "errors", "loading", "text", "units", "arrays", "free_list", "pages", "abc", "core", "policies", "core.prefix",
+        "prefix", "replay",
     },
     "from kvpagoda import KVCache": {
-        *PLAN, "policies", "tiers", "core", "core.blocks", "core.prefix", "core.memory", "core.groups", "core.cache",
-        "core.batch",
-        "core.kv_cache",
+        *PLAN, "arrays", "free_list", "pages", "namespace", "abc", "policies", "tiers", "core", "core.blocks",
+        "core.prefix", "core.memory", "core.groups", "core.cache", "core.batch", "core.kv_cache",
     },
 }  # fmt: skip
 """First line of a user's program -> the rooms that it may load."""

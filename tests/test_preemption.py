@@ -10,7 +10,8 @@ from collections.abc import Sequence as Many
 import numpy as np
 import pytest
 
-from kvpagoda import KVCache, Limits, Retention, scheduling
+from kvpagoda import KVCache, Limits, Retention
+from kvpagoda.core import scheduling
 from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.errors import OutOfBlocks, RetryLater
 from kvpagoda.scheduling import (

@@ -63,7 +63,7 @@ def test_a_prompt_leaves_checkpoints_at_the_positions_of_the_rule() -> None:
         for first in range(0, 150, 16):
             sequence.commit(prompt[first : first + 16])
         expected = cache.core.prefix.points.rule.positions(150, 0)
-        index, lease = cache.core.prefix.index, sequence._request.lease
+        index, lease = cache.core.prefix, sequence._request.lease
         kept = [n * 16 for n in range(1, lease.num_blocks + 1) if index.checkpoint_at(lease, n) is not None]
     assert kept == expected == [144]
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvpagoda.core.batch.batch import Batch, LayerView
     from kvpagoda.core.batch.persistent import PersistentBatch
     from kvpagoda.core.cache.options import Identity, Limits, Retention
+    from kvpagoda.core.cache.prefix_cache import PrefixMatch
+    from kvpagoda.core.cache.request import Breakpoint
     from kvpagoda.core.cache.sequence import Sequence
     from kvpagoda.core.cache.stats import CacheStats
     from kvpagoda.core.kv_cache import KVCache
@@ -55,6 +57,8 @@ _PUBLIC = {
     "kvpagoda.schema": ("Plan", "Schema"),
     "kvpagoda.core.batch.batch": ("Batch", "LayerView"),
     "kvpagoda.core.cache.options": ("Identity", "Limits", "Retention"),
+    "kvpagoda.core.cache.prefix_cache": ("PrefixMatch",),
+    "kvpagoda.core.cache.request": ("Breakpoint",),
     "kvpagoda.core.cache.stats": ("CacheStats",),
     "kvpagoda.core.kv_cache": ("KVCache",),
     "kvpagoda.core.worker": ("Worker",),
@@ -67,10 +71,11 @@ _PUBLIC = {
 }  # fmt: skip
 
 __all__ = [
-    "Asleep", "BadInput", "BadLine", "Batch", "CacheStats", "CheckFailed", "ConcurrentUse", "EvictionPolicy", "Exhausted",
-    "HandoverMiss", "Identity", "KVCache", "KVPagodaError", "LayerView", "LayoutError", "Limits", "MissingExtra",
-    "Namespace", "NeedsReset", "NeverFits", "NotOwned", "OutOfBlocks", "PersistentBatch", "Plan", "PreemptionPolicy",
-    "Retention", "RetryLater", "Schema", "SchemaError", "Sequence", "StaleHandle", "TicketRefused", "Worker", "simulate",
+    "Asleep", "BadInput", "BadLine", "Batch", "Breakpoint", "CacheStats", "CheckFailed", "ConcurrentUse",
+    "EvictionPolicy", "Exhausted", "HandoverMiss", "Identity", "KVCache", "KVPagodaError", "LayerView", "LayoutError",
+    "Limits", "MissingExtra", "Namespace", "NeedsReset", "NeverFits", "NotOwned", "OutOfBlocks", "PersistentBatch",
+    "Plan", "PreemptionPolicy", "PrefixMatch", "Retention", "RetryLater", "Schema", "SchemaError", "Sequence",
+    "StaleHandle", "TicketRefused", "Worker", "simulate",
 ]  # fmt: skip
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet until the program configures logging

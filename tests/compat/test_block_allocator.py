@@ -102,11 +102,11 @@ def test_ids_that_are_no_whole_numbers_raise(bad):
 
 
 def test_an_acquire_that_fails_on_its_way_to_the_device_takes_nothing(monkeypatch):
-    def fail(ids, device):
+    def fail(staging, ids):
         raise MemoryError("no device memory")
 
     blocks = BlockAllocator(6, device="cpu")
-    monkeypatch.setattr("kvpagoda.compat.block_allocator.ids_to", fail)
+    monkeypatch.setattr("kvpagoda.compat.block_allocator.Staging.to_device", fail)
     with pytest.raises(MemoryError):
         blocks.acquire(4)
     monkeypatch.undo()

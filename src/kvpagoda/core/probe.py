@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpagoda.abc import Status
 from kvpagoda.arrays import Tokens
-from kvpagoda.core.cache.sequence import Sequence
+from kvpagoda.core.cache.sequence import Sequence, requests_of
 from kvpagoda.core.kv_cache import KVCache
 
 
@@ -21,7 +21,7 @@ class Probe:
     ...     sequence.commit(range(5))
     >>> probe = Probe(cache)
     >>> probe.num_cached, probe.num_closed, probe.evict(1), probe.num_cached, probe.num_evicted
-    (2, 1, None, 1, 1)
+    (3, 1, None, 2, 1)
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -65,6 +65,12 @@ class Probe:
         """Return how many blocks ``sequence`` has, and in how many runs of ids that follow one another. O(blocks)."""
         counts = [group.runs((sequence.slot,)) for group in self._core.groups]
         return sum(blocks for blocks, _ in counts), sum(runs for _, runs in counts)
+
+    def settles_at(self, sequence: Sequence) -> int:
+        """Return the length from which on a commit to ``sequence`` does more than append tokens: it publishes blocks, slides
+        windows, or keeps copies of states. What is committed before may come together."""
+        (request,) = requests_of(sequence, self._core)
+        return request.settle_at
 
     def resumable(self, tokens: Tokens) -> int:
         """Return how many of ``tokens``, int32, a request without a namespace would find cached. O(tokens)."""

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda import KVCache, Sequence
+from kvpagoda import KVCache, PrefixMatch, Sequence
 from kvpagoda.arrays import Tokens
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.runner import ModelRunner, Work
-from kvpagoda.prefix import PrefixMatch
 from kvpagoda.schema import Schema
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda import CacheStats, Sequence
+from kvpagoda import Breakpoint, CacheStats, Sequence
 from kvpagoda.arrays import TokenIds, Tokens, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.drafter import Drafter
@@ -17,7 +17,6 @@ from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
 from kvpagoda.hf.weights import WeightsWatch
-from kvpagoda.prefix import Breakpoint
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema.kv_format import KVFormatNames
 from kvpagoda.schema.layout_choice import LayoutNames

@@ -129,12 +129,6 @@ class Sequence:
         return step_positions(self._lifecycle.core, self._request)
 
     @property
-    def settles_at(self) -> int:
-        """The length from which on a commit does more than append tokens: it publishes blocks, slides windows, or keeps
-        copies of states. An engine that knows its tokens later may commit up to there at once."""
-        return self._request.settle_at
-
-    @property
     def epochs(self) -> list[tuple[int, int]]:
         """Which weights the tokens were computed with: (first position, epoch), ascending; see ``KVCache.epoch``. The
         last entry is the epoch of the tokens that are computed next."""

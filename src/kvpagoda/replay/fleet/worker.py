@@ -286,7 +286,7 @@ class Worker:
         cache settles it, at its end."""
         at = (length // request.block_size + 1) * request.block_size
         if not self._is_plain:
-            settles = request.sequence.settles_at
+            settles = self._probe.settles_at(request.sequence)
             at = settles if length < settles < at else at
         self._due.setdefault(min(request.ends_at, request.since + at), []).append(request)
 
