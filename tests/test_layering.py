@@ -4,6 +4,7 @@ Imports inside functions and under TYPE_CHECKING count. But packages that only a
 """
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def module_of(path: Path) -> str:
     return ".".join(("kvpagoda", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
+@cache
 def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True) -> set[str]:
     """Return the names that a file imports anywhere. ``when_loaded``: without those inside functions or under
     TYPE_CHECKING. ``for_types`` False: without those under TYPE_CHECKING."""
