@@ -273,7 +273,7 @@ def test_a_schema_is_served(here: Command) -> None:
         "--policy",
         "lru,opt",
         "--limit",
-        "30",
+        "10",
     )
     done = here(*arguments, width=80)
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -289,7 +289,7 @@ def test_a_schema_is_served(here: Command) -> None:
     assert [(r["budget"], r["policy"], r["checkpoint_every"]) for r in found["results"]] == [
         (budget, policy, every) for budget in ("1GiB", "4GiB") for policy in ("lru", "opt") for every in (0, 4)
     ]
-    assert all(0 <= r["hit_rate"] <= 1 and r["requests"] == 30 for r in found["results"])
+    assert all(0 <= r["hit_rate"] <= 1 and r["requests"] == 10 for r in found["results"])
     done = here("replay", "--schema", "deepseek-v4-flash", "--capacity", "3")
     assert done.returncode == 2 and done.stderr.startswith("kvpagoda: --capacity counts blocks")
 
