@@ -21,6 +21,8 @@ KINDS = ("gemma3_text", "qwen3_next", "deepseek_v4")
 """Models with windows, with states and with compressed entries, each beside full attention."""
 
 QUICK: dict[str, int | tuple[str, ...]] = {
+    "audit/test_fake_engine.py::test_what_is_cached_gives_the_numbers_of_what_is_computed": ("all",),
+    "audit/test_fake_engine.py::test_a_planted_fault_changes_answers_or_counters": ("window", "page", "restart"),
     "compat/test_kv_cache_manager.py::test_requests_come_and_go_within_the_budget": ("ue8m0",),
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 5,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
