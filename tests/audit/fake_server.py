@@ -48,6 +48,10 @@ class Dialect:
     metrics: bool = False
     chat: bool = True
     completions: bool = True
+    names: bool = True
+    """Whether it lists its models; mlx-lm without a folder of downloads answers with nothing at all."""
+    sorted: bool = True
+    """Whether the best tokens come best first, under the one that was chosen; in mlx-lm the first of them stands there."""
 
 
 VLLM = Dialect("vllm", "vllm", salts=True, adapters=True, images=True, metrics=True)
@@ -57,7 +61,9 @@ DIALECTS = {
     "vllm, no counter": replace(VLLM, counter=False),
     "vllm, no logprobs": replace(VLLM, logprobs=0),
     "sglang": Dialect("sglang", "sglang", salts=True, tokenize=False),
-    "mlx": Dialect("mlx", "mlx-lm", logprobs=10, token_ids=False, tokenize=False, listed=True),
+    "mlx": Dialect(
+        "mlx", "mlx-lm", logprobs=10, token_ids=False, tokenize=False, listed=True, names=False, sorted=False
+    ),
     "llama": Dialect("llama", "llamacpp", timings=True, cache_prompt=True, listed=True),
     "chat alone": Dialect("chat alone", "somebody", completions=False, tokenize=False, token_ids=False),
 }
@@ -120,6 +126,8 @@ class FakeServer:
     def get(self, path: str) -> dict[str, Any] | str:
         """Answer a GET."""
         dialect = self.dialect
+        if path == "/v1/models" and not dialect.names:
+            return ""
         if path == "/v1/models":
             base = {
                 "id": MODEL,
@@ -277,10 +285,16 @@ class _Reply:
     def _logprobs(self, samples: list[Sampled], top: int) -> dict[str, Any]:
         best = [np.argsort(-one.logprobs, kind="stable")[:top].tolist() for one in samples]
         if self.is_chat or self.server.dialect.listed:
+            if not self.server.dialect.sorted:
+                best = [sorted(tokens, key=lambda token: token % 7) for tokens in best]
+            first = [
+                tokens[0] if tokens and not self.server.dialect.sorted else one.token
+                for one, tokens in zip(samples, best)
+            ]
             return {
                 "content": [
-                    {**self._entry(one, one.token), "top_logprobs": [self._entry(one, token) for token in tokens]}
-                    for one, tokens in zip(samples, best)
+                    {**self._entry(one, chosen), "top_logprobs": [self._entry(one, token) for token in tokens]}
+                    for one, chosen, tokens in zip(samples, first, best)
                 ]
             }
         return {
