@@ -119,6 +119,7 @@ class Engine:
         pause: float = 0.0, caches: bool = True, seed: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.fault, self.block, self.rows, self.chunk = model, fault or Fault(), block, rows, chunk
+        self.num_blocks = blocks
         self.noise, self.shape_noise, self.pause, self.caches = noise, shape_noise, pause, caches
         self.random, self.seed, self.num_preempted = np.random.default_rng((seed, 3)), seed, 0
         tiers = [] if host is None else [host_tier(host)]

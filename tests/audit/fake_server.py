@@ -155,7 +155,8 @@ class FakeServer:
             labels = f'{{engine="0",model_name="{MODEL}"}}'
             return (
                 f"vllm:num_preemptions_total{labels} {float(self.engine.num_preempted)}\n"
-                f'vllm:cache_config_info{{block_size="{self.engine.block}",enable_prefix_caching="True"}} 1.0\n'
+                f'vllm:cache_config_info{{block_size="{self.engine.block}",enable_prefix_caching="True",'
+                f'num_gpu_blocks="{self.engine.num_blocks}"}} 1.0\n'
             )
         raise Refused(f"Not Found: {path}", 404)
 
@@ -314,7 +315,9 @@ class _Reply:
         return {**entry, "bytes": [*text_of([token]).encode()]}
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.as_ids else text_of([token])
+        if self.as_ids:
+            return f"token_id:{token}"
+        return "\ufffd" if 128 <= token < 256 and not self.server.dialect.listed else text_of([token])
 
     def _usage(self, count: int) -> dict[str, Any]:
         job, dialect, length = self.job, self.server.dialect, len(self.job.prompt)

@@ -28,17 +28,31 @@ TEMPLATE = (
 )
 
 
-def save(root: Path, kind: str, seed: int = 0, **changes: Any) -> str:
-    """Write a model with random weights and a tokenizer of bytes, and return its folder."""
+def save(root: Path, kind: str, seed: int = 0) -> str:
+    """Write a model with random weights and a tokenizer of bytes, for vLLM, and return its folder."""
     import tiny_vllm
+
+    return _with_tokenizer(tiny_vllm.save(root, kind, seed))
+
+
+def save_mlx(root: Path, kind: str, seed: int = 0) -> str:
+    """Write such a model for mlx-lm, and return its folder."""
+    if not MLX.exists():
+        pytest.skip("no mlx-lm: make consumers")
+    folder = root / f"mlx-{kind}-{seed}"
+    command = [str(MLX), str(Path(__file__).with_name("mlx_model.py")), str(folder), kind, str(seed)]
+    subprocess.run(command, check=True, capture_output=True)
+    return _with_tokenizer(str(folder))
+
+
+def _with_tokenizer(folder: str) -> str:
+    """Write a tokenizer into ``folder``, for which each byte is a token; the others have names."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder = tiny_vllm.save(root, kind, seed, **changes)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    size = tiny_vllm.SHAPE["vocab_size"]
     names = ["<pad>", "<s>", "</s>", *letters]
-    names += [f"<{i}>" for i in range(len(names), size)]
+    names += [f"<{i}>" for i in range(len(names), 512)]
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -83,18 +97,25 @@ def _started(command: list[str], port: int, log: Path, seconds: float, **environ
 
 @contextmanager
 def vllm_server(folder: str, tmp: Path, *options: str, fault: str = "") -> Iterator[str]:
-    """vLLM's OpenAI server for the model in ``folder``. ``fault``: of ``vllm_faults``, planted in its engine."""
+    """vLLM's OpenAI server for the model in ``folder``. ``fault``: one of ``vllm_fault.py``, planted by a plug-in."""
     if not VLLM.exists():
         pytest.skip("no vLLM: make vllm")
+    import tiny_vllm
+    from vllm_fault import BLOCKS
+
     port = _free_port()
     command = [
-        str(VLLM), str(Path(__file__).with_name("vllm_fault.py")), fault, "--model", folder, "--port", str(port), "--host",
+        str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port), "--host",
         "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "8",
-        "--num-gpu-blocks-override", "60", "--enable-prompt-tokens-details", "--enable-prefix-caching", *options,
+        "--num-gpu-blocks-override", str(BLOCKS), "--enable-prompt-tokens-details", "--enable-prefix-caching", *options,
     ]  # fmt: skip
-    import tiny_vllm
-
-    environment = {**tiny_vllm.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT / "src")}
+    environment = {**tiny_vllm.ENVIRONMENT}
+    if fault:
+        plugin = tmp / "plugin" / "fault-1.dist-info"
+        plugin.mkdir(parents=True, exist_ok=True)
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: fault\nVersion: 1\n")
+        (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nfault = vllm_fault:plant\n")
+        environment |= {"PYTHONPATH": f"{plugin.parent}:{Path(__file__).parent}", "KVPAGODA_FAULT": fault}
     with _started(command, port, tmp / f"vllm-{port}.log", 900, **environment) as url:
         yield url
 

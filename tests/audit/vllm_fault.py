@@ -1,57 +1,57 @@
-"""vLLM's OpenAI server with a fault planted in it: ``FAULT OPTIONS``; "" plants none. It is run where vLLM is."""
+"""A plug-in of vLLM that plants the fault which ``KVPAGODA_FAULT`` names; vLLM calls ``plant`` in each of its processes."""
 
 from __future__ import annotations
 
 import os
-import runpy
-import sys
+from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+BLOCKS = 60
+"""Blocks of the cache, as ``--num-gpu-blocks-override`` says."""
 
 
-def plant(fault: str) -> None:
-    """Change vLLM so that ``fault`` happens."""
-    from vllm.v1.worker import gpu_model_runner
+def plant() -> None:
+    """Change vLLM so that the fault happens."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    Runner = gpu_model_runner.GPUModelRunner
-    if fault == "rows":  # of a hit, the rows of one block are another's, in one layer
-        update = Runner._update_states
+    fault = os.environ["KVPAGODA_FAULT"]
+    if fault == "rows":  # of a hit, in the last layer that has some, rows of one block stand at another place
+        update = GPUModelRunner._update_states
 
-        def update_states(self, scheduler_output):  # type: ignore[no-untyped-def]
-            for new in scheduler_output.scheduled_new_reqs:
+        def update_states(self: Any, scheduled: Any) -> Any:
+            for new in scheduled.scheduled_new_reqs:
                 if new.num_computed_tokens:
-                    block = new.block_ids[0][0]
-                    layer = self.kv_caches[-1]
-                    _swap(layer, block)
-            return update(self, scheduler_output)
+                    _turn(self.kv_caches[-1], new.block_ids[-1][0])
+            return update(self, scheduled)
 
-        Runner._update_states = update_states
-    elif fault == "key":  # keys of blocks do not depend on the blocks before
-        from vllm.v1.core import kv_cache_utils
-
+        GPUModelRunner._update_states = update_states
+    elif fault == "key":  # the key of a block does not depend on the blocks before it
         hashed = kv_cache_utils.hash_block_tokens
 
-        def hash_block_tokens(function, parent, tokens, extra=None):  # type: ignore[no-untyped-def]
-            return hashed(function, parent and kv_cache_utils.NONE_HASH, tokens, extra)
+        def hash_block_tokens(function: Any, parent: Any, *rest: Any) -> Any:
+            return hashed(function, None, *rest)
 
         kv_cache_utils.hash_block_tokens = hash_block_tokens
+    elif fault == "state":  # a hit begins with states that are a little old
+        update = GPUModelRunner._update_states
+
+        def update_states(self: Any, scheduled: Any) -> Any:
+            for new in scheduled.scheduled_new_reqs:
+                if new.num_computed_tokens:
+                    for states in (one for one in self.kv_caches if isinstance(one, list | tuple)):
+                        for group in new.block_ids:
+                            for block in group:
+                                if 0 < block < len(states[-1]):
+                                    states[-1][block].mul_(0.9)
+            return update(self, scheduled)
+
+        GPUModelRunner._update_states = update_states
     else:
         raise SystemExit(f"no fault {fault!r}")
 
 
-def _swap(layer, block):  # type: ignore[no-untyped-def]
+def _turn(rows: Any, block: int) -> None:
     """Turn the rows of ``block`` around."""
-    import torch
-
-    tensors = layer if isinstance(layer, list | tuple) else [layer]
-    for tensor in tensors:
-        axis = 0 if tensor.shape[0] != 2 or tensor.dim() < 5 else 1
-        rows = tensor.select(axis, block)
-        rows.copy_(torch.roll(rows, 7, dims=-2))
-
-
-if __name__ == "__main__":
-    fault = sys.argv.pop(1)
-    if fault:
-        plant(fault)
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    axis = [*rows.shape].index(BLOCKS)
+    one = rows.select(axis, block)
+    one.copy_(one.roll(7, dims=-2))
