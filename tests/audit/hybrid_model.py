@@ -124,7 +124,7 @@ class HybridModel:
         seen = growth.reads(at[:, None], np.arange(start, length))
         if growth.window is not None and piece.narrower:
             seen[0] &= np.arange(start, length) > at[0] - growth.window + piece.narrower
-        scores = q.transpose(1, 0, 2) @ keys.transpose(1, 2, 0) / 2  # [heads, n, rows]
+        scores = q.transpose(1, 0, 2) @ keys.transpose(1, 2, 0) / 40  # [heads, n, rows]
         scores[:, ~seen] = -np.inf
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         out = scores @ values.transpose(1, 0, 2) / scores.sum(-1, keepdims=True)
