@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle, islice
 from time import monotonic
 
 from kvpagoda.audit.discover import find_cold, find_interface, find_sizes, prompt
-from kvpagoda.audit.probes import KINDS, PLAIN, Probe, Texts, probes
+from kvpagoda.audit.probes import KINDS, Probe, Texts, probes
 from kvpagoda.audit.prompts import Ask, Case, Draw, Part, Step
 from kvpagoda.audit.server import Answer, OutOfRequests, Server, Unanswered
-from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
-
+from kvpagoda.audit.verdict import Noise, distance, is_sure
 
 _RESERVE = 8
 """A part of the requests, 1 of so many, that is left for the smallest cases of findings."""
@@ -57,7 +56,7 @@ class Trial:
 
 @dataclass(eq=False)
 class Miscount:
-    """A request for which more tokens were said to be cached than could be. ``who``: "salt", "adapter", "picture" or "prompt"."""
+    """A request for which more tokens were said to be cached than can be. ``who``: a key of ``findings.WHO``."""
 
     who: str
     case: Case
@@ -95,8 +94,8 @@ class Results:
         return [trial for trial in self.trials if trial.is_wrong is not None and trial.ask.kind in kinds]
 
     def counts(self, *kinds: str) -> tuple[int, int]:
-        """Return how many independent trials of ``kinds`` were wrong, and how many were right. All that are wrong for one prompt
-        count as one, unless others of the same prompt were right."""
+        """Return how many independent trials of ``kinds`` were wrong, and how many were right. All that are wrong for one
+        prompt count as one, unless others of the same prompt were right."""
         by_prompt = defaultdict[str, list[bool]](list)
         for trial in self.of_kind(*kinds):
             by_prompt[trial.key].append(bool(trial.is_wrong))
@@ -146,7 +145,7 @@ class Audit:
     ) -> None:
         self.server, self.seed, self.results = server, seed, Results()
         self._model, self._way, self._after, self._wait = model, cold, after, wait
-        self._twins = dict[str, Answer]()
+        self._twins, self._num_refused = dict[str, Answer](), 0
         self._pending = list[Trial]()
         self._case, self._answers = Case("what the server has"), list[Answer | None]()
         self.draw = Draw(seed)
@@ -160,7 +159,7 @@ class Audit:
         begin, results = monotonic(), self.results
         try:
             self.prepare()
-            self._noise(5)
+            self.measure_noise(5)
             self._rounds()
         except KeyboardInterrupt:
             results.is_partial = True
@@ -210,7 +209,7 @@ class Audit:
         """Ask so many other prompts that they fill ``share`` of the cache. Raises OutOfRequests, Unanswered."""
         profile = self.server.profile
         for _ in range(max(1, round(profile.churn * share))):
-            self._ask(Ask(prompt(self.draw, profile, profile.longest), most=1, chat=profile.completions is None))
+            self._ask(Ask(prompt(self.draw, profile, profile.longest), most=1, chat=profile.is_chat))
 
     def run_case(self, case: Case) -> list[Trial]:
         """Run ``case`` and return its judged requests, without verdicts. Raises OutOfRequests, Unanswered."""
@@ -276,7 +275,7 @@ class Audit:
 
     # -- noise -------------------------------------------------------------------------------------------------------
 
-    def _noise(self, pairs: int) -> None:
+    def measure_noise(self, pairs: int) -> None:
         """Measure what cold runs differ by: of the same prompt, and of the prompt with the beginning of its answer."""
         profile, texts = self.server.profile, Texts(self.draw, self.server.profile)
         firsts = list[tuple[Ask, Answer]]()
@@ -285,10 +284,10 @@ class Audit:
             answer = self._ask(ask)
             if self._is_cold(ask, answer):
                 firsts.append((ask, answer))
-        for (ask, answer), twin in zip(firsts, self.cold([(ask, []) for ask, _ in firsts])):
+        for (_, answer), twin in zip(firsts, self.cold([(ask, []) for ask, _ in firsts])):
             if twin is not None:
                 self.results.noise.same.append(distance(answer, twin)[0])
-        if texts.is_chat:
+        if profile.is_chat:
             return
         longer = [(replace(ask, parts=(*ask.parts, Part(answer=0))), answer) for ask, answer in firsts]
         shorter = [replace(answer, ids=answer.ids and answer.ids[:-1], text=_but_last(answer)) for _, answer in longer]
@@ -300,7 +299,12 @@ class Audit:
         for (_, answer, _), twin in zip(usable, self.cold([(ask, [short]) for ask, _, short in usable])):
             places = len(answer.tokens) - 1
             if twin is not None and twin.num_prompt == answer.num_prompt + places:
-                last = replace(answer, tokens=answer.tokens[places:], tops=answer.tops[places:], text=answer.text[len(_but_last(answer)) :])
+                last = replace(
+                    answer,
+                    tokens=answer.tokens[places:],
+                    tops=answer.tops[places:],
+                    text=answer.text[len(_but_last(answer)) :],
+                )
                 if answer.tops or len(twin.text) == len(last.text):
                     self.results.noise.pieces.append(_first(last, twin))
 
@@ -371,14 +375,17 @@ class Audit:
         keep = self.server.max_requests // _RESERVE + (40 if waiting else 0)
         for number in count():
             for name, probe in [*made.items()]:
-                if self.server.num_left <= keep or not made:
+                if self.server.num_left <= keep:
                     break
                 if number and name in ("salts", "pictures", "tools") and number % 2:
                     continue
+                before = len(results.trials)
                 self._try(probe, texts, next(lengths), keep)
-            if self.server.num_left <= keep or all(self._is_settled(name) for name in made):
+                if any(results.is_sure(trial.ask.kind) for trial in results.trials[before:] if trial.is_wrong):
+                    del made[name]  # nothing more is to be learned from it
+            if self.server.num_left <= keep or not made:
                 break
-            self._noise(1)
+            self.measure_noise(1)
         self.judge(flush=True)
         if waiting is not None:
             self._try(waiting, texts, next(lengths), 0)
@@ -391,21 +398,32 @@ class Audit:
             if number and self.server.num_left <= keep:
                 return
             before = len(self.results.trials)
-            self._pending += self.run_case(case)
-            self.judge()
+            if not self._run(case):
+                return
             wrong = {trial.ask.kind for trial in self.results.trials[before:] if trial.is_wrong}
             if not wrong or any(self.results.is_sure(kind) for kind in wrong) or case.name == "wait":
                 return
             case = case.fresh(self.draw)
 
-    def _is_settled(self, name: str) -> bool:
-        return False
+    def _run(self, case: Case) -> bool:
+        """Run ``case`` and judge it. Return False if a request of it was refused. Raises OutOfRequests, Unanswered."""
+        try:
+            self._pending += self.run_case(case)
+            self.judge()
+        except Unanswered as error:
+            self._num_refused += 1
+            if self.server.get("/v1/models") is None and self._num_refused > 3:
+                raise
+            self.results.skipped[case.name] = str(error)
+            return False
+        self._num_refused = 0
+        return True
 
     # -- smallest cases ----------------------------------------------------------------------------------------------
 
     def smallest(self, trial: Trial) -> Case:
         """Return the smallest case that still shows what ``trial`` showed; its last request is the wrong one."""
-        case = _until(trial.case, trial.number)
+        case = until(trial.case, trial.number)
         for number in reversed(range(len(case.steps) - 1)):
             shorter = _without(case, number)
             if shorter is None or case.steps[number].do == "wait":
@@ -416,20 +434,32 @@ class Audit:
         return case
 
     def shows(self, case: Case) -> bool:
-        """Return whether the last request of ``case``, with other prompts, is answered wrongly. Raises Exhausted, Unanswered."""
+        """Return whether the last request of ``case``, with other prompts, is answered wrongly.
+
+        Args:
+            case: the case; what is seen does not count for the results.
+
+        Raises:
+            OutOfRequests: too few requests are left.
+            Unanswered: the server does not answer.
+        """
         if self.server.num_left < case.num_requests + 3:
             raise OutOfRequests("too few requests are left")
         before = len(self.results.trials)
         self._pending += self.run_case(case.fresh(self.draw))[-1:]
         self.judge(flush=True)
         judged = self.results.trials[before:]
+        del self.results.trials[before:]
         return bool(judged and judged[-1].is_wrong)
 
 
 def _first(one: Answer, other: Answer) -> float:
     """Return the distance of the first token alone."""
     if one.tops and other.tops:
-        return distance(replace(one, tokens=one.tokens[:1], tops=one.tops[:1]), replace(other, tokens=other.tokens[:1], tops=other.tops[:1]))[0]
+        return distance(
+            replace(one, tokens=one.tokens[:1], tops=one.tops[:1]),
+            replace(other, tokens=other.tokens[:1], tops=other.tops[:1]),
+        )[0]
     return float(one.text[:1] != other.text[:1])
 
 
@@ -439,7 +469,7 @@ def _but_last(answer: Answer) -> str:
     return answer.text.removesuffix(last) if last and answer.text.endswith(last) else ""
 
 
-def _until(case: Case, number: int) -> Case:
+def until(case: Case, number: int) -> Case:
     """Return ``case`` up to its request ``number``."""
     steps, seen = list[Step](), 0
     for step in case.steps:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import product
 from math import gcd
 from typing import Any
 
@@ -15,9 +14,15 @@ from kvpagoda.errors import BadInput, unknown_name
 Asked = Callable[[Ask], Answer]
 LONGEST = 4096
 """The most tokens of a prompt that is asked."""
-_EXTRAS: dict[str, Any] = {"ignore_eos": True, "return_tokens_as_token_ids": True, "return_token_ids": True}
-_COMPLETIONS = ({"logprobs": 20}, {"logprobs": 5}, {"logprobs": True, "top_logprobs": 10}, {"logprobs": 1}, {})
-_CHATS = (*({"logprobs": True, "top_logprobs": n} for n in (20, 10, 5, 1)), {})
+_EXTRAS: dict[str, Any] = dict(ignore_eos=True, return_tokens_as_token_ids=True, return_token_ids=True)
+_COMPLETIONS: tuple[dict[str, Any], ...] = (
+    {"logprobs": 20},
+    {"logprobs": 5},
+    {"logprobs": True, "top_logprobs": 10},
+    {"logprobs": 1},
+    {},
+)
+_CHATS: tuple[dict[str, Any], ...] = (*({"logprobs": True, "top_logprobs": n} for n in (20, 10, 5, 1)), {})
 _FILLED = (1, 1, 2, 4, 8, 16, 32)
 FLAGS = {
     "vllm": "vLLM: --enable-prompt-tokens-details",
@@ -55,7 +60,9 @@ def find_interface(server: Server, model: str | None) -> Draw:
         shown = [{"role": "user", "content": [picture, {"type": "text", "text": text.strip()}]}]
         profile.has_images = _try(server, "/v1/chat/completions", {"messages": shown}) is not None
     if profile.completions is None and profile.chats is None:
-        raise BadInput(f"{server.url} answers neither /v1/completions nor /v1/chat/completions for model {profile.model!r}")
+        raise BadInput(
+            f"{server.url} answers neither /v1/completions nor /v1/chat/completions for model {profile.model!r}"
+        )
     profile.longest = max(16, min(LONGEST, profile.longest) - 64)
     return Draw(0, profile.as_ids)
 
@@ -153,16 +160,15 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
         what cannot be known, and what can be done about it.
     """
     profile = server.profile
-    is_chat = profile.completions is None
+    is_chat = profile.is_chat
     for chat in [False] * (not is_chat) + [True] * (profile.chats is not None):
         short, long = (ask(Ask((Part(draw.text(n, head=True)),), most=1, chat=chat)).num_prompt for n in (8, 40))
         each = max(1, round((long - short) / 32))
         profile.shared["chat" if chat else "completion"] = max(0, short - 8 * each)
-        if chat == is_chat:
-            profile.per_symbol = each
+        profile.per["chat" if chat else "completion"] = each
     if not profile.counter:
         flag = FLAGS.get(profile.owner.lower(), "vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report")
-        yield f"the server does not say how many tokens were cached, so that neither the unit of hits nor counters can be judged ({flag})"
+        yield f"the server does not say how many tokens were cached: set {flag}; hits and counters were not judged"
         return
     shared = profile.shared_by(Ask((), chat=is_chat))
     tokens = 256
@@ -187,10 +193,11 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
 
 def _found(ask: Asked, draw: Draw, profile: Profile, tokens: int) -> int:
     """Return how many tokens of a new prompt are cached when it is asked for the second time, or for the third."""
-    request = Ask(prompt(draw, profile, tokens), most=1, chat=profile.completions is None)
+    request = Ask(prompt(draw, profile, tokens), most=1, chat=profile.is_chat)
     most = 0
-    for number in range(3):
-        most = max(most, ask(request).cached or 0) if number else ask(request) and 0
+    ask(request)
+    for _ in range(2):
+        most = max(most, ask(request).cached or 0)
         if most > profile.shared_by(request):
             break
     return most
@@ -209,7 +216,7 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
         what does not work, and what can be done about it.
     """
     profile = server.profile
-    is_chat = profile.completions is None
+    is_chat = profile.is_chat
     request = Ask(prompt(draw, profile, min(profile.longest, 4 * max(profile.unit, 16) + 3)), most=1, chat=is_chat)
     path, body = server.body(request)
     is_checked = _refuses(server, path, {**body, "cache_salt": 7})

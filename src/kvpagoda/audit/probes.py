@@ -53,10 +53,9 @@ class Texts:
         """Symbols of a unit of hits; 16 where hits have no unit."""
         return max(1, self.profile.unit // self.profile.per_symbol) if self.profile.unit > 1 else 16
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether there are only chats."""
-        return self.profile.completions is None
+    def in_chat(self, n: int) -> int:
+        """Return how many symbols have in a chat as many tokens as ``n`` in most requests."""
+        return max(2, n * self.profile.per_symbol // self.profile.per.get("chat", 1))
 
     def new(self, n: int) -> Symbols:
         """Return a new prompt of ``n`` symbols."""
@@ -64,7 +63,7 @@ class Texts:
 
     def ask(self, symbols: Symbols, kind: str = "", **options: object) -> Ask:
         """Return a request with the prompt ``symbols``."""
-        options.setdefault("chat", self.is_chat)
+        options.setdefault("chat", self.profile.is_chat)
         return Ask((Part(symbols),), kind, **options)  # type: ignore[arg-type]
 
     def lengths(self) -> list[int]:
@@ -101,7 +100,7 @@ def turns(texts: Texts, n: int) -> Case:
     draw, u = texts.draw, texts.unit
     p, q, r = texts.new(n), draw.text(3), draw.text(draw.number(2, u + 2))
     first = Part(p)
-    if texts.is_chat:
+    if texts.profile.is_chat:
         return chat(texts, n)
     asks = [
         Ask((first,), most=min(u + 4, 40)), Ask((first, Part(answer=0), Part(q)), "turn"),
@@ -122,8 +121,8 @@ def in_turn(texts: Texts, n: int) -> Case:
 
 def chat(texts: Texts, n: int) -> Case:
     """A chat of three turns, one with a tool's result."""
-    draw = texts.draw
-    system, p, q, r = (texts.new(texts.unit + 3), draw.text(n), draw.text(9), draw.text(texts.unit + 2))
+    draw, u = texts.draw, texts.in_chat(texts.unit)
+    system, p, q, r = texts.new(u + 3), draw.text(texts.in_chat(n)), draw.text(9), draw.text(u + 2)
     opening = (Part(system, "system"), Part(p))
     second = (*opening, Part(answer=0, role="assistant"), Part(q))
     third = (*second, Part(answer=1, role="assistant"), Part(r))
@@ -137,7 +136,7 @@ def chat(texts: Texts, n: int) -> Case:
 def tools(texts: Texts, n: int) -> Case:
     """A chat in which a tool's result follows."""
     draw = texts.draw
-    p, result, more = texts.new(n), draw.text(texts.unit + 5), draw.text(7)
+    p, result, more = texts.new(texts.in_chat(n)), draw.text(texts.in_chat(texts.unit) + 5), draw.text(7)
     first = (Part(p), Part(draw.text(3), "tool"))
     second = (Part(p), Part(result, "tool"))
     asks = [
@@ -232,7 +231,7 @@ def adapters(texts: Texts, n: int) -> Case:
 def pictures(texts: Texts, n: int) -> Case:
     """A text with a picture, then with another one, and the first again."""
     draw = texts.draw
-    p, tail = draw.text(n), draw.text(texts.unit + 1)
+    p, tail = draw.text(texts.in_chat(n)), draw.text(texts.in_chat(texts.unit) + 1)
     draw.shift += 10
 
     def shown(symbols: Symbols, image: int, kind: str = "") -> Ask:

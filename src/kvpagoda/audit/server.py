@@ -75,7 +75,7 @@ class Profile:
         extras: further fields that are taken.
         top: of how many tokens log-probabilities are given, 0: none.
         counter: the field that says how many tokens were cached, empty: none.
-        per_symbol: tokens of a symbol.
+        per: for completions and chats, tokens of a symbol.
         shared: for completions and chats, the tokens that every prompt begins with.
         has_salts, has_no_cache: whether ``cache_salt`` and ``cache_prompt`` make a prompt cold; None: not known.
         has_images: whether chats take pictures; None: not known.
@@ -97,7 +97,7 @@ class Profile:
     extras: dict[str, Any] = field(default_factory=dict)
     top: int = 0
     counter: str = ""
-    per_symbol: int = 1
+    per: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
     has_salts: bool | None = None
     has_no_cache: bool | None = None
@@ -113,6 +113,16 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
         return asdict(self)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether there are only chats."""
+        return self.completions is None
+
+    @property
+    def per_symbol(self) -> int:
+        """Tokens of a symbol in most requests."""
+        return self.per.get("chat" if self.is_chat else "completion", 1)
 
     def shared_by(self, ask: Ask) -> int:
         """Return how many tokens ``ask`` begins with that every prompt begins with."""
@@ -135,7 +145,13 @@ class Server:
     """
 
     def __init__(
-        self, url: str, key: str | None = None, *, max_requests: int = 400, is_remote: bool = False, timeout: float = 120.0
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        max_requests: int = 400,
+        is_remote: bool = False,
+        timeout: float = 120.0,
     ) -> None:
         with MissingExtra.unless("httpx", "an audit needs httpx; pip install 'kvpagoda[audit]'"):
             import httpx
@@ -257,7 +273,12 @@ class Server:
     def body(self, ask: Ask, answers: Sequence[Answer | None] = ()) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of ``ask``."""
         profile = self.profile
-        body: dict[str, Any] = {"model": ask.model or profile.model, "temperature": 0, "seed": 0, "max_tokens": ask.most}
+        body: dict[str, Any] = {
+            "model": ask.model or profile.model,
+            "temperature": 0,
+            "seed": 0,
+            "max_tokens": ask.most,
+        }
         body |= profile.extras
         body |= (profile.chats if ask.chat else profile.completions) or {}
         if ask.salt is not None:
@@ -430,7 +451,9 @@ def picture_of(number: int) -> str:
 def _address(url: str, is_remote: bool, max_requests: int) -> str:
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadInput(f"an audit needs an address such as http://127.0.0.1:8000, got {shown(url)}", field="url", needed=url)
+        raise BadInput(
+            f"an audit needs an address such as http://127.0.0.1:8000, got {shown(url)}", field="url", needed=url
+        )
     if not is_remote and not _is_loopback(parts.hostname):
         raise BadInput.with_hint(
             f"{parts.hostname} is not this machine, and an audit sends up to {max_requests:,} requests that fill its cache",

@@ -1,14 +1,14 @@
 """When two answers differ, by how much, and how sure it is that a cache is the cause.
 
-The distance of two answers to one prompt: at each token, as long as the tokens before are the same, the root mean square of the
-differences of log-probabilities over the likeliest tokens; the largest of these. The noise is what two cold runs differ by, and
-what a cold run differs from the same text when its answer is part of the prompt, which a server computes in other pieces. A
-judged answer is wrong if its distance from *two* cold twins is over ``RATIO`` times the largest noise.
+The distance of two answers to one prompt: at each token, as long as the tokens before are the same, the root mean square of
+the differences of log-probabilities over the likeliest tokens; the largest of these. The noise is what two cold runs differ
+by, and what a cold run differs from the same text when its answer is part of the prompt, which a server computes in other
+pieces. A judged answer is wrong if its distance from *two* cold twins is over ``RATIO`` times the largest noise.
 
-Whether wrong answers mean a fault is a sequential test. Without a fault at most ``CHANCE`` of the judged answers are wrong. The
-evidence is how many times likelier the results are if a share of ``SHARES`` is wrong, on average over these: a test martingale,
-so the chance that it ever reaches 1 / ``ERROR`` without a fault is at most ``ERROR`` (Ville's inequality), however long and in
-whatever order we look.
+Whether wrong answers mean a fault is a sequential test. Without a fault at most ``CHANCE`` of the judged answers are wrong.
+The evidence is how many times likelier the results are if a share of ``SHARES`` is wrong, on average over these: a test
+martingale, so the chance that it ever reaches 1 / ``ERROR`` without a fault is at most ``ERROR`` (Ville's inequality), however
+long and in whatever order we look.
 """
 
 from __future__ import annotations
