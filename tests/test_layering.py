@@ -15,10 +15,11 @@ LEVELS = [
     "prefix", "lanes",
     "kernels", "memory", "tiers", "cache", "recording", "offload", "handover", "batch", "sleeping", "hints", "kv_cache",
     "worker", "events", "scheduling",
-    "compat", "console", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
+    "compat", "console", "audit", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "safetensors"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},
+    "audit": {"httpx"},
     "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "kernels": {"triton"}, "memory": {"cuda"}, "lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
@@ -38,6 +39,7 @@ NEEDS_TORCH = {
 }  # fmt: skip
 """Rooms and files that import torch. Everything else works where torch is not installed."""
 NEVER_TORCH = {
+    "audit",
     "errors",
     "units",
     "schema",

@@ -1,0 +1,487 @@
+"""An audit: runs cases on a server, compares each judged answer with cold twins, and decides what is a finding."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count, cycle, islice
+from time import monotonic
+
+from kvpagoda.audit.discover import find_cold, find_interface, find_sizes, prompt
+from kvpagoda.audit.probes import KINDS, Probe, Texts, probes
+from kvpagoda.audit.prompts import Ask, Case, Draw, Part, Step
+from kvpagoda.audit.server import Answer, OutOfRequests, Server, Unanswered
+from kvpagoda.audit.verdict import Noise, distance, is_sure
+
+_RESERVE = 8
+"""A part of the requests, 1 of so many, that is left for the smallest cases of findings."""
+_AGAIN = 6  # how often a suspicious case is tried again at once
+_LEAST_JUDGED, _LEAST_PAIRS = 12, 3
+_LOUD = 1.0
+"""Noise in nats over which nothing can be judged."""
+
+
+@dataclass(eq=False)
+class Trial:
+    """A judged request.
+
+    Args:
+        case: the case it belongs to.
+        number: which of its requests it is.
+        ask: the request.
+        answers: those of the steps before it.
+        answer: its own.
+        key: names its prompt.
+        twins: the answers of cold runs.
+        distance: how far it is from the nearer of the two twins, or from the one; at: at which token.
+        is_wrong: whether both twins say that it is wrong; None: there is no cold twin.
+    """
+
+    case: Case
+    number: int
+    ask: Ask
+    answers: list[Answer | None]
+    answer: Answer
+    key: str
+    twins: list[Answer] = field(default_factory=list)
+    distance: float = 0.0
+    at: int = 0
+    is_wrong: bool | None = None
+    whose: str = ""
+    """Of which other prompt the answer is, if it is known."""
+
+
+@dataclass(eq=False)
+class Miscount:
+    """A request for which more tokens were said to be cached than can be. ``who``: a key of ``findings.WHO``."""
+
+    who: str
+    case: Case
+    number: int
+    ask: Ask
+    answers: list[Answer | None]
+    answer: Answer
+
+
+@dataclass
+class Results:
+    """What an audit has seen.
+
+    Args:
+        noise: of cold runs.
+        trials: the judged requests.
+        miscounts: those whose counter cannot be right.
+        notes: what could not be known or tried, and why.
+        skipped: probe -> why it was not made.
+        num_counted: requests whose counter was looked at.
+        is_partial: whether it was interrupted, or the server went away.
+    """
+
+    noise: Noise = field(default_factory=Noise)
+    trials: list[Trial] = field(default_factory=list)
+    miscounts: list[Miscount] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    num_counted: int = 0
+    seconds: float = 0.0
+    is_partial: bool = False
+
+    def of_kind(self, *kinds: str) -> list[Trial]:
+        """Return the trials of ``kinds`` that have a verdict."""
+        return [trial for trial in self.trials if trial.is_wrong is not None and trial.ask.kind in kinds]
+
+    def counts(self, *kinds: str) -> tuple[int, int]:
+        """Return how many independent trials of ``kinds`` were wrong, and how many were right. All that are wrong for one
+        prompt count as one, unless others of the same prompt were right."""
+        by_prompt = defaultdict[str, list[bool]](list)
+        for trial in self.of_kind(*kinds):
+            by_prompt[trial.key].append(bool(trial.is_wrong))
+        wrong = sum(1 if all(each) else sum(each) for each in by_prompt.values())
+        return wrong, sum(not one for each in by_prompt.values() for one in each)
+
+    def is_sure(self, *kinds: str) -> bool:
+        """Return whether the trials of ``kinds`` mean a fault."""
+        return is_sure(*self.counts(*kinds), self.noise.chance)
+
+    def why_not(self) -> str:
+        """Return why nothing can be said; empty if something can."""
+        judged = len(self.of_kind(*KINDS))
+        hits = sum(bool(trial.answer.cached) for trial in self.of_kind(*KINDS))
+        if len(self.noise.same) < _LEAST_PAIRS or judged < _LEAST_JUDGED:
+            return f"only {judged} answers could be compared with a cold run, and {len(self.noise.same)} pairs of cold runs"
+        if self.noise.by_tokens and self.noise.chance > 0.3:
+            return "there are no log-probabilities, and cold runs of one prompt give different tokens"
+        if not self.noise.by_tokens and self.noise.limit > _LOUD:
+            return f"cold runs of one prompt differ by up to {self.noise.most:.2g} nats, as much as wrong rows would"
+        if self.num_counted and not hits:
+            return "nothing was found cached; is prefix caching on?"
+        return ""
+
+
+class Audit:
+    """An audit of a server.
+
+    Args:
+        server: the server.
+        seed: of the random prompts. Another one each time, so that nothing of an earlier audit is cached.
+        model: the name of the model; None: the first that the server lists.
+        cold: how a cold twin is made: "salt", "no-cache" or "churn"; None: the first that works.
+        after: what the user does in the middle, e.g. "restart"; None: nothing.
+        wait: is called with ``after``, and returns when it is done.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        seed: int,
+        *,
+        model: str | None = None,
+        cold: str | None = None,
+        after: str | None = None,
+        wait: Callable[[str], None] | None = None,
+    ) -> None:
+        self.server, self.seed, self.results = server, seed, Results()
+        self._model, self._way, self._after, self._wait = model, cold, after, wait
+        self._twins, self._num_refused = dict[str, Answer](), 0
+        self._pending = list[Trial]()
+        self._case, self._answers = Case("what the server has"), list[Answer | None]()
+        self.draw = Draw(seed)
+
+    def run(self) -> Results:
+        """Audit, and return what was seen, also after Ctrl-C and when the server goes away.
+
+        Raises:
+            BadInput: there is no such server, model, or interface.
+        """
+        begin, results = monotonic(), self.results
+        try:
+            self.prepare()
+            self.measure_noise(5)
+            self._rounds()
+        except KeyboardInterrupt:
+            results.is_partial = True
+        except Unanswered as error:
+            results.is_partial = True
+            results.notes.append(f"the server does not answer any more: {error}")
+        except OutOfRequests:
+            pass
+        with suppress(OutOfRequests, Unanswered, KeyboardInterrupt):
+            self.judge(flush=True)
+        results.seconds = monotonic() - begin
+        return results
+
+    def prepare(self) -> None:
+        """Find what the server has. Raises BadInput, Unanswered, OutOfRequests."""
+        draw = find_interface(self.server, self._model)
+        self.draw = Draw(self.seed, draw.as_ids)
+        self.results.noise.by_tokens = not self.server.profile.top
+        if not self.server.profile.top:
+            self.results.notes.append("the server gives no log-probabilities, so that only tokens are compared")
+        self.results.notes += find_sizes(self.server, self.draw, self._ask)
+        self.results.notes += find_cold(self.server, self.draw, self._ask, self._way)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, ask: Ask, answers: list[Answer | None] | None = None) -> Answer:
+        """Return the answer to ``ask``, and look at its counter."""
+        answers = self._answers if answers is None else answers
+        answer = self.server.ask(ask, answers)
+        if answer.cached is not None:
+            self.results.num_counted += 1
+            too_many = answer.common is not None and answer.cached > answer.common
+            if too_many or answer.cached > answer.num_prompt > 0:
+                self.results.miscounts.append(
+                    Miscount(self._who(ask), self._case, len(answers), ask, [*answers], answer)
+                )
+        return answer
+
+    def _who(self, ask: Ask) -> str:
+        if any(part.image is not None for part in ask.parts):
+            return "picture"
+        if ask.kind == "other adapter":
+            return "adapter"
+        return "salt" if ask.salt is not None else "prompt"
+
+    def churn(self, share: float = 1.0) -> None:
+        """Ask so many other prompts that they fill ``share`` of the cache. Raises OutOfRequests, Unanswered."""
+        profile = self.server.profile
+        for _ in range(max(1, round(profile.churn * share))):
+            self._ask(Ask(prompt(self.draw, profile, profile.longest), most=1, chat=profile.is_chat))
+
+    def run_case(self, case: Case) -> list[Trial]:
+        """Run ``case`` and return its judged requests, without verdicts. Raises OutOfRequests, Unanswered."""
+        answers, trials = list[Answer | None](), list[Trial]()
+        self._case = case
+        for step in case.steps:
+            if step.do == "churn":
+                self.churn(step.churn)
+            elif step.do == "wait" and self._wait is not None:
+                self._wait(self._after or "")
+            first, got = len(answers), self._do(step, answers)
+            for number, (ask, answer) in enumerate(zip(step.asks, got), first):
+                if answer is not None and ask.kind:
+                    trials.append(Trial(case, number, ask, answers[:first], answer, self._key(ask, answers)))
+                elif answer is not None and step.do == "ask" and self._is_cold(ask, answer) and ask.salt is None:
+                    self._twins.setdefault(self._key(ask, answers), answer)
+            answers += got
+        return trials
+
+    def _do(self, step: Step, answers: list[Answer | None]) -> list[Answer | None]:
+        if step.do == "abort":
+            self.server.abort(step.asks[0], answers)
+            return [None]
+        if step.do == "together":
+            return self.server.together(step.asks, answers)
+        return [self._ask(ask, answers) for ask in step.asks]
+
+    def _key(self, ask: Ask, answers: Sequence[Answer | None]) -> str:
+        return json.dumps(self.server.body(ask.key, answers)[1])
+
+    def _is_cold(self, ask: Ask, answer: Answer) -> bool:
+        return answer.cached is None or answer.cached <= self.server.profile.shared_by(ask)
+
+    # -- cold twins --------------------------------------------------------------------------------------------------
+
+    def cold(self, wanted: Sequence[tuple[Ask, list[Answer | None]]]) -> list[Answer | None]:
+        """Return the answers of cold runs; None for one that used what is cached. Raises OutOfRequests, Unanswered."""
+        way = self.server.profile.cold
+        if way != "churn":
+            return [self._cold(ask, answers, way) for ask, answers in wanted]
+        found: dict[int, Answer | None] = {}
+        while left := [number for number in range(len(wanted)) if number not in found]:
+            self.churn()
+            batch = list[int]()
+            for number in left:  # those of one batch have nothing in common, so that none makes another one warm
+                if all(wanted[number][0].parts[0] != wanted[other][0].parts[0] for other in batch) and not any(
+                    self._overlap(wanted[number][0], wanted[other][0]) for other in batch
+                ):
+                    batch.append(number)
+            for number in batch:
+                found[number] = self._cold(*wanted[number], way)
+        return [found[number] for number in range(len(wanted))]
+
+    @staticmethod
+    def _overlap(one: Ask, other: Ask) -> bool:
+        a, b = one.parts[0].symbols, other.parts[0].symbols
+        return one.chat != other.chat or a[:1] == b[:1]
+
+    def _cold(self, ask: Ask, answers: list[Answer | None], way: str) -> Answer | None:
+        twin = replace(ask.key, salt=self.draw.salt() if way == "salt" else None, cold=way == "no-cache")
+        answer = self._ask(twin, answers)
+        return answer if self._is_cold(ask, answer) else None
+
+    # -- noise -------------------------------------------------------------------------------------------------------
+
+    def measure_noise(self, pairs: int) -> None:
+        """Measure what cold runs differ by: of the same prompt, and of the prompt with the beginning of its answer."""
+        profile, texts = self.server.profile, Texts(self.draw, self.server.profile)
+        firsts = list[tuple[Ask, Answer]]()
+        for n in islice(cycle(texts.lengths()), pairs):
+            ask = texts.ask(texts.new(n))
+            answer = self._ask(ask)
+            if self._is_cold(ask, answer):
+                firsts.append((ask, answer))
+        for (_, answer), twin in zip(firsts, self.cold([(ask, []) for ask, _ in firsts])):
+            if twin is not None:
+                self.results.noise.same.append(distance(answer, twin)[0])
+        if profile.is_chat:
+            return
+        longer = [(replace(ask, parts=(*ask.parts, Part(answer=0))), answer) for ask, answer in firsts]
+        shorter = [replace(answer, ids=answer.ids and answer.ids[:-1], text=_but_last(answer)) for _, answer in longer]
+        usable = [
+            (ask, answer, short)
+            for (ask, answer), short in zip(longer, shorter)
+            if (short.ids if profile.as_ids else short.text)
+        ]
+        for (_, answer, _), twin in zip(usable, self.cold([(ask, [short]) for ask, _, short in usable])):
+            places = len(answer.tokens) - 1
+            if twin is not None and twin.num_prompt == answer.num_prompt + places:
+                last = replace(
+                    answer,
+                    tokens=answer.tokens[places:],
+                    tops=answer.tops[places:],
+                    text=answer.text[len(_but_last(answer)) :],
+                )
+                if answer.tops or len(twin.text) == len(last.text):
+                    self.results.noise.pieces.append(_first(last, twin))
+
+    # -- verdicts ----------------------------------------------------------------------------------------------------
+
+    def judge(self, flush: bool = False) -> None:
+        """Give the trials that wait their verdicts. Where twins cost churn, wait until there are enough, unless ``flush``.
+
+        Raises:
+            OutOfRequests: too few requests are left.
+            Unanswered: the server does not answer.
+        """
+        if self.server.profile.cold == "churn" and not flush and len(self._pending) < 24:
+            return
+        trials, self._pending = self._pending, []
+        missing = list({trial.key: trial for trial in trials if trial.key not in self._twins}.values())
+        for trial, twin in zip(missing, self.cold([(trial.ask, trial.answers) for trial in missing])):
+            if twin is not None:
+                self._twins[trial.key] = twin
+        noise = self.results.noise
+        suspects = list[Trial]()
+        for trial in trials:
+            if (first := self._twins.get(trial.key)) is None:
+                continue
+            trial.twins = [first]
+            trial.distance, trial.at = distance(trial.answer, first)
+            trial.is_wrong = False
+            if trial.distance > noise.limit:
+                suspects.append(trial)
+        again = list({trial.key: trial for trial in suspects}.values())
+        seconds = dict(zip((trial.key for trial in again), self.cold([(trial.ask, trial.answers) for trial in again])))
+        for key, second in seconds.items():
+            if second is not None:
+                noise.same.append(distance(self._twins[key], second)[0])
+        for trial in suspects:
+            second = seconds[trial.key]
+            if second is None:
+                trial.is_wrong = None
+                continue
+            trial.twins.append(second)
+            trial.distance, trial.at = min((trial.distance, trial.at), distance(trial.answer, second))
+            trial.is_wrong = trial.distance > noise.limit
+            trial.whose = self._whose(trial) if trial.is_wrong else ""
+        self.results.trials += trials
+
+    def _whose(self, trial: Trial) -> str:
+        """Return the key of another prompt that has this wrong answer; empty if none is known."""
+        limit = self.results.noise.limit
+        near = (
+            key
+            for key, twin in self._twins.items()
+            if key != trial.key and twin.tokens[:2] == trial.answer.tokens[:2] and twin.tops
+            if distance(trial.answer, twin)[0] <= min(limit, trial.distance / 10)
+        )
+        return next(near, "")
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _rounds(self) -> None:
+        """Make each probe in turn, with new prompts of other lengths each time, until the requests are spent."""
+        profile, results = self.server.profile, self.results
+        texts = Texts(self.draw, profile)
+        found = [*probes(profile, self._after, profile.has_salts is not False)]
+        results.skipped = {name: why for name, probe, why in found if probe is None}
+        made = {name: probe for name, probe, _ in found if probe is not None}
+        lengths = cycle(texts.lengths())
+        waiting = made.pop("wait", None)
+        keep = self.server.max_requests // _RESERVE + (40 if waiting else 0)
+        for number in count():
+            for name, probe in [*made.items()]:
+                if self.server.num_left <= keep:
+                    break
+                if number and name in ("salts", "pictures", "tools") and number % 2:
+                    continue
+                before = len(results.trials)
+                self._try(probe, texts, next(lengths), keep)
+                if any(results.is_sure(trial.ask.kind) for trial in results.trials[before:] if trial.is_wrong):
+                    del made[name]  # nothing more is to be learned from it
+            if self.server.num_left <= keep or not made:
+                break
+            self.measure_noise(1)
+        self.judge(flush=True)
+        if waiting is not None:
+            self._try(waiting, texts, next(lengths), 0)
+            self.judge(flush=True)
+
+    def _try(self, probe: Probe, texts: Texts, n: int, keep: int) -> None:
+        """Make a probe; if something was wrong, but it is not sure, make the same case again with other prompts."""
+        case = probe(texts, n)
+        for number in range(_AGAIN):
+            if number and self.server.num_left <= keep:
+                return
+            before = len(self.results.trials)
+            if not self._run(case):
+                return
+            wrong = {trial.ask.kind for trial in self.results.trials[before:] if trial.is_wrong}
+            if not wrong or any(self.results.is_sure(kind) for kind in wrong) or case.name == "wait":
+                return
+            case = case.fresh(self.draw)
+
+    def _run(self, case: Case) -> bool:
+        """Run ``case`` and judge it. Return False if a request of it was refused. Raises OutOfRequests, Unanswered."""
+        try:
+            self._pending += self.run_case(case)
+            self.judge()
+        except Unanswered as error:
+            self._num_refused += 1
+            if self.server.get("/v1/models") is None and self._num_refused > 3:
+                raise
+            self.results.skipped[case.name] = str(error)
+            return False
+        self._num_refused = 0
+        return True
+
+    # -- smallest cases ----------------------------------------------------------------------------------------------
+
+    def smallest(self, trial: Trial) -> Case:
+        """Return the smallest case that still shows what ``trial`` showed; its last request is the wrong one."""
+        case = until(trial.case, trial.number)
+        for number in reversed(range(len(case.steps) - 1)):
+            shorter = _without(case, number)
+            if shorter is None or case.steps[number].do == "wait":
+                continue
+            with suppress(OutOfRequests, Unanswered):
+                if self.shows(shorter):
+                    case = shorter
+        return case
+
+    def shows(self, case: Case) -> bool:
+        """Return whether the last request of ``case``, with other prompts, is answered wrongly.
+
+        Args:
+            case: the case; what is seen does not count for the results.
+
+        Raises:
+            OutOfRequests: too few requests are left.
+            Unanswered: the server does not answer.
+        """
+        if self.server.num_left < case.num_requests + 3:
+            raise OutOfRequests("too few requests are left")
+        before = len(self.results.trials)
+        self._pending += self.run_case(case.fresh(self.draw))[-1:]
+        self.judge(flush=True)
+        judged = self.results.trials[before:]
+        del self.results.trials[before:]
+        return bool(judged and judged[-1].is_wrong)
+
+
+def _first(one: Answer, other: Answer) -> float:
+    """Return the distance of the first token alone."""
+    if one.tops and other.tops:
+        return distance(
+            replace(one, tokens=one.tokens[:1], tops=one.tops[:1]),
+            replace(other, tokens=other.tokens[:1], tops=other.tops[:1]),
+        )[0]
+    return float(one.text[:1] != other.text[:1])
+
+
+def _but_last(answer: Answer) -> str:
+    """Return the text of an answer without its last token, as far as texts of tokens are known."""
+    last = answer.tokens[-1] if len(answer.tokens) > 1 else ""
+    return answer.text.removesuffix(last) if last and answer.text.endswith(last) else ""
+
+
+def until(case: Case, number: int) -> Case:
+    """Return ``case`` up to its request ``number``."""
+    steps, seen = list[Step](), 0
+    for step in case.steps:
+        steps.append(step)
+        seen += len(step.asks)
+        if seen > number:
+            break
+    return replace(case, steps=tuple(steps))
+
+
+def _without(case: Case, number: int) -> Case | None:
+    """Return ``case`` without a step; None if later ones repeat an answer, so that numbers would change."""
+    if any(ask.answers for ask in case.asks()):
+        return None
+    return replace(case, steps=case.steps[:number] + case.steps[number + 1 :])
