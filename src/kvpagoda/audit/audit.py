@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,6 +19,7 @@ from kvpagoda.audit.verdict import Noise, distance, is_sure
 _RESERVE = 8
 """A part of the requests, 1 of so many, that is left for the smallest cases of findings."""
 _AGAIN = 6  # how often a suspicious case is tried again at once
+_PENDING = 60  # answers that wait for twins, where these cost churn
 _LEAST_JUDGED, _LEAST_PAIRS = 12, 3
 _LOUD = 1.0
 """Noise in nats over which nothing can be judged."""
@@ -145,7 +146,7 @@ class Audit:
     ) -> None:
         self.server, self.seed, self.results = server, seed, Results()
         self._model, self._way, self._after, self._wait = model, cold, after, wait
-        self._twins, self._num_refused = dict[str, Answer](), 0
+        self._twins, self._num_refused, self._num_noise = dict[str, Answer](), 0, 0
         self._pending = list[Trial]()
         self._case, self._answers = Case("what the server has"), list[Answer | None]()
         self.draw = Draw(seed)
@@ -159,10 +160,11 @@ class Audit:
         begin, results = monotonic(), self.results
         try:
             self.prepare()
-            self.measure_noise(5)
+            self.measure_noise(6)
             self._rounds()
         except KeyboardInterrupt:
             results.is_partial = True
+            self.server.stop()
         except Unanswered as error:
             results.is_partial = True
             results.notes.append(f"the server does not answer any more: {error}")
@@ -276,37 +278,45 @@ class Audit:
     # -- noise -------------------------------------------------------------------------------------------------------
 
     def measure_noise(self, pairs: int) -> None:
-        """Measure what cold runs differ by: of the same prompt, and of the prompt with the beginning of its answer."""
-        profile, texts = self.server.profile, Texts(self.draw, self.server.profile)
-        firsts = list[tuple[Ask, Answer]]()
-        for n in islice(cycle(texts.lengths()), pairs):
-            ask = texts.ask(texts.new(n))
+        """Measure what cold runs differ by: of the same prompt, of the prompt with the beginning of its answer, and, where the
+        answer cannot be appended, of the prompt beside another one.
+
+        Args:
+            pairs: how many prompts.
+
+        Raises:
+            OutOfRequests: no more may be sent.
+            Unanswered: the server does not answer.
+        """
+        texts, noise, firsts = Texts(self.draw, self.server.profile), self.results.noise, list[tuple[Ask, Answer]]()
+        for n in islice(cycle(texts.lengths()), self._num_noise, self._num_noise + pairs):
+            ask = texts.ask(texts.new(n), most=12)
             answer = self._ask(ask)
             if self._is_cold(ask, answer):
                 firsts.append((ask, answer))
+        self._num_noise += pairs
         for (_, answer), twin in zip(firsts, self.cold([(ask, []) for ask, _ in firsts])):
             if twin is not None:
-                self.results.noise.same.append(distance(answer, twin)[0])
-        if profile.is_chat:
-            return
-        longer = [(replace(ask, parts=(*ask.parts, Part(answer=0))), answer) for ask, answer in firsts]
-        shorter = [replace(answer, ids=answer.ids and answer.ids[:-1], text=_but_last(answer)) for _, answer in longer]
-        usable = [
-            (ask, answer, short)
-            for (ask, answer), short in zip(longer, shorter)
-            if (short.ids if profile.as_ids else short.text)
+                noise.same.append(distance(answer, twin)[0])
+        halves = [
+            (replace(ask, parts=(*ask.parts, Part(answer=0)), most=6), *_halves(answer)) for ask, answer in firsts
         ]
-        for (_, answer, _), twin in zip(usable, self.cold([(ask, [short]) for ask, _, short in usable])):
-            places = len(answer.tokens) - 1
-            if twin is not None and twin.num_prompt == answer.num_prompt + places:
-                last = replace(
-                    answer,
-                    tokens=answer.tokens[places:],
-                    tops=answer.tops[places:],
-                    text=answer.text[len(_but_last(answer)) :],
-                )
-                if answer.tops or len(twin.text) == len(last.text):
-                    self.results.noise.pieces.append(_first(last, twin))
+        usable = [(ask, front, rest) for ask, front, rest in halves if self._can_go_on(front)]
+        for (_, front, rest), twin in zip(usable, self.cold([(ask, [front]) for ask, front, _ in usable])):
+            if twin is not None and twin.num_prompt == front.num_prompt + len(front.tokens):
+                noise.pieces.append(distance(rest, twin)[0])
+        if not noise.pieces and self.server.profile.cold != "churn":
+            for ask, answer in firsts:
+                salt = self.draw.salt() if self.server.profile.cold == "salt" else None
+                beside = texts.ask(texts.new(texts.lengths()[0]), most=12, salt=salt)
+                cold = replace(ask, salt=salt and self.draw.salt(), cold=salt is None)
+                found = self.server.together([cold, replace(beside, cold=salt is None)])[0]
+                if found is not None and self._is_cold(ask, found):
+                    noise.beside.append(distance(answer, found)[0])
+
+    def _can_go_on(self, front: Answer) -> bool:
+        profile = self.server.profile
+        return not profile.is_chat and bool(front.ids if profile.as_ids else front.text and front.tops)
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
@@ -317,7 +327,7 @@ class Audit:
             OutOfRequests: too few requests are left.
             Unanswered: the server does not answer.
         """
-        if self.server.profile.cold == "churn" and not flush and len(self._pending) < 24:
+        if self.server.profile.cold == "churn" and not flush and len(self._pending) < _PENDING:
             return
         trials, self._pending = self._pending, []
         missing = list({trial.key: trial for trial in trials if trial.key not in self._twins}.values())
@@ -375,7 +385,7 @@ class Audit:
         keep = self.server.max_requests // _RESERVE + (40 if waiting else 0)
         for number in count():
             for name, probe in [*made.items()]:
-                if self.server.num_left <= keep:
+                if self.server.num_left <= keep + self._cost_of_pending():
                     break
                 if number and name in ("salts", "pictures", "tools") and number % 2:
                     continue
@@ -383,13 +393,21 @@ class Audit:
                 self._try(probe, texts, next(lengths), keep)
                 if any(results.is_sure(trial.ask.kind) for trial in results.trials[before:] if trial.is_wrong):
                     del made[name]  # nothing more is to be learned from it
-            if self.server.num_left <= keep or not made:
+            if self.server.num_left <= keep + self._cost_of_pending() or not made:
                 break
             self.measure_noise(1)
         self.judge(flush=True)
         if waiting is not None:
             self._try(waiting, texts, next(lengths), 0)
             self.judge(flush=True)
+
+    def _cost_of_pending(self) -> int:
+        """Return how many requests the twins of the trials that wait will take, about."""
+        missing = {trial.key: trial for trial in self._pending if trial.key not in self._twins}.values()
+        if not missing:
+            return 0
+        batches = Counter(trial.ask.parts[0].symbols[:1] for trial in missing).most_common(1)[0][1]
+        return len(missing) + batches * self.server.profile.churn
 
     def _try(self, probe: Probe, texts: Texts, n: int, keep: int) -> None:
         """Make a probe; if something was wrong, but it is not sure, make the same case again with other prompts."""
@@ -453,20 +471,15 @@ class Audit:
         return bool(judged and judged[-1].is_wrong)
 
 
-def _first(one: Answer, other: Answer) -> float:
-    """Return the distance of the first token alone."""
-    if one.tops and other.tops:
-        return distance(
-            replace(one, tokens=one.tokens[:1], tops=one.tops[:1]),
-            replace(other, tokens=other.tokens[:1], tops=other.tops[:1]),
-        )[0]
-    return float(one.text[:1] != other.text[:1])
-
-
-def _but_last(answer: Answer) -> str:
-    """Return the text of an answer without its last token, as far as texts of tokens are known."""
-    last = answer.tokens[-1] if len(answer.tokens) > 1 else ""
-    return answer.text.removesuffix(last) if last and answer.text.endswith(last) else ""
+def _halves(answer: Answer) -> tuple[Answer, Answer]:
+    """Return an answer in two: its first tokens, and the rest. Texts are known only as far as those of tokens are."""
+    n = len(answer.tokens) // 2
+    front = "".join(answer.texts[:n])
+    front = front if answer.text.startswith(front) else ""
+    return (
+        replace(answer, tokens=answer.tokens[:n], tops=answer.tops[:n], ids=answer.ids and answer.ids[:n], text=front),
+        replace(answer, tokens=answer.tokens[n:], tops=answer.tops[n:], text=answer.text[len(front) :]),
+    )
 
 
 def until(case: Case, number: int) -> Case:

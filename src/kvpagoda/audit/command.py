@@ -85,7 +85,7 @@ def run(options: Options) -> int:
         finally:
             server.close()
     _write(report, options)
-    return report.code
+    return 130 if report.audit.results.is_partial and not report.findings else report.code
 
 
 def _key(name: str | None) -> str | None:
@@ -100,7 +100,7 @@ def _findings(audit: Audit) -> Any:
     try:
         return find(audit)
     except KeyboardInterrupt:
-        audit.server.max_requests = audit.server.num_requests  # no more smallest cases
+        audit.server.stop()  # no more smallest cases
         audit.results.is_partial = True
         return find(audit)
 

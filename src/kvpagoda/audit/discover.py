@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -60,9 +61,8 @@ def find_interface(server: Server, model: str | None) -> Draw:
         shown = [{"role": "user", "content": [picture, {"type": "text", "text": text.strip()}]}]
         profile.has_images = _try(server, "/v1/chat/completions", {"messages": shown}) is not None
     if profile.completions is None and profile.chats is None:
-        raise BadInput(
-            f"{server.url} answers neither /v1/completions nor /v1/chat/completions for model {profile.model!r}"
-        )
+        which = f"for model {profile.model!r}" if profile.model else "without a model; give --model"
+        raise BadInput(f"{server.url} answers neither /v1/completions nor /v1/chat/completions {which}", field="model")
     profile.longest = max(16, min(LONGEST, profile.longest) - 64)
     return Draw(0, profile.as_ids)
 
@@ -79,8 +79,6 @@ def _named(server: Server, model: str | None) -> Profile:
     if model is not None and listed and model not in listed:
         raise unknown_name("model", model, listed)
     name = model or (base or [*listed] or [""])[0]
-    if not name:
-        raise BadInput(f"{server.url}/v1/models lists no model; give --model", field="model")
     one = listed.get(name, {})
     profile = Profile(name, str(one.get("owned_by") or ""))
     profile.adapters = [other for other, its in listed.items() if its.get("parent") and other != name]
@@ -113,7 +111,7 @@ def _at(server: Server, path: str, key: str) -> Any:
 
 def _try(server: Server, path: str, body: dict[str, Any]) -> Any:
     try:
-        reply = server.post(path, {"model": server.profile.model, "temperature": 0, "seed": 0, "max_tokens": 2, **body})
+        reply = server.post(path, {**server.plain(), "max_tokens": 2, **body})
     except Unanswered:
         return None
     return reply if isinstance(reply, dict) and reply.get("choices") else None
@@ -166,6 +164,14 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
         each = max(1, round((long - short) / 32))
         profile.shared["chat" if chat else "completion"] = max(0, short - 8 * each)
         profile.per["chat" if chat else "completion"] = each
+    while True:  # the server may take less than it says, or not say what it takes
+        try:
+            ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
+            break
+        except Unanswered:
+            if profile.longest < 32:
+                raise
+            profile.longest //= 2
     if not profile.counter:
         flag = FLAGS.get(profile.owner.lower(), "vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report")
         yield f"the server does not say how many tokens were cached: set {flag}; hits and counters were not judged"
@@ -224,13 +230,15 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
         ask(request)
     shared = profile.shared_by(request)
     if profile.counter:
-        cached = ask(Ask(**{**request.__dict__, "salt": draw.salt()})).cached
-        profile.has_salts = cached is not None and cached <= shared
+        profile.has_salts = (ask(replace(request, salt=draw.salt())).cached or 0) <= shared
         if is_checked and not profile.has_salts:
             yield "cache_salt is taken, but a prompt with a salt that was never used reports cached tokens"
+            for _ in range(2):  # never one case
+                other = replace(request, parts=prompt(draw, profile, min(profile.longest, 5 * max(profile.unit, 16))))
+                ask(other)
+                ask(replace(other, salt=draw.salt()))
         if not profile.has_salts:
-            cached = ask(Ask(**{**request.__dict__, "cold": True})).cached
-            profile.has_no_cache = cached is not None and cached <= shared
+            profile.has_no_cache = (ask(replace(request, cold=True)).cached or 0) <= shared
     else:
         profile.has_salts = is_checked
     ways = {"salt": profile.has_salts, "no-cache": profile.has_no_cache, "churn": True}

@@ -234,7 +234,7 @@ def replay(audit: Audit, data: Any) -> tuple[int, int, str]:
     audit.server.profile = profile
     audit.draw = Draw(audit.seed, profile.as_ids)
     audit.results.noise.by_tokens = not profile.top
-    audit.measure_noise(5)
+    audit.measure_noise(6)
     seen = runs = 0
     with suppress(OutOfRequests):
         for _ in range(_RUNS):

@@ -136,7 +136,7 @@ def chat(texts: Texts, n: int) -> Case:
 def tools(texts: Texts, n: int) -> Case:
     """A chat in which a tool's result follows."""
     draw = texts.draw
-    p, result, more = texts.new(texts.in_chat(n)), draw.text(texts.in_chat(texts.unit) + 5), draw.text(7)
+    p, result, more = texts.new(texts.in_chat(texts.unit) + 3), draw.text(texts.in_chat(texts.unit) + 5), draw.text(7)
     first = (Part(p), Part(draw.text(3), "tool"))
     second = (Part(p), Part(result, "tool"))
     asks = [

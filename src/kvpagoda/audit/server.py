@@ -44,6 +44,7 @@ class Answer:
     Args:
         text: what it says.
         tokens: its tokens, by id or text; without log-probabilities its text as one.
+        texts: the texts of its tokens; empty where they are not known.
         tops: for each token the log-probabilities of the likeliest ones.
         ids: its token ids, if the server says them.
         cached: the prompt tokens that were cached, as the server says; None: it does not.
@@ -53,6 +54,7 @@ class Answer:
 
     text: str
     tokens: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     tops: tuple[Mapping[str, float], ...] = ()
     ids: Tokens | None = None
     cached: int | None = None
@@ -65,7 +67,7 @@ class Profile:
     """What a server has, as far as an audit asks for it.
 
     Args:
-        model: the name of the model.
+        model: the name of the model; empty: the server has one alone.
         owner: who owns it, as ``/v1/models`` says.
         as_ids: whether prompts may be token ids.
         longest: the most tokens of a prompt that is asked.
@@ -160,8 +162,13 @@ class Server:
         self._http, self._errors = httpx.Client(headers=headers, timeout=timeout, trust_env=False), httpx.HTTPError
         self.max_requests, self.num_requests, self.num_failed = max_requests, 0, 0
         self.profile = Profile("")
+        self.is_stopped = False
         self.on_request: Any = None
         self._sent = dict[tuple[Any, ...], list[npt.NDArray[np.int32]]]()
+
+    def stop(self) -> None:
+        """Send no more requests: each raises OutOfRequests."""
+        self.is_stopped = True
 
     def close(self) -> None:
         """Close the connections."""
@@ -170,7 +177,7 @@ class Server:
     @property
     def num_left(self) -> int:
         """How many requests may still be sent."""
-        return self.max_requests - self.num_requests
+        return 0 if self.is_stopped else self.max_requests - self.num_requests
 
     # -- plain HTTP --------------------------------------------------------------------------------------------------
 
@@ -273,13 +280,7 @@ class Server:
     def body(self, ask: Ask, answers: Sequence[Answer | None] = ()) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of ``ask``."""
         profile = self.profile
-        body: dict[str, Any] = {
-            "model": ask.model or profile.model,
-            "temperature": 0,
-            "seed": 0,
-            "max_tokens": ask.most,
-        }
-        body |= profile.extras
+        body: dict[str, Any] = {**self.plain(ask.model), "max_tokens": ask.most, **profile.extras}
         body |= (profile.chats if ask.chat else profile.completions) or {}
         if ask.salt is not None:
             body["cache_salt"] = ask.salt
@@ -292,6 +293,11 @@ class Server:
             return _PATHS[1][1], body
         body["prompt"] = self.prompt(ask, answers)
         return _PATHS[0][1], body
+
+    def plain(self, model: str | None = None) -> dict[str, Any]:
+        """Return the fields of all requests: the likeliest tokens of ``model``, or of the model of the audit."""
+        name = model or self.profile.model
+        return {**({"model": name} if name else {}), "temperature": 0, "seed": 0}
 
     def prompt(self, ask: Ask, answers: Sequence[Answer | None] = ()) -> list[int] | str:
         """Return the prompt of a completion: token ids, or text where the server takes no ids."""
@@ -357,7 +363,7 @@ class Server:
 
     def _common(self, ask: Ask, answers: Sequence[Answer | None]) -> int | None:
         """Return the most tokens of ``ask`` that can be cached: what it begins with that was sent before, by those who may
-        share it. Two more for chance: a token that the answer of another prompt began with. None: not known."""
+        share it. Some more for chance: a token that the answer of another prompt began with. None: not known."""
         who, numbers = self._written(ask, answers)
         most = 0
         for other in self._sent.get(who, ()):
@@ -366,7 +372,8 @@ class Server:
             most = max(most, int(differs.argmax()) if differs.any() else n)
         if (numbers[:most] == -4).any() or (numbers[:1] == -1).any():
             return None
-        return most + self.profile.shared_by(ask) + 2
+        messages = max(1, int((numbers[:most] == -2).sum()) // 2)  # what a template has before each
+        return most + self.profile.shared_by(ask) * messages + (8 if ask.chat else 2)
 
 
 def answer_of(reply: Any) -> Answer:
@@ -381,10 +388,20 @@ def answer_of(reply: Any) -> Answer:
     ids = choice.get("token_ids")
     if ids is None and tokens and all(token.startswith("token_id:") for token in tokens):
         ids = [int(token[9:]) for token in tokens]
+    content = (choice.get("logprobs") or {}).get("content")
+    if ids is None and content and all(isinstance(entry.get("id"), int) for entry in content):
+        ids = [entry["id"] for entry in content]
     field_of_count = counter_of(reply)
     cached = None if not field_of_count else _at(reply, field_of_count)
+    texts = tuple(str(entry.get("token")) for entry in content) if content else tokens
     return Answer(
-        text, tokens or (text,), tops, None if ids is None else tuple(ids), cached, int(usage.get("prompt_tokens") or 0)
+        text,
+        tokens or (text,),
+        texts,
+        tops,
+        None if ids is None else tuple(ids),
+        cached,
+        int(usage.get("prompt_tokens") or 0),
     )
 
 

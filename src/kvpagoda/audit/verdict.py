@@ -22,7 +22,9 @@ from kvpagoda.audit.server import Answer
 RATIO = 3.0
 """A distance counts if it is over this many times the largest noise."""
 LEAST, LEAST_SAME = 1e-3, 0.05
-"""The least distance that counts, in nats; the same where noise is known from runs computed in the same pieces alone."""
+"""The least distance that counts, in nats; the same where no run was computed in other pieces."""
+MOST_ROUNDING = 0.25
+"""The most nats by which rounding makes an answer differ."""
 CHANCE = 1e-3
 """The share of right answers that count as wrong, at most: noise of 3 times the largest of some 30 samples."""
 SHARES = (0.9, 0.5, 0.2, 0.05, 0.02)
@@ -78,17 +80,21 @@ class Noise:
     Args:
         same: distances of runs that are computed in the same way.
         pieces: distances of runs that are computed in other pieces.
+        beside: distances of a run alone from one beside others; used where there are no ``pieces``, and at most
+            ``MOST_ROUNDING`` of it, as what is beside a run may spoil it.
         by_tokens: whether there are no log-probabilities, so that only tokens are compared.
     """
 
     same: list[float] = field(default_factory=list)
     pieces: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
     by_tokens: bool = False
 
     @property
     def most(self) -> float:
         """The largest distance."""
-        return max(self.same + self.pieces, default=0.0)
+        rounding = min(max(self.beside, default=0.0), MOST_ROUNDING)
+        return max(self.same + self.pieces + [rounding], default=0.0)
 
     @property
     def limit(self) -> float:
@@ -102,7 +108,7 @@ class Noise:
         """The share of right answers that are over the limit, at most."""
         if not self.by_tokens:
             return CHANCE
-        samples = self.same + self.pieces
+        samples = self.same + self.pieces + self.beside
         return (sum(one > 0 for one in samples) + 1) / (len(samples) + 2)
 
 
