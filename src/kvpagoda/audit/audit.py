@@ -140,6 +140,7 @@ class Audit:
         cold: how a cold twin is made: "salt", "no-cache" or "churn"; None: the first that works.
         after: what the user does in the middle, e.g. "restart"; None: nothing.
         wait: is called with ``after``, and returns when it is done.
+        say: is called with a line about what begins, before the cache is filled.
     """
 
     def __init__(
@@ -151,9 +152,11 @@ class Audit:
         cold: str | None = None,
         after: str | None = None,
         wait: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.server, self.seed, self.results = server, seed, Results()
         self._model, self._way, self._after, self._wait = model, cold, after, wait
+        self._say = say
         self._twins, self._num_refused, self._num_noise = dict[str, Answer](), 0, 0
         self._pending = list[Trial]()
         self._case, self._answers = Case("what the server has"), list[Answer | None]()
@@ -186,6 +189,9 @@ class Audit:
     def prepare(self) -> None:
         """Find what the server has. Raises BadInput, Unanswered, OutOfRequests."""
         draw = find_interface(self.server, self._model)
+        if self._say is not None:
+            name = self.server.profile.model or "the model"
+            self._say(f"Auditing {name}: up to {self.server.num_left:,} more requests, which fill the server's cache.")
         self.draw = Draw(self.seed, draw.as_ids)
         self.results.noise.by_tokens = not self.server.profile.top
         if not self.server.profile.top:

@@ -8,6 +8,7 @@ import random
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -64,28 +65,28 @@ def run(options: Options) -> int:
         if path is not None:
             path.open("a").close()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    server = Server(
-        options.url, _key(options.api_key_env), max_requests=options.max_requests, is_remote=options.remote,
-        timeout=options.timeout,
-    )  # fmt: skip
-    with console.progress(options.max_requests, "requests", quiet=options.json == "-") as moved:
+    with (
+        Server(
+            options.url, _key(options.api_key_env), max_requests=options.max_requests, is_remote=options.remote,
+            timeout=options.timeout,
+        ) as server,
+        console.progress(options.max_requests, "requests", quiet=options.json == "-") as moved,
+    ):  # fmt: skip
         if moved is not None:
             server.on_request = lambda done: moved(done, "")
-
-        def wait(what: str) -> None:
-            _wait(server, what)
-
-        audit = Audit(server, seed, model=options.model, cold=options.cold, after=options.after, wait=wait)
-        try:
-            if data is not None:
-                return _replay(audit, data)
-            print("The audit fills the server's cache with its prompts.", file=sys.stderr)
-            audit.run()
-            report = Report(audit, _findings(audit))
-        finally:
-            server.close()
+        audit = Audit(
+            server, seed, model=options.model, cold=options.cold, after=options.after, wait=partial(_wait, server), say=_say
+        )  # fmt: skip
+        if data is not None:
+            return _replay(audit, data)
+        audit.run()
+        report = Report(audit, _findings(audit))
     _write(report, options)
     return 130 if report.audit.results.is_partial and not report.findings else report.code
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _key(name: str | None) -> str | None:
@@ -137,7 +138,7 @@ def _write(report: Report, options: Options) -> None:
 
 def _wait(server: Server, what: str) -> None:
     """Ask the user to do ``what``, and return when a line is typed and the server answers."""
-    print(f"\nNow: {what}. Then press Enter; the audit goes on when the server answers.", file=sys.stderr, flush=True)
+    _say(f"\nNow: {what}. Then press Enter; the audit goes on when the server answers.")
     sys.stdin.readline()
     for _ in range(_WAIT):
         with suppress(Unanswered):

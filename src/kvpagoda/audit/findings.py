@@ -27,13 +27,13 @@ WHO = {
 
 OF_WHO = {"prompt": tuple(KINDS), "salt": ("other salt",), "adapter": ("other adapter",), "picture": ("other picture",)}
 """What of a counter -> kinds of requests whose wrong answers have the same cause."""
-_LOADED = ("under load", "after load")
+_BESIDE = ("at once", "after at once", "after abort", "under load", "after load")
+_EVICTED = ("repeat after churn", "extend after churn", "other picture", "repeat after wait", "extend after wait")
 COVERS = {
     **dict.fromkeys(PLAIN, tuple(KINDS)),  # a fault of plain hits shows wherever there are hits
-    **dict.fromkeys(("repeat after churn", "extend after churn"), ("extend after churn", "other picture", "repeat after wait",
-                                                                    "extend after wait", *_LOADED)),
-    **dict.fromkeys(("at once", "after at once"), ("after at once", *_LOADED)),
-    "chat turn": ("tool turn",), "under load": _LOADED, "repeat after wait": ("extend after wait",),
+    **dict.fromkeys(_EVICTED[:2], (*_EVICTED, *_BESIDE)),
+    **dict.fromkeys(_BESIDE[:2], _BESIDE),
+    "chat turn": ("tool turn",), "under load": _BESIDE, "repeat after wait": _EVICTED,
 }  # fmt: skip
 """Kind -> other kinds that are not findings of their own beside it."""
 

@@ -49,7 +49,8 @@ class Report:
             "max_requests": server.max_requests, "seconds": round(results.seconds, 1),
             "findings": [finding.to_dict() for finding in self.findings],
             "noise": {
-                "pairs": len(noise.same), "in_pieces": len(noise.pieces), "largest": noise.most, "limit": noise.limit,
+                "pairs": len(noise.same), "in_pieces": len(noise.pieces), "beside": len(noise.beside),
+                "largest": noise.most, "limit": noise.limit,
                 "by_tokens": noise.by_tokens,
             },
             "hits": {
@@ -112,7 +113,9 @@ class Report:
         yield "server", f"{server.url}, model {profile.model}" + (f" of {profile.owner}" if profile.owner else "")
         yield (
             "noise",
-            f"{len(noise.same)} pairs of cold runs and {len(noise.pieces)} computed in other pieces differ by at most "
+            f"{len(noise.same)} pairs of cold runs and {len(noise.pieces) or len(noise.beside)} "
+            + ("computed in other pieces" if noise.pieces else "beside others")
+            + " differ by at most "
             + (f"{noise.most:.2g}" if not noise.by_tokens else f"{noise.most:.0f} answer")
             + ("" if noise.by_tokens else f" nats; an answer counts as wrong over {noise.limit:.2g}"),
         )

@@ -174,6 +174,12 @@ class Server:
         """Close the connections."""
         self._http.close()
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def num_left(self) -> int:
         """How many requests may still be sent."""
