@@ -92,7 +92,7 @@ class FakeServer:
 
     def __init__(
         self, fault: Fault | None = None, dialect: str | Dialect = "vllm", *, seed: int = 0,
-        layers: tuple[str, ...] = ("full", "window", "state", "full"), window: int = 40, longest: int = 320, **options: Any,
+        layers: tuple[str, ...] = ("full", "window", "state", "full"), window: int = 40, longest: int = 400, **options: Any,
     ) -> None:  # fmt: skip
         self.dialect = DIALECTS[dialect] if isinstance(dialect, str) else dialect
         self.model = HybridModel(seed, layers, window, longest)
