@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count, cycle, islice
 from time import monotonic
 
-from kvpagoda.audit.discover import find_cold, find_interface, find_sizes, prompt
+from kvpagoda.audit.discover import find_cold, find_interface, find_sizes, num_preempted, page, prompt
 from kvpagoda.audit.probes import KINDS, Probe, Texts, probes
 from kvpagoda.audit.prompts import Ask, Case, Draw, Part, Step
 from kvpagoda.audit.server import Answer, OutOfRequests, Server, Unanswered
-from kvpagoda.audit.verdict import Noise, distance, is_sure
+from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
 
 _RESERVE = 8
 """A part of the requests, 1 of so many, that is left for the smallest cases of findings."""
@@ -94,18 +94,26 @@ class Results:
         """Return the trials of ``kinds`` that have a verdict."""
         return [trial for trial in self.trials if trial.is_wrong is not None and trial.ask.kind in kinds]
 
-    def counts(self, *kinds: str) -> tuple[int, int]:
-        """Return how many independent trials of ``kinds`` were wrong, and how many were right. All that are wrong for one
-        prompt count as one, unless others of the same prompt were right."""
-        by_prompt = defaultdict[str, list[bool]](list)
+    def counts(self, *kinds: str) -> tuple[list[float], int]:
+        """Return the distances of independent trials of ``kinds`` that were wrong, and how many were right. All that are wrong
+        for one prompt count as one, the least, unless others of the same prompt were right."""
+        by_prompt = defaultdict[str, list[Trial]](list)
         for trial in self.of_kind(*kinds):
-            by_prompt[trial.key].append(bool(trial.is_wrong))
-        wrong = sum(1 if all(each) else sum(each) for each in by_prompt.values())
-        return wrong, sum(not one for each in by_prompt.values() for one in each)
+            by_prompt[trial.key].append(trial)
+        wrong, num_right = list[float](), 0
+        for each in by_prompt.values():
+            bad = [trial.distance for trial in each if trial.is_wrong]
+            wrong += bad if len(bad) < len(each) else [min(bad)]
+            num_right += len(each) - len(bad)
+        return wrong, num_right
 
     def is_sure(self, *kinds: str) -> bool:
         """Return whether the trials of ``kinds`` mean a fault."""
-        return is_sure(*self.counts(*kinds), self.noise.chance)
+        return is_sure(*self.counts(*kinds), self.noise)
+
+    def evidence(self, *kinds: str) -> float:
+        """Return how many times likelier the trials of ``kinds`` are with a fault than without."""
+        return evidence(*self.counts(*kinds), self.noise)
 
     def why_not(self) -> str:
         """Return why nothing can be said; empty if something can."""
@@ -263,6 +271,11 @@ class Audit:
                     batch.append(number)
             for number in batch:
                 found[number] = self._cold(*wanted[number], way)
+            if again := [
+                number for number in batch if found[number] is None
+            ]:  # more is needed, for a longer prompt perhaps
+                self.churn(2.0)
+                found.update((number, self._cold(*wanted[number], way)) for number in again)
         return [found[number] for number in range(len(wanted))]
 
     @staticmethod
@@ -305,14 +318,18 @@ class Audit:
         for (_, front, rest), twin in zip(usable, self.cold([(ask, [front]) for ask, front, _ in usable])):
             if twin is not None and twin.num_prompt == front.num_prompt + len(front.tokens):
                 noise.pieces.append(distance(rest, twin)[0])
-        if not noise.pieces and self.server.profile.cold != "churn":
-            for ask, answer in firsts:
-                salt = self.draw.salt() if self.server.profile.cold == "salt" else None
-                beside = texts.ask(texts.new(texts.lengths()[0]), most=12, salt=salt)
-                cold = replace(ask, salt=salt and self.draw.salt(), cold=salt is None)
-                found = self.server.together([cold, replace(beside, cold=salt is None)])[0]
-                if found is not None and self._is_cold(ask, found):
-                    noise.beside.append(distance(answer, found)[0])
+        if not noise.pieces:
+            self._noise_beside(texts, max(1, pairs // 2))
+
+    def _noise_beside(self, texts: Texts, pairs: int) -> None:
+        both = list[tuple[Ask, Answer]]()
+        for n in islice(cycle(texts.lengths()), pairs):
+            asks = [texts.ask(texts.new(n), most=12), texts.ask(texts.new(n + 7), most=12)]
+            both += [(ask, answer) for ask, answer in zip(asks, self.server.together(asks)) if answer is not None]
+        both = [(ask, answer) for ask, answer in both if self._is_cold(ask, answer)]
+        for (_, answer), twin in zip(both, self.cold([(ask, []) for ask, _ in both])):
+            if twin is not None:
+                self.results.noise.beside.append(distance(answer, twin)[0])
 
     def _can_go_on(self, front: Answer) -> bool:
         profile = self.server.profile
@@ -391,6 +408,10 @@ class Audit:
                     continue
                 before = len(results.trials)
                 self._try(probe, texts, next(lengths), keep)
+                if name == "load" and number == 1 and num_preempted(page(self.server, "/metrics")) == 0:
+                    results.skipped[name] = "four long prompts at once did not make the server preempt any"
+                    del made[name]
+                    continue
                 if any(results.is_sure(trial.ask.kind) for trial in results.trials[before:] if trial.is_wrong):
                     del made[name]  # nothing more is to be learned from it
             if self.server.num_left <= keep + self._cost_of_pending() or not made:

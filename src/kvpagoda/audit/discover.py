@@ -24,7 +24,7 @@ _COMPLETIONS: tuple[dict[str, Any], ...] = (
     {},
 )
 _CHATS: tuple[dict[str, Any], ...] = (*({"logprobs": True, "top_logprobs": n} for n in (20, 10, 5, 1)), {})
-_FILLED = (1, 1, 2, 4, 8, 16, 32)
+_FILLED = (2, 4, 8, 16, 32)
 FLAGS = {
     "vllm": "vLLM: --enable-prompt-tokens-details",
     "sglang": "SGLang: --enable-cache-report",
@@ -51,6 +51,8 @@ def find_interface(server: Server, model: str | None) -> Draw:
         ids = [*range(65, 73)]
         reply = _try(server, "/v1/completions", {"prompt": ids, **profile.completions, **profile.extras})
         profile.as_ids = reply is not None and (reply.get("usage") or {}).get("prompt_tokens") in (8, 9)
+        if not profile.as_ids:
+            profile.extras = {"ignore_eos": True} if profile.extras else {}
     chat = {"messages": [{"role": "user", "content": text.strip()}]}
     found = _first_that_works(server, "/v1/chat/completions", chat, _CHATS)
     if found is not None:
@@ -84,16 +86,21 @@ def _named(server: Server, model: str | None) -> Profile:
     profile.adapters = [other for other, its in listed.items() if its.get("parent") and other != name]
     lengths = [one.get("max_model_len"), one.get("context_length"), _at(server, "/props", "n_ctx")]
     profile.longest = min((int(n) for n in lengths if isinstance(n, int) and n > 0), default=2048)
-    metrics = _page(server, "/metrics")
+    metrics = page(server, "/metrics")
     blocks, size = (re.search(rf'{key}="(\d+)"', metrics) for key in ("num_gpu_blocks", "[{,]block_size"))
     if blocks and size:
         profile.num_blocks_tokens = int(blocks[1]) * int(size[1])
-    shown = re.search(r"^(\w+:num_(?:preemptions|retracted)\w*)", metrics, re.M)
-    profile.preemptions = shown[1] if shown else ""
+    profile.preemptions = num_preempted(metrics) is not None
     return profile
 
 
-def _page(server: Server, path: str) -> str:
+def num_preempted(metrics: str) -> float | None:
+    """Return how many requests were preempted, as ``/metrics`` says; None if it does not."""
+    counts = re.findall(r"^\w+:num_(?:preemptions|retracted)\w*(?:\{.*\})? (\S+)$", metrics, re.M)
+    return sum(map(float, counts)) if counts else None
+
+
+def page(server: Server, path: str) -> str:
     try:
         return str(server.get(path) or "")
     except Unanswered:
@@ -263,20 +270,20 @@ def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterat
     if not profile.counter or not profile.unit:
         profile.churn = 12
         return
-    sentinel = Ask(prompt(draw, profile, min(profile.longest, 4 * max(profile.unit, 16) + 3)), most=1, chat=is_chat)
-    shared = profile.shared_by(sentinel)
-    most = server.max_requests // (6 if profile.cold == "churn" else 12)
-    ask(sentinel)
-    count = 0
+    lengths = (min(profile.longest, n * max(profile.unit, 16) + 3) for n in (4, 8))
+    marks = [Ask(prompt(draw, profile, n), most=1, chat=is_chat) for n in lengths]
+    for mark in marks:
+        ask(mark)
+    most = server.max_requests // (5 if profile.cold == "churn" else 10)
     for more in _FILLED:
-        if count + more + 1 > most:
+        most -= more + len(marks)
+        if most < 0:
             break
         for _ in range(more):
             ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
-        count += more + 1
         profile.churn = more
-        if (ask(sentinel).cached or 0) <= shared:
-            profile.evicts = True
+        if max((ask(mark).cached or 0) - profile.shared_by(mark) for mark in marks) <= 0:
+            profile.churn, profile.evicts = more + (more + 1) // 2, True
             return
     said = f"after {profile.churn} other prompts of {profile.longest:,} tokens a prompt was still found"
     yield f"{said}, so that no prompt is cold" if profile.cold == "churn" else said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,19 @@ WHO = {
     "adapter": "a prompt that was never sent for this adapter",
     "picture": "a picture that was never sent",
 }
+
+
+OF_WHO = {"prompt": tuple(KINDS), "salt": ("other salt",), "adapter": ("other adapter",), "picture": ("other picture",)}
+"""What of a counter -> kinds of requests whose wrong answers have the same cause."""
+_LOADED = ("under load", "after load")
+COVERS = {
+    **dict.fromkeys(PLAIN, tuple(KINDS)),  # a fault of plain hits shows wherever there are hits
+    **dict.fromkeys(("repeat after churn", "extend after churn"), ("extend after churn", "other picture", "repeat after wait",
+                                                                    "extend after wait", *_LOADED)),
+    **dict.fromkeys(("at once", "after at once"), ("after at once", *_LOADED)),
+    "chat turn": ("tool turn",), "under load": _LOADED, "repeat after wait": ("extend after wait",),
+}  # fmt: skip
+"""Kind -> other kinds that are not findings of their own beside it."""
 
 
 @dataclass
@@ -68,20 +81,24 @@ class Finding:
 
 def find(audit: Audit) -> list[Finding]:
     """Return the findings of an audit that has run. The smallest cases are looked for with the requests that are left."""
-    return [*_of_counters(audit), *_of_rows(audit)]
+    counters = [*_of_counters(audit)]
+    shown = {kind for finding in counters for kind in OF_WHO[finding.kind]}
+    for finding in counters:
+        wrong = [kind for kind in KINDS if kind in OF_WHO[finding.kind] and audit.results.counts(kind)[0]]
+        finding.also += [_briefly(audit.results, kind) for kind in wrong]
+    return [*counters, *_of_rows(audit, shown)]
 
 
-def _of_rows(audit: Audit) -> Iterator[Finding]:
+def _of_rows(audit: Audit, shown: Collection[str]) -> Iterator[Finding]:
     results = audit.results
-    sure = [kind for kind in KINDS if results.is_sure(kind)]
     wrong = [kind for kind in KINDS if results.counts(kind)[0]]
-    if sure and sure[0] in PLAIN:  # a fault of plain hits shows wherever there are hits
-        yield _rows(audit, (sure[0],), [kind for kind in wrong if kind != sure[0]])
-    elif sure:
-        for kind in sure:
-            yield _rows(audit, (kind,), [])
-    elif results.is_sure(*KINDS):
+    left = [kind for kind in wrong if kind not in shown and results.is_sure(kind)]
+    if not left and not shown and results.is_sure(*KINDS):
         yield _rows(audit, tuple(wrong), [])
+    while left:
+        first, others = left[0], COVERS.get(left[0], ())
+        yield _rows(audit, (first,), [kind for kind in wrong if kind in others and kind != first])
+        left = [kind for kind in left if kind != first and kind not in others]
 
 
 def _rows(audit: Audit, kinds: tuple[str, ...], others: list[str]) -> Finding:

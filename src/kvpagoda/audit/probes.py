@@ -199,12 +199,18 @@ def _before_and_after(texts: Texts, n: int, what: str, step: Step, count: int = 
 def loaded(texts: Texts, n: int) -> Case:
     """So many long prompts at once that the server has to preempt some; then each again."""
     profile = texts.profile
-    size = max(8, (profile.longest - 48) // profile.per_symbol)
+    most = min(96, profile.longest // 3)  # they fit when they begin, and not when they have grown
+    size = (profile.longest + 48 - most) * texts.draw.number(7, 10) // 10
     if profile.num_blocks_tokens:
-        size = min(size, max(8, profile.num_blocks_tokens // 3 // profile.per_symbol))
+        size = min(size, profile.num_blocks_tokens * 9 // 40)
+    size = max(8, size // profile.per_symbol)
     prompts = [texts.new(size - texts.draw.number(0, texts.unit)) for _ in range(4)]
-    crowd = Step("together", tuple(texts.ask(p, "under load", most=40) for p in prompts))
-    return Case("load", (crowd, *one(*(texts.ask(p, "after load") for p in prompts))))
+    crowd = Step("together", tuple(texts.ask(p, "under load", most=most) for p in prompts))
+    after = [texts.ask(p, "after load") for p in prompts]
+    if not profile.is_chat:  # what was written while it ran, too
+        y = Part(texts.draw.text(3))
+        after += [Ask((Part(p), Part(answer=i), y), "after load") for i, p in enumerate(prompts[-2:], 2)]
+    return Case("load", (crowd, *one(*after)))
 
 
 def salts(texts: Texts, n: int) -> Case:

@@ -14,7 +14,7 @@ import kvpagoda
 from kvpagoda.audit.audit import Audit
 from kvpagoda.audit.findings import Finding
 from kvpagoda.audit.probes import KINDS
-from kvpagoda.audit.verdict import ERROR, LEAST, RATIO, evidence
+from kvpagoda.audit.verdict import ERROR, LEAST, RATIO
 
 
 @dataclass
@@ -64,12 +64,11 @@ class Report:
         results = self.audit.results
         for kind in KINDS:
             if trials := results.of_kind(kind):
-                wrong, right = results.counts(kind)
                 yield {
                     "kind": kind, "answers": len(trials), "wrong": sum(bool(trial.is_wrong) for trial in trials),
                     "hits": sum(bool(trial.answer.cached) for trial in trials),
                     "largest": max(trial.distance for trial in trials),
-                    "evidence": min(evidence(wrong, right, results.noise.chance), 1e300),
+                    "evidence": results.evidence(kind),
                     "is_sure": results.is_sure(kind),
                 }  # fmt: skip
 

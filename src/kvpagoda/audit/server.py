@@ -86,7 +86,7 @@ class Profile:
         churn: how many prompts of ``longest`` tokens are asked to fill the cache.
         evicts: whether a prompt was found no more after these; it is found where there are tiers.
         num_blocks_tokens: tokens that the cache holds, as the server says; 0: it does not.
-        preemptions: the metric that counts preemptions, empty: none.
+        preemptions: whether the server says how many requests were preempted.
     """
 
     model: str
@@ -110,7 +110,7 @@ class Profile:
     churn: int = 0
     evicts: bool = False
     num_blocks_tokens: int = 0
-    preemptions: str = ""
+    preemptions: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""

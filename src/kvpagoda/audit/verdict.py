@@ -5,16 +5,17 @@ the differences of log-probabilities over the likeliest tokens; the largest of t
 by, and what a cold run differs from the same text when its answer is part of the prompt, which a server computes in other
 pieces. A judged answer is wrong if its distance from *two* cold twins is over ``RATIO`` times the largest noise.
 
-Whether wrong answers mean a fault is a sequential test. Without a fault at most ``CHANCE`` of the judged answers are wrong.
-The evidence is how many times likelier the results are if a share of ``SHARES`` is wrong, on average over these: a test
-martingale, so the chance that it ever reaches 1 / ``ERROR`` without a fault is at most ``ERROR`` (Ville's inequality), however
-long and in whatever order we look.
+Whether wrong answers mean a fault is a sequential test. Without a fault at most ``CHANCE`` of the judged answers are wrong,
+and distances fall off at least with their third power. The evidence is how many times likelier the results are if a share of
+``SHARES`` is wrong, on average over these, and wrong by any distance up to ``_MOST``: a test martingale, so the chance
+that it ever reaches 1 / ``ERROR`` without a fault is at most ``ERROR`` (Ville's inequality), however long and in whatever
+order we look.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpagoda.audit.server import Answer
@@ -31,7 +32,7 @@ SHARES = (0.9, 0.5, 0.2, 0.05, 0.02)
 """Shares of wrong answers that a fault may have."""
 ERROR = 1e-4
 """The chance that a server without a fault is said to have a given one."""
-_MOST = 20.0
+_MOST, _FAR = 20.0, 1000.0
 
 
 def distance(one: Answer, other: Answer) -> tuple[float, int]:
@@ -112,23 +113,33 @@ class Noise:
         return (sum(one > 0 for one in samples) + 1) / (len(samples) + 2)
 
 
-def evidence(wrong: int, right: int, chance: float = CHANCE) -> float:
+def evidence(wrong: Sequence[float], right: int, noise: Noise) -> float:
     """Return how many times likelier the results are with a fault than without.
 
     Args:
-        wrong: how many independent answers were wrong.
-        right: how many were right.
-        chance: the share that is wrong without a fault, at most.
+        wrong: the distances of independent answers that were wrong.
+        right: how many answers were right.
+        noise: of cold runs.
     """
-    shares = [share for share in SHARES if share > chance] or [1.0]
+    chance = noise.chance
+    far = sum(math.log(_weight(one, noise)) for one in wrong)
     logs = [
-        wrong * math.log(share / chance) + (right * math.log((1 - share) / (1 - chance)) if right else 0.0)
-        for share in shares
-        if share < 1 or not right
+        far + len(wrong) * math.log(share / chance) + right * math.log((1 - share) / (1 - chance))
+        for share in SHARES
+        if share > chance
     ]
-    return sum(math.exp(min(log, 700.0)) for log in logs) / len(shares)
+    return sum(math.exp(min(log, 600.0)) for log in logs) / max(1, len(logs))
 
 
-def is_sure(wrong: int, right: int, chance: float = CHANCE) -> bool:
+def _weight(distance: float, noise: Noise) -> float:
+    """Return how many times likelier a wrong answer is so far off with a fault than without: log-uniform, against a tail that
+    falls with the third power; at most ``_FAR``, so that what is known of the tail need not be better than that."""
+    if noise.by_tokens:
+        return 1.0
+    times = max(1.0, distance / noise.limit)
+    return min(_FAR, times**3 / (3 * math.log(max(math.e, _MOST / noise.limit))))
+
+
+def is_sure(wrong: Sequence[float], right: int, noise: Noise) -> bool:
     """Return whether the results mean a fault: never one case, and the error is at most ``ERROR``."""
-    return wrong > 1 and evidence(wrong, right, chance) >= 1 / ERROR
+    return len(wrong) > 1 and evidence(wrong, right, noise) >= 1 / ERROR
