@@ -317,12 +317,13 @@ class Engine:
         if self.shape_noise:
             key = (self.seed, n, sum(job.text), len(job.text))
             logits = logits + self.shape_noise * np.random.default_rng(key).normal(size=len(logits))
+        logits = logits[: END + 1]  # the others stand in prompts alone
         logprobs = logits - logits.max()
         logprobs = logprobs - np.log(np.exp(logprobs).sum())
         chosen = logprobs
         if job.seed is not None:
             chosen = logprobs + np.random.default_rng((job.seed, len(job.text))).gumbel(size=len(logprobs))
-        sample = Sampled(int(chosen[: END + 1 if job.ends else END].argmax()), logprobs)
+        sample = Sampled(int(chosen[: END + job.ends].argmax()), logprobs)
         job.samples.append(sample)
         job.text.append(sample.token)
         job.out.put(sample)

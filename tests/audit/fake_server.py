@@ -92,7 +92,7 @@ class FakeServer:
 
     def __init__(
         self, fault: Fault | None = None, dialect: str | Dialect = "vllm", *, seed: int = 0,
-        layers: tuple[str, ...] = ("full", "window", "state", "full"), window: int = 40, longest: int = 320, **options: Any,
+        layers: tuple[str, ...] = ("full", "window", "state", "full"), window: int = 40, longest: int = 400, **options: Any,
     ) -> None:  # fmt: skip
         self.dialect = DIALECTS[dialect] if isinstance(dialect, str) else dialect
         self.model = HybridModel(seed, layers, window, longest)
@@ -191,7 +191,7 @@ class FakeServer:
             np.array(tokens, np.int32), most, adapter, salt, images,
             lookup=not (self.dialect.cache_prompt and body.get("cache_prompt") is False),
             seed=None if not body.get("temperature", 1.0) else int(body.get("seed") or 0),
-            ends=not body.get("ignore_eos", False),
+            ends=not body.get("ignore_eos", False) or not self.dialect.sorted,
         )  # fmt: skip
         is_shown = self.dialect.logprobs and body.get("logprobs") not in (None, False)
         return _Reply(self, job, is_chat, int(top or 0) if is_shown else None, body), bool(body.get("stream", False))

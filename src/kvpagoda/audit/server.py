@@ -440,7 +440,8 @@ def _logprobs(data: Any) -> tuple[tuple[str, ...], tuple[Mapping[str, float], ..
             {name(top): float(top["logprob"]) for top in [*reversed(entry.get("top_logprobs") or ()), entry]}
             for entry in entries
         ]
-        return tuple(map(name, entries)), tuple(tops)
+        # what was chosen at temperature 0; mlx-lm 0.32.2 puts any of the likeliest tokens in its place
+        return tuple(max(top, key=top.__getitem__) for top in tops), tuple(tops)
     tokens = [str(token) for token in data.get("tokens") or ()]
     own = data.get("token_logprobs") or [None] * len(tokens)
     best = data.get("top_logprobs") or [{}] * len(tokens)
