@@ -21,6 +21,11 @@ KINDS = ("gemma3_text", "qwen3_next", "deepseek_v4")
 """Models with windows, with states and with compressed entries, each beside full attention."""
 
 QUICK: dict[str, int | tuple[str, ...]] = {
+    "audit/test_judges.py::test_a_planted_fault_is_found": ("too long", "first block", "later boundary"),
+    "audit/test_judges.py::test_rows_of_another_text_are_found_whatever_a_server_shows": ("mlx",),
+    "audit/test_judges.py::test_a_fault_of_one_hit_in_twenty_is_found": ("another text",),
+    "audit/test_judges.py::test_a_fault_is_found_above_noise": ("too long-noise",),
+    "audit/test_judges.py::test_a_clean_server_has_no_findings": 4,
     "audit/test_fake_engine.py::test_what_is_cached_gives_the_numbers_of_what_is_computed": ("all",),
     "audit/test_fake_engine.py::test_a_planted_fault_changes_answers_or_counters": ("window", "page", "restart"),
     "compat/test_kv_cache_manager.py::test_requests_come_and_go_within_the_budget": ("ue8m0",),
