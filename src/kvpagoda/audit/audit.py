@@ -47,11 +47,11 @@ class Trial:
     answers: list[Answer | None]
     answer: Answer
     key: str
-    twins: list[Answer] = field(default_factory=list)
-    distance: float = 0.0
-    at: int = 0
-    is_wrong: bool | None = None
-    whose: str = ""
+    twins: list[Answer] = field(init=False, default_factory=list)
+    distance: float = field(init=False, default=0.0)
+    at: int = field(init=False, default=0)
+    is_wrong: bool | None = field(init=False, default=None)
+    whose: str = field(init=False, default="")
     """Of which other prompt the answer is, if it is known."""
 
 
@@ -400,7 +400,7 @@ class Audit:
         """Make each probe in turn, with new prompts of other lengths each time, until the requests are spent."""
         profile, results = self.server.profile, self.results
         texts = Texts(self.draw, profile)
-        found = [*probes(profile, self._after, profile.has_salts is not False)]
+        found = [*probes(profile, self._after, profile.takes_salts)]
         results.skipped = {name: why for name, probe, why in found if probe is None}
         made = {name: probe for name, probe, _ in found if probe is not None}
         lengths = cycle(texts.lengths())

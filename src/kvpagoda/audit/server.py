@@ -9,7 +9,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,7 +62,7 @@ class Answer:
     common: int | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profile:
     """What a server has, as far as an audit asks for it.
 
@@ -79,7 +79,8 @@ class Profile:
         counter: the field that says how many tokens were cached, empty: none.
         per: for completions and chats, tokens of a symbol.
         shared: for completions and chats, the tokens that every prompt begins with.
-        has_salts, has_no_cache: whether ``cache_salt`` and ``cache_prompt`` make a prompt cold; None: not known.
+        takes_salts: whether it looks at ``cache_salt``.
+        has_salts: whether a ``cache_salt`` makes a prompt cold; None: not known.
         has_images: whether chats take pictures; None: not known.
         unit: hits are whole multiples of it; least: the shortest prompt that was found; 0: not known.
         cold: how a cold twin is made: "salt", "no-cache" or "churn".
@@ -101,8 +102,8 @@ class Profile:
     counter: str = ""
     per: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
+    takes_salts: bool = True
     has_salts: bool | None = None
-    has_no_cache: bool | None = None
     has_images: bool | None = None
     unit: int = 0
     least: int = 0
@@ -165,6 +166,11 @@ class Server:
         self.is_stopped = False
         self.on_request: Any = None
         self._sent = dict[tuple[Any, ...], list[npt.NDArray[np.int32]]]()
+
+    def learn(self, **known: Any) -> Profile:
+        """Return the profile, in which fields are now those of ``known``."""
+        self.profile = replace(self.profile, **known)
+        return self.profile
 
     def stop(self) -> None:
         """Send no more requests: each raises OutOfRequests."""
@@ -356,7 +362,8 @@ class Server:
                 numbers += [-2, *map(ord, part.role), -2]
                 numbers += [] if part.image is None else [-3, part.image, -4]
                 numbers += map(ord, self._text(part.symbols, part.answer, answers).strip())
-        return (ask.chat, adapter, ask.salt), np.array(numbers, np.int32)
+        salt = ask.salt if self.profile.takes_salts else None
+        return (ask.chat, adapter, salt), np.array(numbers, np.int32)
 
     def _remember(self, ask: Ask, answers: Sequence[Answer | None], answer: Answer | None) -> None:
         who, numbers = self._written(ask, answers)
