@@ -44,7 +44,6 @@ class Answer:
     Args:
         text: what it says.
         tokens: its tokens, by id or text; without log-probabilities its text as one.
-        texts: the texts of its tokens; empty where they are not known.
         tops: for each token the log-probabilities of the likeliest ones.
         ids: its token ids, if the server says them.
         cached: the prompt tokens that were cached, as the server says; None: it does not.
@@ -54,7 +53,6 @@ class Answer:
 
     text: str
     tokens: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
     tops: tuple[Mapping[str, float], ...] = ()
     ids: Tokens | None = None
     cached: int | None = None
@@ -273,7 +271,10 @@ class Server:
                 return None
 
         with ThreadPoolExecutor(len(asks)) as pool:
-            return [*pool.map(answer, asks)]
+            found = [*pool.map(answer, asks)]
+        for ask, one in zip(asks, found):  # their answers are cached, too
+            self._remember(ask, answers, one)
+        return found
 
     def abort(self, ask: Ask, answers: Sequence[Answer | None] = (), events: int = 1) -> None:
         """Ask, and close the connection after ``events`` pieces of the answer. Raises OutOfRequests, Unanswered."""
@@ -406,11 +407,9 @@ def answer_of(reply: Any) -> Answer:
         ids = [entry["id"] for entry in content]
     field_of_count = counter_of(reply)
     cached = None if not field_of_count else _at(reply, field_of_count)
-    texts = tuple(str(entry.get("token")) for entry in content) if content else tokens
     return Answer(
         text,
         tokens or (text,),
-        texts,
         tops,
         None if ids is None else tuple(ids),
         cached,
