@@ -12,7 +12,6 @@ from kvpagoda.audit.verdict import (
     CHANCE,
     ERROR,
     LEAST,
-    LEAST_SAME,
     MOST_ROUNDING,
     RATIO,
     Noise,
@@ -24,7 +23,7 @@ from kvpagoda.audit.verdict import (
 
 def answer(*tops: dict[str, float]) -> Answer:
     tokens = tuple(max(top, key=top.__getitem__) for top in tops)
-    return Answer("".join(tokens), tokens, tokens, tops)
+    return Answer("".join(tokens), tokens, tops)
 
 
 def test_the_distance_is_that_of_the_first_tokens_as_long_as_they_are_the_same() -> None:
@@ -48,10 +47,10 @@ def test_without_log_probabilities_texts_are_compared() -> None:
 
 
 def test_the_limit_follows_the_noise() -> None:
-    assert Noise([0.0]).limit == LEAST_SAME
+    assert Noise([0.0]).limit == MOST_ROUNDING
     assert Noise([0.0], [0.0]).limit == LEAST
     assert Noise([0.0], [0.02, 0.04]).limit == RATIO * 0.04
-    assert Noise([0.0], beside=[0.06]).limit == RATIO * 0.06
+    assert Noise([0.0], beside=[0.2]).limit == pytest.approx(RATIO * 0.2)
     assert Noise([0.0], beside=[5.0]).limit == RATIO * MOST_ROUNDING  # what is beside a run may have spoiled it
     assert Noise([0.0, 1.0, 0.0], by_tokens=True).limit == 0.5
     assert Noise([0.0, 1.0, 0.0], by_tokens=True).chance == 2 / 5

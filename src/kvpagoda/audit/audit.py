@@ -21,6 +21,7 @@ _RESERVE = 8
 _AGAIN = 6  # how often a suspicious case is tried again at once
 _PENDING = 60  # answers that wait for twins, where these cost churn
 _LEAST_JUDGED, _LEAST_PAIRS = 12, 3
+_HALF = 6  # tokens of an answer of which two halves are compared
 _LOUD = 1.0
 """Noise in nats over which nothing can be judged."""
 
@@ -47,11 +48,11 @@ class Trial:
     answers: list[Answer | None]
     answer: Answer
     key: str
-    twins: list[Answer] = field(default_factory=list)
-    distance: float = 0.0
-    at: int = 0
-    is_wrong: bool | None = None
-    whose: str = ""
+    twins: list[Answer] = field(init=False, default_factory=list)
+    distance: float = field(init=False, default=0.0)
+    at: int = field(init=False, default=0)
+    is_wrong: bool | None = field(init=False, default=None)
+    whose: str = field(init=False, default="")
     """Of which other prompt the answer is, if it is known."""
 
 
@@ -309,23 +310,28 @@ class Audit:
         """
         texts, noise, firsts = Texts(self.draw, self.server.profile), self.results.noise, list[tuple[Ask, Answer]]()
         for n in islice(cycle(texts.lengths()), self._num_noise, self._num_noise + pairs):
-            ask = texts.ask(texts.new(n), most=12)
+            ask = texts.ask(texts.new(n), most=2 * _HALF)
             answer = self._ask(ask)
             if self._is_cold(ask, answer):
                 firsts.append((ask, answer))
         self._num_noise += pairs
-        for (_, answer), twin in zip(firsts, self.cold([(ask, []) for ask, _ in firsts])):
-            if twin is not None:
-                noise.same.append(distance(answer, twin)[0])
-        halves = [
-            (replace(ask, parts=(*ask.parts, Part(answer=0)), most=6), *_halves(answer)) for ask, answer in firsts
-        ]
-        usable = [(ask, front, rest) for ask, front, rest in halves if self._can_go_on(front)]
-        for (_, front, rest), twin in zip(usable, self.cold([(ask, [front]) for ask, front, _ in usable])):
-            if twin is not None and twin.num_prompt == front.num_prompt + len(front.tokens):
-                noise.pieces.append(distance(rest, twin)[0])
+        more = list[tuple[Ask, Answer, Answer]]()
+        fronts = self.cold([(replace(ask, most=_HALF), []) for ask, _ in firsts])
+        for (ask, answer), front in zip(firsts, fronts):
+            if front is not None:
+                noise.same.append(distance(replace(answer, text=answer.text[: len(front.text)]), front)[0])
+                if self._can_go_on(front) and answer.text.startswith(front.text):
+                    more.append((replace(ask, parts=(*ask.parts, Part(answer=0)), most=_HALF), front, answer))
+        for (_, front, answer), twin in zip(more, self.cold([(ask, [front]) for ask, front, _ in more])):
+            if twin is not None and twin.num_prompt == front.num_prompt + _HALF:
+                rest = replace(answer, tokens=answer.tokens[_HALF:], tops=answer.tops[_HALF:])
+                noise.pieces.append(distance(replace(rest, text=answer.text[len(front.text) :]), twin)[0])
         if not noise.pieces:
             self._noise_beside(texts, max(1, pairs // 2))
+
+    def _can_go_on(self, front: Answer) -> bool:
+        """Return whether ``front`` can be a part of a prompt, token by token."""
+        return not self.server.profile.is_chat and bool(front.ids if self.server.profile.as_ids else front.text)
 
     def _noise_beside(self, texts: Texts, pairs: int) -> None:
         both = list[tuple[Ask, Answer]]()
@@ -336,10 +342,6 @@ class Audit:
         for (_, answer), twin in zip(both, self.cold([(ask, []) for ask, _ in both])):
             if twin is not None:
                 self.results.noise.beside.append(distance(answer, twin)[0])
-
-    def _can_go_on(self, front: Answer) -> bool:
-        profile = self.server.profile
-        return not profile.is_chat and bool(front.ids if profile.as_ids else front.text and front.tops)
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
@@ -400,7 +402,7 @@ class Audit:
         """Make each probe in turn, with new prompts of other lengths each time, until the requests are spent."""
         profile, results = self.server.profile, self.results
         texts = Texts(self.draw, profile)
-        found = [*probes(profile, self._after, profile.has_salts is not False)]
+        found = [*probes(profile, self._after, profile.takes_salts)]
         results.skipped = {name: why for name, probe, why in found if probe is None}
         made = {name: probe for name, probe, _ in found if probe is not None}
         lengths = cycle(texts.lengths())
@@ -496,17 +498,6 @@ class Audit:
         judged = self.results.trials[before:]
         del self.results.trials[before:]
         return bool(judged and judged[-1].is_wrong)
-
-
-def _halves(answer: Answer) -> tuple[Answer, Answer]:
-    """Return an answer in two: its first tokens, and the rest. Texts are known only as far as those of tokens are."""
-    n = len(answer.tokens) // 2
-    front = "".join(answer.texts[:n])
-    front = front if answer.text.startswith(front) else ""
-    return (
-        replace(answer, tokens=answer.tokens[:n], tops=answer.tops[:n], ids=answer.ids and answer.ids[:n], text=front),
-        replace(answer, tokens=answer.tokens[n:], tops=answer.tops[n:], text=answer.text[len(front) :]),
-    )
 
 
 def until(case: Case, number: int) -> Case:

@@ -26,7 +26,7 @@ WAYS = ("salt", "no-cache", "churn")
 _WAIT = 600  # seconds for a server to come back
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """What ``kvpagoda audit`` is given; the command line says what each is."""
 

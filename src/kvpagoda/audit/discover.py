@@ -43,29 +43,31 @@ def find_interface(server: Server, model: str | None) -> Draw:
         BadInput: nobody answers there, there is no such model, or it answers neither completions nor chats.
         OutOfRequests: no more may be sent.
     """
-    profile = server.profile = _named(server, model)
+    server.profile = _named(server, model)
     text = "".join(f" {letter}" for letter in LETTERS[:8])
     found = _first_that_works(server, "/v1/completions", {"prompt": text}, _COMPLETIONS)
     if found is not None:
-        profile.completions, profile.extras, profile.top, profile.counter = found
-        ids = [*range(65, 73)]
-        reply = _try(server, "/v1/completions", {"prompt": ids, **profile.completions, **profile.extras})
-        profile.as_ids = reply is not None and (reply.get("usage") or {}).get("prompt_tokens") in (8, 9)
-        if not profile.as_ids:
-            profile.extras = {"ignore_eos": True} if profile.extras else {}
+        fields, extras, top, counter = found
+        reply = _try(server, "/v1/completions", {"prompt": [*range(65, 73)], **fields, **extras})
+        as_ids = reply is not None and (reply.get("usage") or {}).get("prompt_tokens") in (8, 9)
+        if extras and not as_ids:
+            extras = {"ignore_eos": True}
+        server.learn(completions=fields, extras=extras, top=top, counter=counter, as_ids=as_ids)
     chat = {"messages": [{"role": "user", "content": text.strip()}]}
     found = _first_that_works(server, "/v1/chat/completions", chat, _CHATS)
     if found is not None:
-        profile.chats, extras, top, counter = found
-        if profile.completions is None:
-            profile.extras, profile.top, profile.counter = extras, top, counter
+        fields, extras, top, counter = found
+        server.learn(chats=fields)
+        if server.profile.is_chat:
+            server.learn(extras=extras, top=top, counter=counter)
         picture = {"type": "image_url", "image_url": {"url": picture_of(1)}}
         shown = [{"role": "user", "content": [picture, {"type": "text", "text": text.strip()}]}]
-        profile.has_images = _try(server, "/v1/chat/completions", {"messages": shown}) is not None
-    if profile.completions is None and profile.chats is None:
+        server.learn(has_images=_try(server, "/v1/chat/completions", {"messages": shown}) is not None)
+    profile = server.profile
+    if profile.is_chat and profile.chats is None:
         which = f"for model {profile.model!r}" if profile.model else "without a model; give --model"
         raise BadInput(f"{server.url} answers neither /v1/completions nor /v1/chat/completions {which}", field="model")
-    profile.longest = max(16, min(LONGEST, profile.longest) - 64)
+    server.learn(longest=max(16, min(LONGEST, profile.longest) - 64))
     return Draw(0, profile.as_ids)
 
 
@@ -82,16 +84,17 @@ def _named(server: Server, model: str | None) -> Profile:
         raise unknown_name("model", model, listed)
     name = model or (base or [*listed] or [""])[0]
     one = listed.get(name, {})
-    profile = Profile(name, str(one.get("owned_by") or ""))
-    profile.adapters = [other for other, its in listed.items() if its.get("parent") and other != name]
     lengths = [one.get("max_model_len"), one.get("context_length"), _at(server, "/props", "n_ctx")]
-    profile.longest = min((int(n) for n in lengths if isinstance(n, int) and n > 0), default=2048)
     metrics = page(server, "/metrics")
     blocks, size = (re.search(rf'{key}="(\d+)"', metrics) for key in ("num_gpu_blocks", "[{,]block_size"))
-    if blocks and size:
-        profile.num_blocks_tokens = int(blocks[1]) * int(size[1])
-    profile.preemptions = num_preempted(metrics) is not None
-    return profile
+    return Profile(
+        name,
+        str(one.get("owned_by") or ""),
+        adapters=[other for other, its in listed.items() if its.get("parent") and other != name],
+        longest=min((int(n) for n in lengths if isinstance(n, int) and n > 0), default=2048),
+        num_blocks_tokens=int(blocks[1]) * int(size[1]) if blocks and size else 0,
+        preemptions=num_preempted(metrics) is not None,
+    )
 
 
 def num_preempted(metrics: str) -> float | None:
@@ -164,8 +167,7 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
     Yields:
         what cannot be known, and what can be done about it.
     """
-    profile = server.profile
-    is_chat = profile.is_chat
+    profile, is_chat = server.profile, server.profile.is_chat
     for chat in [False] * (not is_chat) + [True] * (profile.chats is not None):
         short, long = (ask(Ask((Part(draw.text(n, head=True)),), most=1, chat=chat)).num_prompt for n in (8, 40))
         each = max(1, round((long - short) / 32))
@@ -178,7 +180,7 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
         except Unanswered:
             if profile.longest < 32:
                 raise
-            profile.longest //= 2
+            profile = server.learn(longest=profile.longest // 2)
     if not profile.counter:
         flag = FLAGS.get(profile.owner.lower(), "vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report")
         yield f"the server does not say how many tokens were cached: set {flag}; hits and counters were not judged"
@@ -195,12 +197,12 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
             return
         tokens *= 4
     counts = [*found, *(_found(ask, draw, profile, int(tokens * part)) for part in (0.73, 0.51))]
-    profile.unit = gcd(*(count for count in counts if count > shared))
-    if gcd(*(max(0, count - shared) for count in counts)) > profile.unit:  # as one template before all prompts
-        profile.unit = gcd(*(max(0, count - shared) for count in counts))
-    for n in (profile.unit - 1, profile.unit, profile.unit + 1, 2 * profile.unit + 1, 3 * profile.unit):
+    units = [gcd(*(count for count in counts if count > shared)), gcd(*(max(0, count - shared) for count in counts))]
+    unit = max(units)  # with what all prompts begin with, or without
+    server.learn(unit=unit)
+    for n in (unit - 1, unit, unit + 1, 2 * unit + 1, 3 * unit):
         if shared < n < profile.longest and _found(ask, draw, profile, n) > shared:
-            profile.least = n
+            server.learn(least=n)
             break
 
 
@@ -228,32 +230,35 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
     Yields:
         what does not work, and what can be done about it.
     """
-    profile = server.profile
-    is_chat = profile.is_chat
+    profile, is_chat = server.profile, server.profile.is_chat
     request = Ask(prompt(draw, profile, min(profile.longest, 4 * max(profile.unit, 16) + 3)), most=1, chat=is_chat)
     path, body = server.body(request)
-    is_checked = _refuses(server, path, {**body, "cache_salt": 7})
+    takes = _refuses(server, path, {**body, "cache_salt": 7})  # it looks at the field, and wants a text
+    server.learn(takes_salts=takes)
     for _ in range(2):
         ask(request)
-    shared = profile.shared_by(request)
+    shared, ways = profile.shared_by(request), {"salt": takes, "no-cache": False, "churn": True}
     if profile.counter:
-        profile.has_salts = (ask(replace(request, salt=draw.salt())).cached or 0) <= shared
-        if is_checked and not profile.has_salts:
+        ways["salt"] = (ask(replace(request, salt=draw.salt())).cached or 0) <= shared
+        if takes and not ways["salt"]:
             yield "cache_salt is taken, but a prompt with a salt that was never used reports cached tokens"
             for _ in range(2):  # never one case
                 other = replace(request, parts=prompt(draw, profile, min(profile.longest, 5 * max(profile.unit, 16))))
                 ask(other)
                 ask(replace(other, salt=draw.salt()))
-        if not profile.has_salts:
-            profile.has_no_cache = (ask(replace(request, cold=True)).cached or 0) <= shared
-    else:
-        profile.has_salts = is_checked
-    ways = {"salt": profile.has_salts, "no-cache": profile.has_no_cache, "churn": True}
-    if wanted is not None:
-        if not ways[wanted] and profile.counter:
-            yield f"--cold {wanted} did not make prompts cold here"
-        ways = {wanted: True}
-    profile.cold = next(way for way, works in ways.items() if works)
+        if not ways["salt"]:
+            ways["no-cache"] = (ask(replace(request, cold=True)).cached or 0) <= shared
+    if wanted is not None and not ways[wanted] and profile.counter and not takes:
+        works = [way for way, is_it in ways.items() if is_it]
+        raise BadInput(
+            f"--cold {wanted} does not make prompts cold here; what does: {', '.join(works)}",
+            needed=wanted,
+            available=works,
+        )
+    server.learn(
+        takes_salts=takes or ways["salt"], has_salts=ways["salt"],
+        cold=wanted or next(way for way, works in ways.items() if works),
+    )  # fmt: skip
     yield from _find_churn(server, draw, ask, is_chat)
 
 
@@ -268,7 +273,7 @@ def _refuses(server: Server, path: str, body: dict[str, Any]) -> bool:
 def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterator[str]:
     profile = server.profile
     if not profile.counter or not profile.unit:
-        profile.churn = 12
+        server.learn(churn=12)
         return
     lengths = (min(profile.longest, n * max(profile.unit, 16) + 3) for n in (4, 8))
     marks = [Ask(prompt(draw, profile, n), most=1, chat=is_chat) for n in lengths]
@@ -281,9 +286,9 @@ def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterat
             break
         for _ in range(more):
             ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
-        profile.churn = more
+        server.learn(churn=more)
         if max((ask(mark).cached or 0) - profile.shared_by(mark) for mark in marks) <= 0:
-            profile.churn, profile.evicts = more + (more + 1) // 2, True
+            server.learn(churn=more + (more + 1) // 2, evicts=True)
             return
-    said = f"after {profile.churn} other prompts of {profile.longest:,} tokens a prompt was still found"
+    said = f"after {server.profile.churn} other prompts of {profile.longest:,} tokens a prompt was still found"
     yield f"{said}, so that no prompt is cold" if profile.cold == "churn" else said

@@ -60,8 +60,8 @@ class Finding:
     judged: int
     largest: float | None
     case: Case
-    also: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
+    also: list[str]
+    lines: list[str] = field(init=False, default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, without the case, which a replay file has."""

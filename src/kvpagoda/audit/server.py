@@ -9,7 +9,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,7 +44,6 @@ class Answer:
     Args:
         text: what it says.
         tokens: its tokens, by id or text; without log-probabilities its text as one.
-        texts: the texts of its tokens; empty where they are not known.
         tops: for each token the log-probabilities of the likeliest ones.
         ids: its token ids, if the server says them.
         cached: the prompt tokens that were cached, as the server says; None: it does not.
@@ -54,7 +53,6 @@ class Answer:
 
     text: str
     tokens: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
     tops: tuple[Mapping[str, float], ...] = ()
     ids: Tokens | None = None
     cached: int | None = None
@@ -62,7 +60,7 @@ class Answer:
     common: int | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profile:
     """What a server has, as far as an audit asks for it.
 
@@ -79,7 +77,8 @@ class Profile:
         counter: the field that says how many tokens were cached, empty: none.
         per: for completions and chats, tokens of a symbol.
         shared: for completions and chats, the tokens that every prompt begins with.
-        has_salts, has_no_cache: whether ``cache_salt`` and ``cache_prompt`` make a prompt cold; None: not known.
+        takes_salts: whether it looks at ``cache_salt``.
+        has_salts: whether a ``cache_salt`` makes a prompt cold; None: not known.
         has_images: whether chats take pictures; None: not known.
         unit: hits are whole multiples of it; least: the shortest prompt that was found; 0: not known.
         cold: how a cold twin is made: "salt", "no-cache" or "churn".
@@ -101,8 +100,8 @@ class Profile:
     counter: str = ""
     per: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
+    takes_salts: bool = True
     has_salts: bool | None = None
-    has_no_cache: bool | None = None
     has_images: bool | None = None
     unit: int = 0
     least: int = 0
@@ -165,6 +164,11 @@ class Server:
         self.is_stopped = False
         self.on_request: Any = None
         self._sent = dict[tuple[Any, ...], list[npt.NDArray[np.int32]]]()
+
+    def learn(self, **known: Any) -> Profile:
+        """Return the profile, in which fields are now those of ``known``."""
+        self.profile = replace(self.profile, **known)
+        return self.profile
 
     def stop(self) -> None:
         """Send no more requests: each raises OutOfRequests."""
@@ -267,7 +271,10 @@ class Server:
                 return None
 
         with ThreadPoolExecutor(len(asks)) as pool:
-            return [*pool.map(answer, asks)]
+            found = [*pool.map(answer, asks)]
+        for ask, one in zip(asks, found):  # their answers are cached, too
+            self._remember(ask, answers, one)
+        return found
 
     def abort(self, ask: Ask, answers: Sequence[Answer | None] = (), events: int = 1) -> None:
         """Ask, and close the connection after ``events`` pieces of the answer. Raises OutOfRequests, Unanswered."""
@@ -356,7 +363,8 @@ class Server:
                 numbers += [-2, *map(ord, part.role), -2]
                 numbers += [] if part.image is None else [-3, part.image, -4]
                 numbers += map(ord, self._text(part.symbols, part.answer, answers).strip())
-        return (ask.chat, adapter, ask.salt), np.array(numbers, np.int32)
+        salt = ask.salt if self.profile.takes_salts else None
+        return (ask.chat, adapter, salt), np.array(numbers, np.int32)
 
     def _remember(self, ask: Ask, answers: Sequence[Answer | None], answer: Answer | None) -> None:
         who, numbers = self._written(ask, answers)
@@ -399,11 +407,9 @@ def answer_of(reply: Any) -> Answer:
         ids = [entry["id"] for entry in content]
     field_of_count = counter_of(reply)
     cached = None if not field_of_count else _at(reply, field_of_count)
-    texts = tuple(str(entry.get("token")) for entry in content) if content else tokens
     return Answer(
         text,
         tokens or (text,),
-        texts,
         tops,
         None if ids is None else tuple(ids),
         cached,

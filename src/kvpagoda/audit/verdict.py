@@ -22,10 +22,9 @@ from kvpagoda.audit.server import Answer
 
 RATIO = 3.0
 """A distance counts if it is over this many times the largest noise."""
-LEAST, LEAST_SAME = 1e-3, 0.05
-"""The least distance that counts, in nats; the same where no run was computed in other pieces."""
-MOST_ROUNDING = 0.25
-"""The most nats by which rounding makes an answer differ."""
+LEAST, MOST_ROUNDING = 1e-3, 0.25
+"""The least distance that counts, in nats; and the most by which rounding makes answers differ, which is the least that counts
+where no run could be computed in other pieces."""
 CHANCE = 1e-3
 """The share of right answers that count as wrong, at most: noise of 3 times the largest of some 30 samples."""
 SHARES = (0.9, 0.5, 0.2, 0.05, 0.02)
@@ -102,7 +101,7 @@ class Noise:
         """The distance over which an answer counts as wrong."""
         if self.by_tokens:
             return 0.5
-        return max(RATIO * self.most, LEAST if self.pieces else LEAST_SAME)
+        return max(RATIO * self.most, LEAST if self.pieces else MOST_ROUNDING)
 
     @property
     def chance(self) -> float:
