@@ -21,6 +21,13 @@ KINDS = ("gemma3_text", "qwen3_next", "deepseek_v4")
 """Models with windows, with states and with compressed entries, each beside full attention."""
 
 QUICK: dict[str, int | tuple[str, ...]] = {
+    "audit/test_judges.py::test_a_planted_fault_is_found": ("too long", "first block", "later boundary"),
+    "audit/test_judges.py::test_rows_of_another_text_are_found_whatever_a_server_shows": ("mlx",),
+    "audit/test_judges.py::test_a_fault_of_one_hit_in_twenty_is_found": ("another text",),
+    "audit/test_judges.py::test_a_fault_is_found_above_noise": ("too long-noise",),
+    "audit/test_judges.py::test_a_clean_server_has_no_findings": 4,
+    "audit/test_fake_engine.py::test_what_is_cached_gives_the_numbers_of_what_is_computed": ("all",),
+    "audit/test_fake_engine.py::test_a_planted_fault_changes_answers_or_counters": ("window", "page", "restart"),
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 4,
     "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
     "events/test_by_the_page.py::test_every_group_that_is_named_has_blocks": (

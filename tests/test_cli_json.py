@@ -40,8 +40,9 @@ COMMANDS = {
     "tier": ["tier", "."],
     "bench": ["bench", "allocate", "--quick"],
 }
-SERVES = {"router"}
-"""Commands that serve until they are stopped, and answer in JSON: ``tests/events/test_router.py`` has the answers."""
+SERVES = {"router", "audit"}
+"""Commands that serve until they are stopped, and answer in JSON: ``tests/events/test_router.py`` has the answers; and one that
+needs a server: ``tests/audit/test_cli.py``."""
 NEEDS = {"top": "prometheus_client", "doctor": "torch", "generate": "transformers", "bench": "torch"}
 
 
@@ -111,6 +112,7 @@ def test_every_description_belongs_to_a_command() -> None:
         "replay_lines",
         "replay_traces",
         "top_sources",
+        "audit",
         "bench_gpu",  # tests/test_bench_gpu.py: it needs a GPU, or what stands for one
     }
 

@@ -19,10 +19,11 @@ LEVELS = [
     "core.cache", "recording", "core.offload", "handover", "core.handover", "core.batch", "core.sleeping", "hints", "events",
     "core.kv_cache", "core.worker", "core.scheduling", "core.probe", "kernels", "memory", "pools", "prefix",
     "probe", "scheduling", "compat", "console",
-    "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
+    "audit", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "safetensors"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},
+    "audit": {"httpx"},
     "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "core.kernels": {"triton"}, "core.memory": {"cuda"}, "core.lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
@@ -46,6 +47,7 @@ NEEDS_TORCH = {
 NEVER_TORCH = {
     "abc",
     "arrays",
+    "audit",
     "errors",
     "free_list",
     "namespace",

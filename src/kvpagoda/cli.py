@@ -1,7 +1,8 @@
 """The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``router``, ``tier`` and others.
 
 The exit code is 0, or 2 on bad input and where the output is full, with one line on standard error; 1 where nobody reads the
-output any more; 130 after Ctrl-C. ``doctor`` exits with 1 if something is broken.
+output any more; 130 after Ctrl-C. ``doctor`` exits with 1 if something is broken; ``audit`` if it found something, and with 2
+if it could not judge.
 """
 
 from __future__ import annotations
@@ -585,6 +586,50 @@ def doctor(
         typer.echo(json.dumps({"broken": broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
     if broken:
         raise typer.Exit(1)
+
+
+@command()
+def audit(
+    url: Annotated[str, typer.Argument(help="the server's address, e.g. http://127.0.0.1:8000")],
+    model: Annotated[str | None, typer.Option(help="name of the model (default: the first that is listed)")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="the environment variable that holds the API key")] = None,
+    max_requests: Annotated[int, typer.Option(help="the most requests to send")] = 400,
+    remote: Annotated[bool, typer.Option("--remote", help="allow an address that is not of this machine")] = False,
+    cold: Annotated[
+        str | None,
+        typer.Option(help="how a cold twin is made: salt, no-cache or churn (default: the first that works)"),
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(help="wait in the middle until you have done this, e.g. restart, and look again")
+    ] = None,
+    replay: Annotated[Path | None, typer.Option(help="run the case of a finding again, from finding-N.json")] = None,
+    report: Annotated[Path | None, file_option(help="a page of what was found, e.g. audit.html")] = None,
+    json_file: Annotated[
+        str | None, file_option("--json", help="the results as JSON, e.g. audit.json; -: print them")
+    ] = None,
+    save: Annotated[
+        Path, file_option(help="the folder for finding-1.json, .. (default: this one)", show_default=False)
+    ] = Path(),
+    seed: Annotated[
+        int | None, typer.Option(help="seed of the prompts (default: another one each time, so that none is cached)")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for an answer")] = 120.0,
+) -> None:
+    """Look for wrong cached tokens in a server with the OpenAI interface, from outside: vLLM, SGLang, mlx-lm, llama.cpp, ..
+
+    It asks prompts again, longer, shorter, at the same moment, after others, and compares the log-probabilities with those of
+    runs that use nothing that is cached. It fills the server's cache. It takes minutes.
+
+    The exit code is 0 if nothing was found, 1 if something was, 2 if it cannot be judged. Ctrl-C reports what was seen so far.
+    """
+    from kvpagoda.audit.command import Options, run
+
+    made = Options(
+        url, model=model, api_key_env=api_key_env, max_requests=max_requests, report=report, json=json_file, replay=replay,
+        remote=remote, cold=cold, after=after, save=save, seed=seed, timeout=timeout,
+    )  # fmt: skip
+    if code := run(made):
+        raise typer.Exit(code)
 
 
 def main() -> None:

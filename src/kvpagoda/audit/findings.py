@@ -1,0 +1,264 @@
+"""Findings: what was seen, in plain words, with the smallest case that shows it and lines for a shell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvpagoda.audit.audit import Audit, Miscount, Results, Trial, until
+from kvpagoda.audit.probes import KINDS, PLAIN
+from kvpagoda.audit.prompts import Case, Draw
+from kvpagoda.audit.server import Answer, OutOfRequests, Profile, Unanswered
+from kvpagoda.audit.verdict import distance
+from kvpagoda.errors import BadInput
+
+REPLAY_VERSION = 1
+_RUNS = 20  # of a case that is replayed, at most
+WHO = {
+    "prompt": "a prompt that was never sent",
+    "salt": "a prompt under a cache_salt under which it was never sent",
+    "adapter": "a prompt that was never sent for this adapter",
+    "picture": "a picture that was never sent",
+}
+
+
+OF_WHO = {"prompt": tuple(KINDS), "salt": ("other salt",), "adapter": ("other adapter",), "picture": ("other picture",)}
+"""What of a counter -> kinds of requests whose wrong answers have the same cause."""
+_BESIDE = ("at once", "after at once", "after abort", "under load", "after load")
+_EVICTED = ("repeat after churn", "extend after churn", "other picture", "repeat after wait", "extend after wait")
+COVERS = {
+    **dict.fromkeys(PLAIN, tuple(KINDS)),  # a fault of plain hits shows wherever there are hits
+    **dict.fromkeys(_EVICTED[:2], (*_EVICTED, *_BESIDE)),
+    **dict.fromkeys(_BESIDE[:2], _BESIDE),
+    "chat turn": ("tool turn",), "under load": _BESIDE, "repeat after wait": _EVICTED,
+}  # fmt: skip
+"""Kind -> other kinds that are not findings of their own beside it."""
+
+
+@dataclass
+class Finding:
+    """A finding.
+
+    Args:
+        sort: "rows" (answers are wrong) or "counter" (more tokens were said to be cached than can be).
+        kind: of the requests, a key of ``KINDS``, or of ``WHO`` for counters.
+        text: what was seen, in plain words.
+        wrong, judged: how many answers were wrong, of how many.
+        largest: the largest distance from a cold twin in nats; None for counters.
+        also: what else was seen that has probably the same cause.
+        case: the smallest case; its last request is the wrong one.
+        lines: lines for a shell that send it, with what is to be seen.
+    """
+
+    sort: str
+    kind: str
+    text: str
+    wrong: int
+    judged: int
+    largest: float | None
+    case: Case
+    also: list[str]
+    lines: list[str] = field(init=False, default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data, without the case, which a replay file has."""
+        return {name: value for name, value in self.__dict__.items() if name != "case"}
+
+    def replay(self, profile: Profile) -> dict[str, Any]:
+        """Return what a replay file says.
+
+        Args:
+            profile: what the server has.
+        """
+        return {
+            "version": REPLAY_VERSION, "sort": self.sort, "kind": self.kind, "text": self.text,
+            "profile": profile.to_dict(), "case": self.case.to_dict(),
+        }  # fmt: skip
+
+
+def find(audit: Audit) -> list[Finding]:
+    """Return the findings of an audit that has run. The smallest cases are looked for with the requests that are left."""
+    counters = [*_of_counters(audit)]
+    shown = {kind for finding in counters for kind in OF_WHO[finding.kind]}
+    for finding in counters:
+        wrong = [kind for kind in KINDS if kind in OF_WHO[finding.kind] and audit.results.counts(kind)[0]]
+        finding.also += [_briefly(audit.results, kind) for kind in wrong]
+    return [*counters, *_of_rows(audit, shown)]
+
+
+def _of_rows(audit: Audit, shown: Collection[str]) -> Iterator[Finding]:
+    results = audit.results
+    wrong = [kind for kind in KINDS if results.counts(kind)[0]]
+    left = [kind for kind in wrong if kind not in shown and results.is_sure(kind)]
+    if not left and not shown and results.is_sure(*KINDS):
+        yield _rows(audit, tuple(wrong), [])
+    while left:
+        first, others = left[0], COVERS.get(left[0], ())
+        yield _rows(audit, (first,), [kind for kind in wrong if kind in others and kind != first])
+        left = [kind for kind in left if kind != first and kind not in others]
+
+
+def _rows(audit: Audit, kinds: tuple[str, ...], others: list[str]) -> Finding:
+    results = audit.results
+    trials = list(results.of_kind(*kinds))
+    bad = [trial for trial in trials if trial.is_wrong]
+    text, also = _said(results, kinds, trials, bad), [_briefly(results, kind) for kind in others]
+    shown = min(bad, key=lambda trial: (trial.number, sum(len(part.symbols) for part in trial.ask.parts)))
+    is_steady = 2 * len(bad) > len(trials) and shown.case.name != "wait"
+    case = audit.smallest(shown) if is_steady else until(shown.case, shown.number)
+    largest = max(trial.distance for trial in bad)
+    found = Finding("rows", kinds[0], text, len(bad), len(trials), largest, case, also)
+    found.lines = _lines(audit, case, shown.answers, "compare the log-probabilities with those of its cold twin")
+    return found
+
+
+def _said(results: Results, kinds: tuple[str, ...], trials: list[Trial], bad: list[Trial]) -> str:
+    noise = results.noise
+    what = KINDS[kinds[0]] if len(kinds) == 1 else "now and then, a prompt"
+    if noise.by_tokens:
+        text = f"{what} gave another answer in {len(bad)} of {len(trials)}"
+    else:
+        (at, _), = Counter(trial.at for trial in bad).most_common(1)  # fmt: skip
+        text = f"{what} gave other probabilities at its {_ordinal(at)} token in {len(bad)} of {len(trials)}"
+    text += f"; 0 of {len(noise.same)} cold repeats did"
+    if not noise.by_tokens:
+        most = max(trial.distance for trial in bad)
+        text += f" (they differ by up to {noise.most:.2g} nats, wrong answers by up to {most:.2g})"
+    if len(kinds) > 1:
+        text += f"; seen with: {', '.join(kinds)}"
+    if theirs := sum(bool(trial.whose) for trial in bad):
+        text += f"; {theirs} of them began as the answer to another prompt"
+    if not any(trial.answer.cached for trial in bad) and any(trial.answer.cached is not None for trial in bad):
+        text += "; the server said that nothing was cached"
+    return text[0].upper() + text[1:]
+
+
+def _briefly(results: Results, kind: str) -> str:
+    trials = results.of_kind(kind)
+    return f"{KINDS[kind].rstrip(',')}: {sum(bool(trial.is_wrong) for trial in trials)} of {len(trials)}"
+
+
+def _ordinal(n: int) -> str:
+    return {1: "1st", 2: "2nd", 3: "3rd"}.get(n, f"{n}th")
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+def _of_counters(audit: Audit) -> Iterator[Finding]:
+    results = audit.results
+    by_who = {who: [one for one in results.miscounts if one.who == who] for who in WHO}
+    sure = [who for who, found in by_who.items() if len({one.ask.parts for one in found}) > 1]
+    if not sure:
+        return
+    who, found = sure[0], by_who[sure[0]]
+    rows = _answers_of(audit, found)
+    most = max(found, key=lambda one: (one.answer.cached or 0) - (one.answer.common or 0))
+    text = (
+        f"{WHO[who]} reports cached tokens in {len(found)} requests: {most.answer.cached:,} of {most.answer.num_prompt:,}, "
+        f"where at most {most.answer.common or 0:,} can be"
+    )
+    text += f"; {rows}" if rows else ""
+    also = [f"{WHO[other]}: {len(by_who[other])}" for other in sure[1:]]
+    case = until(most.case, most.number) if most.case.steps else Case("never sent", ())
+    if not any(ask.key == most.ask.key for ask in [*case.asks()][-1:]):  # a cold twin, or what an audit begins with
+        from kvpagoda.audit.prompts import one as steps
+
+        case = Case("never sent", steps(*[one.ask for one in found[-3:-1]], most.ask))
+    finding = Finding("counter", who, text[0].upper() + text[1:], len(found), results.num_counted, None, case, also)
+    finding.lines = _lines(audit, case, most.answers, "see how many tokens are said to be cached")
+    yield finding
+
+
+def _answers_of(audit: Audit, found: list[Miscount]) -> str:
+    """Return what is known of the answers whose counters are wrong, in words."""
+    right = wrong = 0
+    with suppress(OutOfRequests, Unanswered):
+        for one in found[:3]:
+            if one.answers or one.ask.parts[0].image is not None:
+                continue
+            asks = [
+                replace(one.ask, kind="", salt=audit.draw.salt() if audit.server.profile.cold == "salt" else None)
+            ] * 2
+            answers = [audit.server.ask(replace(ask, salt=ask.salt and audit.draw.salt())) for ask in asks]
+            differs = min(distance(one.answer, answer)[0] for answer in answers)
+            if differs > audit.results.noise.limit:
+                wrong += 1
+            else:
+                right += 1
+    if wrong:
+        return f"and {wrong} of {wrong + right} of their answers are wrong: keys collide"
+    if not right:
+        return ""
+    return (
+        f"their answers are right in {right} of {right}: what is wrong is the counter, or who may share what is cached"
+    )
+
+
+# -- the smallest case ------------------------------------------------------------------------------------------------
+
+
+def _lines(audit: Audit, case: Case, answers: list[Answer | None], what: str) -> list[str]:
+    """Return lines for a shell that send ``case``, and a cold twin of its last request."""
+    server, lines, seen = audit.server, list[str](), 0
+    for step in case.steps:
+        if step.do == "churn":
+            count = max(1, round(server.profile.churn * step.churn))
+            lines.append(f"# fill the cache: {count} other prompts of {server.profile.longest:,} tokens")
+        if step.do == "wait":
+            lines.append("# wait, as with --after")
+        for ask in step.asks:
+            known = answers[:seen] + [None] * (seen - len(answers))
+            line = server.curl(ask, known)
+            lines.append(
+                f"{line} &" if step.do == "together" else f"timeout 0.2 {line}" if step.do == "abort" else line
+            )
+            seen += 1
+    if not lines or not [*case.asks()]:
+        return lines
+    last = [*case.asks()][-1]
+    way = server.profile.cold
+    twin = replace(last, salt="never-used-before" if way == "salt" else last.salt, cold=way == "no-cache")
+    lines.append(f"# {what}" + (" (after other prompts have filled the cache):" if way == "churn" else ":"))
+    lines.append(server.curl(twin, answers[: seen - 1]))
+    return lines
+
+
+def replay(audit: Audit, data: Any) -> tuple[int, int, str]:
+    """Run the case of a replay file again, with new prompts each time, until it has shown itself twice.
+
+    Args:
+        audit: an audit that has not run; its server gets the profile of the file.
+        data: what the file says.
+
+    Returns:
+        how often it was seen, in how many runs, and what the finding said.
+
+    Raises:
+        BadInput: not a replay file.
+        OutOfRequests, Unanswered: from the server.
+    """
+    try:
+        is_known = data["version"] == REPLAY_VERSION
+        profile, case, sort = Profile(**data["profile"]), Case.of(data["case"]), data["sort"]
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"not a replay file of an audit: {error!r}") from None
+    if not is_known:
+        raise BadInput(f"a replay file of version {data['version']}; this one reads {REPLAY_VERSION}")
+    audit.server.profile = profile
+    audit.draw = Draw(audit.seed, profile.as_ids)
+    audit.results.noise.by_tokens = not profile.top
+    audit.measure_noise(6)
+    seen = runs = 0
+    with suppress(OutOfRequests):
+        for _ in range(_RUNS):
+            before = len(audit.results.miscounts)
+            is_wrong = audit.shows(case)
+            runs += 1
+            seen += len(audit.results.miscounts) > before if sort == "counter" else is_wrong
+            if seen > 1:
+                break
+    return seen, runs, str(data.get("text", ""))

@@ -1,0 +1,274 @@
+"""What is tried: each probe makes a case of new prompts. A request with a ``kind`` is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvpagoda.audit.prompts import Ask, Case, Draw, Part, Step, Symbols, one
+from kvpagoda.audit.server import Profile
+
+KINDS = {
+    "repeat": "the same prompt, asked again,",
+    "extend": "a prompt that goes on where an earlier one ended",
+    "cut": "the beginning of an earlier prompt",
+    "branch": "a prompt that leaves an earlier one in its middle",
+    "turn": "a prompt that goes on after the answer to an earlier one",
+    "other beginning": "a prompt with another beginning than an earlier one, and the same rest,",
+    "in turn": "two prompts, asked in turn,",
+    "chat turn": "the next turn of a chat",
+    "tool turn": "a turn with a tool's result",
+    "other salt": "the same prompt under another cache_salt",
+    "other adapter": "the same prompt for another adapter",
+    "other picture": "the same text with another picture",
+    "repeat after churn": "after other prompts had filled the cache, the same prompt",
+    "extend after churn": "after other prompts had filled the cache, a prompt that goes on where an earlier one ended",
+    "at once": "a prompt that was asked at the same moment as another one",
+    "after at once": "a prompt that was asked at the same moment as another one, asked again,",
+    "after abort": "a prompt whose request was aborted before, asked again,",
+    "under load": "a prompt that was asked at the same moment as several others",
+    "after load": "a prompt that was asked under load before, asked again,",
+    "repeat after wait": "after the wait, the same prompt",
+    "extend after wait": "after the wait, a prompt that goes on where an earlier one ended",
+}
+"""Kind of a judged request -> what it is, in words; the simplest first."""
+PLAIN = ("repeat", "extend", "cut", "branch", "turn", "in turn")
+"""Kinds of plain hits. A fault in these shows in most others too."""
+
+
+@dataclass
+class Texts:
+    """Makes prompts for probes.
+
+    Args:
+        draw: where symbols come from.
+        profile: the server's.
+    """
+
+    draw: Draw
+    profile: Profile
+
+    @property
+    def unit(self) -> int:
+        """Symbols of a unit of hits; 16 where hits have no unit."""
+        return max(1, self.profile.unit // self.profile.per_symbol) if self.profile.unit > 1 else 16
+
+    def in_chat(self, n: int) -> int:
+        """Return how many symbols have in a chat as many tokens as ``n`` in most requests."""
+        return max(2, n * self.profile.per_symbol // self.profile.per.get("chat", 1))
+
+    def new(self, n: int) -> Symbols:
+        """Return a new prompt of ``n`` symbols."""
+        return self.draw.text(n, head=True)
+
+    def ask(self, symbols: Symbols, kind: str = "", **options: object) -> Ask:
+        """Return a request with the prompt ``symbols``."""
+        options.setdefault("chat", self.profile.is_chat)
+        return Ask((Part(symbols),), kind, **options)  # type: ignore[arg-type]
+
+    def lengths(self) -> list[int]:
+        """Return the lengths that are tried, in symbols: around the unit of hits, several units, and around windows."""
+        u, most = self.unit, max(8, self.profile.longest // self.profile.per_symbol)
+        near = [3 * u + 1, u + 1, 5 * u + u // 2, 2 * u, 3 * u - 1, 8 * u + 3, u, 4 * u, 2 * u + 1, 6 * u + 1]
+        near += [128 + 1, 512 + u // 2, 1024 + 1, max(2, u - 1)]
+        return [n for n in dict.fromkeys(near) if n + 2 * u + 8 <= most] or [max(2, most // 2)]
+
+
+Probe = Callable[[Texts, int], Case]
+
+
+def hits(texts: Texts, n: int) -> Case:
+    """A prompt again, longer, shorter, with another end and with another beginning."""
+    draw, u = texts.draw, texts.unit
+    p = texts.new(n)
+    longer = p + draw.text(draw.number(1, u + 1))
+    cut = p[: max(1, n - draw.number(1, u + 1))]
+    middle = max(1, min(n - 1, draw.number(1, max(1, n // u)) * u + draw.number(-1, 1)))
+    branch = p[:middle] + draw.text(draw.number(2, u + 2))
+    start = max(1, min(u, n // 2))
+    other = texts.new(start) + p[start:]
+    asks = [
+        texts.ask(p), texts.ask(p, "repeat"), texts.ask(longer, "extend"), texts.ask(cut, "cut"),
+        texts.ask(branch, "branch"), texts.ask(other, "other beginning"), texts.ask(p, "repeat"),
+        texts.ask(longer, "extend"), texts.ask(branch, "branch"),
+    ]  # fmt: skip
+    return Case("hits", one(*asks))
+
+
+def turns(texts: Texts, n: int) -> Case:
+    """A prompt that goes on after an answer of more than a unit, and once more."""
+    draw, u = texts.draw, texts.unit
+    p, q, r = texts.new(n), draw.text(3), draw.text(draw.number(2, u + 2))
+    first = Part(p)
+    if texts.profile.is_chat:
+        return chat(texts, n)
+    asks = [
+        Ask((first,), most=min(u + 4, 40)), Ask((first, Part(answer=0), Part(q)), "turn"),
+        Ask((first, Part(answer=0), Part(q), Part(answer=1), Part(r)), "turn"),
+        Ask((first, Part(answer=0), Part(q)), "turn"),
+    ]  # fmt: skip
+    return Case("turns", one(*asks))
+
+
+def in_turn(texts: Texts, n: int) -> Case:
+    """Two prompts in turn, again and again: the cheapest hits, for faults that are rare."""
+    p, q = texts.new(n), texts.new(n + texts.draw.number(1, texts.unit))
+    asks = [texts.ask(p), texts.ask(q)]
+    for _ in range(4):
+        asks += [texts.ask(p, "in turn"), texts.ask(q, "in turn")]
+    return Case("in turn", one(*asks))
+
+
+def chat(texts: Texts, n: int) -> Case:
+    """A chat of three turns, one with a tool's result."""
+    draw, u = texts.draw, texts.in_chat(texts.unit)
+    system, p, q, r = texts.new(u + 3), draw.text(texts.in_chat(n)), draw.text(9), draw.text(u + 2)
+    opening = (Part(system, "system"), Part(p))
+    second = (*opening, Part(answer=0, role="assistant"), Part(q))
+    third = (*second, Part(answer=1, role="assistant"), Part(r))
+    asks = [
+        Ask(opening, chat=True), Ask(second, "chat turn", chat=True), Ask(third, "chat turn", chat=True),
+        Ask(second, "chat turn", chat=True),
+    ]  # fmt: skip
+    return Case("chat", one(*asks))
+
+
+def tools(texts: Texts, n: int) -> Case:
+    """A chat in which a tool's result follows."""
+    draw = texts.draw
+    p, result, more = texts.new(texts.in_chat(texts.unit) + 3), draw.text(texts.in_chat(texts.unit) + 5), draw.text(7)
+    first = (Part(p), Part(draw.text(3), "tool"))
+    second = (Part(p), Part(result, "tool"))
+    asks = [
+        Ask(first, chat=True), Ask(second, "tool turn", chat=True),
+        Ask((*second, Part(answer=1, role="assistant"), Part(more)), "tool turn", chat=True),
+    ]  # fmt: skip
+    return Case("tools", one(*asks))
+
+
+def at_once(texts: Texts, n: int) -> Case:
+    """Two prompts at the same moment: of one beginning, of none in common, the same new one; then each again."""
+    draw, u = texts.draw, texts.unit
+    p, q, new = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n)
+    left, right = p + draw.text(draw.number(1, u + 2)), p + draw.text(draw.number(1, u + 2))
+    steps = [
+        *one(texts.ask(p), texts.ask(q)),
+        Step("together", (texts.ask(p, "at once", most=12), texts.ask(q, "at once", most=12))),
+        Step("together", (texts.ask(left, "at once"), texts.ask(right, "at once"))),
+        Step("together", (texts.ask(new, "at once"), texts.ask(new, "at once"))),
+        *one(texts.ask(p, "after at once"), texts.ask(new, "after at once"), texts.ask(left, "after at once")),
+    ]
+    return Case("at once", tuple(steps))
+
+
+def aborted(texts: Texts, n: int) -> Case:
+    """A request that is aborted, another one, and then the same and longer ones."""
+    draw, u = texts.draw, texts.unit
+    p, other = texts.new(n), texts.new(n)
+    longer = p + draw.text(draw.number(1, u + 1))
+    most = max(2, min(3 * u, 48))
+    steps = [
+        Step("abort", (texts.ask(p, most=most),)),
+        *one(texts.ask(other, most=2), texts.ask(p, "after abort"), texts.ask(longer, "after abort")),
+        Step("abort", (texts.ask(longer, most=most),)),
+        *one(texts.ask(longer, "after abort"), texts.ask(p, "after abort")),
+    ]
+    return Case("abort", tuple(steps))
+
+
+def churned(texts: Texts, n: int) -> Case:
+    """Three prompts again, after others have filled the cache, or a part of it."""
+    return _before_and_after(texts, n, "churn", Step("churn", churn=texts.draw.number(1, 3) / 2))
+
+
+def waited(texts: Texts, n: int) -> Case:
+    """Six prompts again, after the user has done something."""
+    return _before_and_after(texts, n, "wait", Step("wait"), 6)
+
+
+def _before_and_after(texts: Texts, n: int, what: str, step: Step, count: int = 3) -> Case:
+    draw, u = texts.draw, texts.unit
+    prompts = [texts.new(n + draw.number(0, u)) for _ in range(count)]
+    longer = [p + draw.text(draw.number(1, u + 1)) for p in prompts]
+    after = [texts.ask(p, f"repeat after {what}") for p in prompts]
+    more = [texts.ask(p, f"extend after {what}") for p in longer]
+    steps = [*one(*map(texts.ask, prompts)), step, *one(*after, *more, *after)]
+    return Case(what, tuple(steps))
+
+
+def loaded(texts: Texts, n: int) -> Case:
+    """So many long prompts at once that the server has to preempt some; then each again."""
+    profile = texts.profile
+    most = min(96, profile.longest // 3)  # they fit when they begin, and not when they have grown
+    size = (profile.longest + 48 - most) * texts.draw.number(7, 10) // 10
+    if profile.num_blocks_tokens:
+        size = min(size, profile.num_blocks_tokens * 9 // 40)
+    size = max(8, size // profile.per_symbol)
+    prompts = [texts.new(size - texts.draw.number(0, texts.unit)) for _ in range(4)]
+    crowd = Step("together", tuple(texts.ask(p, "under load", most=most) for p in prompts))
+    after = [texts.ask(p, "after load") for p in prompts]
+    if not profile.is_chat:  # what was written while it ran, too
+        y = Part(texts.draw.text(3))
+        after += [Ask((Part(p), Part(answer=i), y), "after load") for i, p in enumerate(prompts[-2:], 2)]
+    return Case("load", (crowd, *one(*after)))
+
+
+def salts(texts: Texts, n: int) -> Case:
+    """A prompt under one salt, then under another one."""
+    p = texts.new(n)
+    asks = [
+        texts.ask(p, salt="a"), texts.ask(p, "other salt", salt="b"), texts.ask(p, "other salt", salt="a"),
+        texts.ask(p, "other salt"),
+    ]  # fmt: skip
+    return Case("salts", one(*asks)).fresh(texts.draw)
+
+
+def adapters(texts: Texts, n: int) -> Case:
+    """A prompt for the model, then for an adapter of it, and the other way round."""
+    p, q, name = texts.new(n), texts.new(n), texts.draw.number(0, len(texts.profile.adapters) - 1)
+    adapter = texts.profile.adapters[name]
+    asks = [
+        texts.ask(p), texts.ask(p, "other adapter", model=adapter), texts.ask(p, "repeat"),
+        texts.ask(q, model=adapter), texts.ask(q, "other adapter"), texts.ask(q, "other adapter", model=adapter),
+    ]  # fmt: skip
+    return Case("adapters", one(*asks))
+
+
+def pictures(texts: Texts, n: int) -> Case:
+    """A text with a picture, then with another one, and the first again."""
+    draw = texts.draw
+    p, tail = draw.text(texts.in_chat(n)), draw.text(texts.in_chat(texts.unit) + 1)
+    draw.shift += 10
+
+    def shown(symbols: Symbols, image: int, kind: str = "") -> Ask:
+        return Ask((Part(symbols, image=draw.shift + image),), kind, chat=True)
+
+    asks = [
+        shown(p, 1), shown(p, 2, "other picture"), shown(p, 1, "repeat"), shown(p + tail, 3, "other picture"),
+        shown(p + tail, 1, "other picture"),
+    ]  # fmt: skip
+    return Case("pictures", one(*asks))
+
+
+def probes(profile: Profile, after: str | None, has_salts: bool) -> Iterator[tuple[str, Probe | None, str]]:
+    """Yield (name, probe, why it is not made): the probe is None where the server lacks something.
+
+    Args:
+        profile: the server's.
+        after: what the user does in the middle; None: nothing.
+        has_salts: whether it takes salts.
+    """
+    both = profile.chats is not None and profile.completions is not None
+    yield "hits", hits, ""
+    yield "turns", turns, ""
+    yield "at once", at_once, ""
+    yield "abort", aborted, ""
+    yield "churn", churned if profile.churn else None, "the cache could not be filled"
+    yield "in turn", in_turn, ""
+    yield "salts", salts if has_salts else None, "no cache_salt"
+    yield "adapters", adapters if profile.adapters else None, "no adapters in /v1/models"
+    yield "pictures", pictures if profile.has_images else None, "no pictures in chats"
+    yield "chat", chat if both else None, "no chats beside completions"
+    yield "tools", tools if profile.chats is not None else None, "no chats"
+    yield "load", loaded if profile.preemptions else None, "the server does not show preemptions in /metrics"
+    yield "wait", waited if after else None, "--after was not given"

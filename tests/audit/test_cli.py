@@ -1,0 +1,187 @@
+"""``kvpagoda audit`` as a person uses it: exit codes, files, replays, refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("httpx", reason="no httpx: the extra audit")
+from fake_server import FakeServer
+from planted import PLANTED
+
+from browser import chromium
+from json_schema import schema_of, violations
+from kvpagoda.audit import command
+from kvpagoda.audit.audit import Audit
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+BLATANT, RESTART = "hit one token too long", "wrong after a restart"
+
+
+@contextmanager
+def served(name: str | None = None, dialect: str = "vllm, text alone", **options: Any) -> Iterator[FakeServer]:
+    fault = None if name is None else PLANTED[name](1)
+    with FakeServer(fault, dialect, seed=1, **options) as fake:
+        yield fake
+
+
+def test_a_server_that_is_right_is_clean(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with served() as fake:
+        done = here("audit", fake.url, "--max-requests", "220", "--json", "audit.json", "--report", "audit.html")
+        assert done.returncode == 0, done.stdout
+        assert fake.num_requests <= 220
+    assert done.stdout.startswith("Clean: ") and "which fill the server's cache" in done.stderr
+    assert not [*tmp_path.glob("finding*")]
+    data = json.loads((tmp_path / "audit.json").read_text())
+    assert violations(data, schema_of("audit")) == []
+    assert (data["verdict"], data["hits"]["unit"], data["hits"]["least"]) == ("clean", 16, 17)
+    assert data["findings"] == [] and data["noise"]["largest"] < 1e-9 and data["hits"]["share_found"] > 0.5
+    assert "No wrong cached tokens were found." in (tmp_path / "audit.html").read_text()
+
+
+def test_a_fault_is_found_shown_again_and_gone_when_it_is_mended(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with served(BLATANT) as fake:
+        done = here("audit", fake.url, "--max-requests", "220", "--json", "-", "--save", str(tmp_path))
+        assert done.returncode == 1
+        again = here("audit", fake.url, "--replay", "finding-1.json")
+        assert again.returncode == 1 and "seen in 2 of 2 runs" in again.stdout
+    data = json.loads(done.stdout)
+    assert violations(data, schema_of("audit")) == []
+    (finding,) = data["findings"]
+    assert finding["sort"] == "rows" and finding["kind"] == "repeat" and finding["wrong"] == finding["judged"]
+    curls = [line for line in finding["lines"] if line.startswith("curl")]
+    assert len(curls) == 3  # the prompt, the prompt again, and its cold twin: the smallest case
+    assert "cache_salt" in curls[2] and "cache_salt" not in curls[1]
+    with served() as mended:
+        good = here("audit", mended.url, "--replay", "finding-1.json")
+        assert good.returncode == 0 and "seen in 0 of 20 runs" in good.stdout
+
+
+def test_after_the_user_has_done_something(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with served(RESTART, disk=str(tmp_path / "disk")) as fake:
+
+        class Keyboard(io.StringIO):
+            def readline(self, *_: Any) -> str:
+                fake.restart()
+                return "\n"
+
+        monkeypatch.setattr("sys.stdin", Keyboard())
+        done = here("audit", fake.url, "--after", "restart", "--max-requests", "260")
+    assert done.returncode == 1 and "After the wait, the same prompt" in done.stdout and "Now: restart" in done.stderr
+
+
+def test_what_a_server_lacks_is_named(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with served(dialect="vllm, no counter") as fake:
+        done = here("audit", fake.url, "--max-requests", "120")
+    assert done.returncode == 0 and "--enable-prompt-tokens-details" in done.stdout
+    with served(caches=False) as fake:
+        done = here("audit", fake.url, "--max-requests", "150")
+    assert done.returncode == 2 and "is prefix caching on?" in done.stdout
+
+
+def test_too_few_requests_judge_nothing(here: Command) -> None:
+    with served() as fake:
+        done = here("audit", fake.url, "--max-requests", "30")
+    assert done.returncode == 2 and done.stdout.startswith("Cannot be judged: only 0 answers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["http://10.1.2.3:8000"], "--remote"),
+        (["http://127.0.0.1:1"], "no server answers"),
+        (["http://127.0.0.1:1", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
+        (["http://127.0.0.1:1", "--cold", "sald"], "did you mean 'salt'?"),
+        (["http://127.0.0.1:1", "--max-requests", "0"], "--max-requests"),
+        (["http://127.0.0.1:1", "--replay", "nothing.json"], "nothing.json"),
+        (["http://127.0.0.1:1", "--report", "no/folder.html"], "no/folder.html"),
+    ],
+)
+def test_bad_input_is_one_line(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = here("audit", *arguments)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_a_model_that_is_not_there_is_named(here: Command) -> None:
+    with served() as fake:
+        done = here("audit", fake.url, "--model", "fake-hibrid")
+    assert done.returncode == 2 and "did you mean 'fake-hybrid'?" in done.stderr
+
+
+@pytest.mark.parametrize("data", ["{}", "[1]", '{"version": 9, "profile": {}, "case": {}, "sort": "rows"}', "not JSON"])
+def test_what_is_no_replay_is_refused(here: Command, tmp_path: Path, data: str) -> None:
+    path = tmp_path / "finding.json"
+    path.write_text(data)
+    done = here("audit", "http://127.0.0.1:1", "--replay", str(path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_the_key_is_sent_and_shown_nowhere(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEY_OF_TESTS", "sesame")
+    keys = []
+    monkeypatch.setattr(command, "Server", lambda *given, **options: keys.append(given[1]) or _raise())
+    done = here("audit", "http://127.0.0.1:1", "--api-key-env", "KEY_OF_TESTS")
+    assert keys == ["sesame"] and "sesame" not in done.stdout + done.stderr
+
+
+def _raise() -> None:
+    raise command.BadInput("enough")
+
+
+def test_ctrl_c_reports_what_was_seen(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rounds = Audit._rounds
+
+    def interrupted(audit: Audit) -> None:
+        def on_request(done: int) -> None:
+            if done == 100:
+                raise KeyboardInterrupt
+
+        audit.server.on_request = on_request
+        rounds(audit)
+
+    monkeypatch.setattr(Audit, "_rounds", interrupted)
+    with served() as fake:
+        done = here("audit", fake.url, "--json", "audit.json")
+        assert fake.num_requests < 110
+    assert done.returncode == 130 and done.stdout.startswith("Interrupted")
+    assert json.loads((tmp_path / "audit.json").read_text())["is_partial"]
+    with served(BLATANT) as fake:
+        done = here("audit", fake.url)
+    assert done.returncode == 1 and "The same prompt, asked again," in done.stdout
+
+
+def test_the_page_is_shown_without_network(here: Command, tmp_path: Path) -> None:
+    page = tmp_path / "audit.html"
+    with served(BLATANT) as fake:
+        here("audit", fake.url, "--max-requests", "200", "--report", str(page), "--save", str(tmp_path))
+    text = page.read_text()
+    assert "http" not in text.replace(fake.url, "") and "<script" not in text
+    with chromium() as browser:
+        tab = browser.new_page(offline=True)
+        asked: list[str] = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(page.as_uri())
+        assert asked == [page.as_uri()]
+        assert tab.locator("h2").first.inner_text().startswith("1. The same prompt, asked again,")
+        assert tab.locator("circle.wrong").count() > 3 and tab.locator("svg").bounding_box()["height"] > 100
+        width = tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert width <= 0

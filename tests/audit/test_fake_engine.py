@@ -1,0 +1,115 @@
+"""The server that audits are tried on: right without a fault, and wrong with each of the planted ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import Engine, Fault, Job
+from hybrid_model import IMAGE, IMAGE_LENGTH, HybridModel
+from planted import PLANTED
+
+MODELS = {
+    "full": ("full", "full"),
+    "window": ("full", "window", "full"),
+    "state": ("state", "full"),
+    "all": ("full", "window", "state", "full"),
+}
+
+
+def traffic(engine: Engine, seed: int) -> list[Job]:
+    """Ask all that an audit may ask, and return the requests in their order."""
+    random = np.random.default_rng(seed)
+
+    def text(n: int) -> np.ndarray:
+        return random.integers(0, 256, n).astype(np.int32)
+
+    done: list[Job] = []
+
+    def ask(*prompts: np.ndarray, most: int = 3, **options: Any) -> None:
+        jobs = [engine.submit(Job(prompt, most, **options)) for prompt in prompts]
+        for job in jobs:
+            while job.out.get() is not None:
+                pass
+        done.extend(jobs)
+
+    base = text(100)
+    family = [
+        base,
+        np.append(base, text(30)),
+        base[:70],
+        np.append(base[:70], text(40)),
+        np.append(text(16), base[16:]),
+    ]
+    for prompt in (*family, *family):
+        ask(prompt)
+    for options in ({"salt": "a"}, {"salt": "b"}, {"adapter": "x"}):
+        ask(base, **options)
+    for digest in (b"1" * 16, b"2" * 16):
+        ask(np.concatenate([base[:9], np.full(IMAGE_LENGTH, IMAGE, np.int32), base[:40]]), images=((9, digest),))
+    for _ in range(14):
+        ask(text(90))
+    for prompt in family:
+        ask(prompt)
+    for _ in range(4):
+        ask(text(60), text(70), most=6)
+    for _ in range(2):
+        gone = text(80)
+        job = engine.submit(Job(gone, 200))
+        job.out.get()
+        engine.abort(job)
+        while job.out.get() is not None:
+            pass
+        ask(np.append(gone, text(9)))
+    ask(*(text(235) for _ in range(4)), most=40)
+    for job in done[-4:]:
+        ask(job.prompt)
+    ask(*(text(70) for _ in range(6)))
+    engine.restart()
+    for prompt in (*family, *family):
+        ask(prompt)
+    return done
+
+
+def worst(jobs: list[Job], others: list[Job]) -> float:
+    """Return the largest difference of a log-probability, as long as the tokens are the same."""
+    most = 0.0
+    for job, other in zip(jobs, others):
+        for mine, theirs in zip(job.samples, other.samples):
+            most = max(most, float(np.abs(mine.logprobs - theirs.logprobs).max()))
+            if mine.token != theirs.token:
+                break
+    return most
+
+
+@pytest.mark.parametrize("layers", MODELS)
+def test_what_is_cached_gives_the_numbers_of_what_is_computed(layers: str, tmp_path: Path) -> None:
+    model = HybridModel(1, MODELS[layers])
+    cached = Engine(model, disk=str(tmp_path), host="300KiB")
+    computed = Engine(model, caches=False)
+    jobs, others = traffic(cached, 5), traffic(computed, 5)
+    cached.close()
+    computed.close()
+    assert worst(jobs, others) < 1e-9
+    assert sum(job.hit for job in jobs) > 1000 and not any(job.hit for job in others)
+    assert cached.num_preempted
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_changes_answers_or_counters(name: str, tmp_path: Path) -> None:
+    model = HybridModel(2)
+    fault = PLANTED[name](rate=1.0 if name == "the answer before" else None)
+    runs = []
+    for number, planted in enumerate((fault, Fault())):
+        engine = Engine(model, planted, disk=str(tmp_path / str(number)), host="300KiB")
+        runs.append(traffic(engine, 3))
+        engine.close()
+    assert fault.told
+    if name == "counter wrong":
+        assert worst(*runs) < 1e-9 and [job.counted for job in runs[0]] != [job.counted for job in runs[1]]
+    elif name == "key without the salt":  # the rows are the same; whose they are is not
+        assert worst(*runs) < 1e-9 and any(job.salt == "b" and job.hit for job in runs[0])
+    else:
+        assert worst(*runs) > 0.01

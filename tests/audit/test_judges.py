@@ -1,0 +1,71 @@
+"""Whether the audit finds the faults that are planted in a server, and finds none where none is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import DIALECTS
+from judging import audited, clean_server
+from planted import PLANTED
+
+pytest.importorskip("httpx")
+
+SERVERS: dict[str, dict[str, Any]] = {
+    "one page of a tier": {"host": "2MiB"},
+    "wrong after a restart": {"after": "restart"},
+    **dict.fromkeys(
+        ("block freed while in use", "answers of others under load", "stale after abort"), {"pause": 0.003}
+    ),
+}
+"""Fault -> what its server has besides: a tier, a restart, steps that take so long that two requests meet in one."""
+RARE = (
+    "hit one token too long",
+    "a layer of another text",
+    "state not copied",
+    "stale after churn",
+    "the answer before",
+)
+NUM_CLEAN = 100
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+    options = dict(SERVERS.get(name, {}))
+    if "after" in options:
+        options["disk"] = str(tmp_path)
+    fault = PLANTED[name](seed=1)
+    report = audited(fault, seed=1, **options)
+    assert report.code == 1 and report.findings, (fault.told, [*report.lines()][:8])
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "vllm"])
+def test_rows_of_another_text_are_found_whatever_a_server_shows(dialect: str) -> None:
+    fault = PLANTED["a layer of another text"](seed=2)
+    report = audited(fault, dialect, seed=2)
+    assert report.code == 1, (fault.told, [*report.lines()][:8])
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_a_fault_of_one_hit_in_twenty_is_found(name: str) -> None:
+    fault = PLANTED[name](seed=3, rate=1 / 20)
+    report = audited(fault, seed=3, max_requests=1200)
+    assert report.code == 1, (fault.told, [*report.lines()][:8])
+
+
+@pytest.mark.parametrize("noise", [{"noise": 0.003}, {"shape_noise": 0.003}], ids=["noise", "shapes"])
+@pytest.mark.parametrize(
+    "name", ["hit one token too long", "state of an earlier boundary", "answers of others under load"]
+)
+def test_a_fault_is_found_above_noise(name: str, noise: dict[str, float]) -> None:
+    fault = PLANTED[name](seed=4)
+    report = audited(fault, seed=4, **noise, **SERVERS.get(name, {}))
+    assert report.code == 1 and report.audit.results.noise.most > 0, (fault.told, [*report.lines()][:8])
+
+
+@pytest.mark.parametrize("seed", range(NUM_CLEAN))
+def test_a_clean_server_has_no_findings(seed: int) -> None:
+    options = clean_server(seed)
+    report = audited(seed=seed, max_requests=250, **options)
+    assert not report.findings and report.code != 1, (options, [*report.lines()][:8])
