@@ -41,8 +41,8 @@ COMMANDS = {
     "bench": ["bench", "allocate", "--quick"],
 }
 SERVES = {"router", "audit"}
-"""Commands that serve until they are stopped, and answer in JSON: ``tests/events/test_router.py`` has the answers; and one that
-needs a server: ``tests/audit/test_cli.py``."""
+"""Commands that serve until they are stopped, and answer in JSON: ``tests/events/test_router.py`` has the answers; and one
+that needs a server: ``tests/audit/test_cli.py``."""
 NEEDS = {"top": "prometheus_client", "doctor": "torch", "generate": "transformers", "bench": "torch"}
 
 
