@@ -14,7 +14,7 @@ LEVELS = [
     "errors", "units", "text", "loading", "version", "upstream", "formats", "layouts", "schema",
     "core.blocks", "policies", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers",
     "core.cache", "recording", "core.offload", "handover", "core.batch", "core.sleeping", "hints",
-    "core.kv_cache", "core.worker", "events", "scheduling", "kernels", "memory", "compat", "console",
+    "core.sanitizer", "core.kv_cache", "core.worker", "events", "scheduling", "kernels", "memory", "compat", "console",
     "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {

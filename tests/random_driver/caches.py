@@ -136,7 +136,9 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
                 checkpoint_format=settings.checkpoint_format,
             ),
         )  # fmt: skip
-        cache = SplitCache(made(device="none"), Worker(made(device="cpu"))) if settings.split else made(device="cpu")
+        if settings.split:
+            return SplitCache(made(device="none", sanitize=True), Worker(made(device="cpu"))), drivers
+        cache = made(device="cpu", sanitize=True)
     return cache, drivers
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from time import time
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,8 @@ class KVCache:
     ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``memory``: provides the memory and takes it
     back while the cache sleeps, with the three calls of a ``kvpagoda.core.memory.backing.Backing``. ``hints``: a
     ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes.
+    ``sanitize``: keep beside each row and state where it comes from, and raise CheckFailed before a step reads another's:
+    to find faults of this library, or of an engine's calls (``docs/audit.md``). Each step then costs O(tokens).
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
@@ -116,6 +118,7 @@ class KVCache:
         record: str | os.PathLike[str] | Recording | None = None,
         memory: Backing | None = None,
         hints: Hints | None = None,
+        sanitize: bool = False,
     ) -> None:
         retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
         events = None if events is None else instance_of(events, EventLog, "events")
@@ -128,6 +131,12 @@ class KVCache:
             checkpoint_format=retention.checkpoint_format,
         )  # fmt: skip
         own = _memory(plan, device, truth(poison, "poison"), bool(tiers), memory, limits.page_locked)
+        sanitizer = None
+        if truth(sanitize, "sanitize"):
+            from kvpagoda.core.sanitizer import FollowedSettler, Sanitizer
+
+            sanitizer = Sanitizer(plan, own)
+            own = cast(NoMemory, sanitizer.memory)
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         if plan.checkpoint_format is not None:
             fingerprint += f" {plan.checkpoint_format}"
@@ -135,6 +144,9 @@ class KVCache:
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, below, events)
         self._core = core = Core(plan, own, settings)
         self._guard, self._settler = core.guard, Settler(core)
+        if sanitizer is not None:
+            sanitizer.attach(core)
+            self._settler = FollowedSettler(core, sanitizer)
         self._admission = Admission(core, self._settler)
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
         self._reuse = Reuse(core, self._lifecycle)
