@@ -16,8 +16,8 @@ LEVELS = [
     "errors", "units", "text", "loading", "version", "upstream",
     "arrays", "free_list", "pages", "namespace", "abc", "id_tensors", "formats", "layouts", "schema",
     "core.blocks", "policies", "retention", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers", "core.groups",
-    "core.cache", "recording", "core.offload", "handover", "core.handover", "core.batch", "core.sleeping", "hints", "events",
-    "core.kv_cache", "core.worker", "core.scheduling", "core.probe", "kernels", "memory", "pools", "prefix",
+    "core.cache", "recording", "core.offload", "handover", "core.handover", "core.batch", "core.sleeping",
+    "core.sanitizer", "hints", "events", "core.kv_cache", "core.worker", "core.scheduling", "core.probe", "kernels", "memory", "pools", "prefix",
     "probe", "scheduling", "compat", "console",
     "audit", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip

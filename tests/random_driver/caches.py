@@ -138,10 +138,11 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
             ),
         )  # fmt: skip
         mirrors = [Mirror(settings.block_size)] if settings.seed % 2 == 0 else []
+        watched: dict[str, Any] = dict(observers=mirrors, sanitize=not mirrors)
         if settings.split:
-            cache = SplitCache(made(device="none", observers=mirrors), Worker(made(device="cpu")))
+            cache = SplitCache(made(device="none", **watched), Worker(made(device="cpu")))
         else:
-            cache = made(device="cpu", observers=mirrors)
+            cache = made(device="cpu", **watched)
     return cache, drivers
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from time import time
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,8 @@ class KVCache:
     back while the cache sleeps, with the three calls of a ``kvpagoda.abc.Backing``. ``hints``: a
     ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes. ``observers``: are
     told what happens in the cache, each a ``kvpagoda.abc.CacheObserver`` (``docs/own-parts.md``).
+    ``sanitize``: keep beside each row and state where it comes from, and raise CheckFailed before a step reads another's:
+    to find faults of this library, or of an engine's calls (``docs/audit.md``). Each step then costs O(tokens).
 
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
@@ -118,6 +120,7 @@ class KVCache:
         memory: Backing | None = None,
         hints: Hints | None = None,
         observers: Iterable[CacheObserver] = (),
+        sanitize: bool = False,
     ) -> None:
         retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
         if events is not None:
@@ -133,6 +136,12 @@ class KVCache:
             checkpoint_format=retention.checkpoint_format,
         )  # fmt: skip
         own = _memory(plan, device, truth(poison, "poison"), bool(tiers), memory, limits.page_locked)
+        sanitizer = None
+        if truth(sanitize, "sanitize"):
+            from kvpagoda.core.sanitizer import FollowedSettler, Sanitizer
+
+            sanitizer = Sanitizer(plan, own)
+            own = cast(NoMemory, sanitizer.memory)
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         if plan.checkpoint_format is not None:
             fingerprint += f" {plan.checkpoint_format}"
@@ -144,6 +153,9 @@ class KVCache:
         for observer in items_of(observers):
             core.observers.add(observer)
         self._guard, self._settler = core.guard, Settler(core)
+        if sanitizer is not None:
+            sanitizer.attach(core)
+            self._settler = FollowedSettler(core, sanitizer)
         self._admission = Admission(core, self._settler)
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
         self._reuse = Reuse(core, self._lifecycle)

@@ -478,6 +478,8 @@ class Batch:
         ``requests``: those of the rows that are not padded. The caller has made room for the new tokens. ``named``: see
         ``Checkpointer.name_states``.
         """
+        if core.sanitizer is not None:
+            core.sanitizer.check(requests, before[: len(requests)].tolist())
         buffers.begin()
         self.core, self._schema, self._requests = core, schema, requests
         self._named = named

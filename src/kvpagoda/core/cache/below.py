@@ -34,6 +34,12 @@ class Hit(Protocol):
     ) -> None: ...
 
 
+class RowChecker(Protocol):
+    """Checks what a step reads, before it reads it: the ``Sanitizer`` of a cache."""
+
+    def check(self, requests: Many[Request], before: Many[int]) -> None: ...
+
+
 class NoTiers:
     """The tiers of a cache without any: nothing is stored, nothing is found."""
 

@@ -12,7 +12,7 @@ from itertools import chain
 from kvpagoda.arrays import Ids, are_media
 from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.blocks.sectors import Sectors
-from kvpagoda.core.cache.below import NoHandOvers, NoTiers
+from kvpagoda.core.cache.below import NoHandOvers, NoTiers, RowChecker
 from kvpagoda.core.cache.capacity import Capacity
 from kvpagoda.core.cache.counters import Counters
 from kvpagoda.core.cache.guard import Guard
@@ -67,6 +67,8 @@ class Core:
     ``dropped_fences``: the requests around which these fences are. Finalizers append to both, in any thread; ``Ending``
     empties them.
     """
+
+    sanitizer: RowChecker | None = None
 
     def __init__(self, plan: Plan, memory: NoMemory, settings: Settings) -> None:
         self.plan, self.memory, self.settings = plan, memory, settings

@@ -1,0 +1,215 @@
+"""``KVCache(sanitize=True)`` raises before a step that would read another's row or state, and at nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpagoda import CheckFailed, Identity, KVCache, Limits, Namespace, Schema
+from kvpagoda.tiers import disk_tier, host_tier
+
+pytest.importorskip("torch")
+pytest.importorskip("xxhash")
+
+_BASE: dict[str, Any] = dict(
+    vocab_size=1000, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+)  # fmt: skip
+HYBRID = Schema.from_hf_config(
+    dict(
+        _BASE, model_type="qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+    ),
+    dtype="float32",
+)  # fmt: skip
+WINDOW = Schema.from_hf_config(
+    dict(
+        _BASE, model_type="gemma3_text", num_hidden_layers=2, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    dtype="float32",
+)  # fmt: skip
+BLOCK = 16
+
+
+def cache_of(schema: Schema, **options: Any) -> Any:
+    return KVCache(schema, num_blocks=40, block_size=BLOCK, max_requests=4, device="cpu", sanitize=True, **options)
+
+
+def tokens(first: int, count: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(first).integers(0, 900, count).astype(np.int32)
+
+
+def compute(cache: Any, sequence: Any, text: np.ndarray[Any, Any], write: bool = False) -> None:
+    """Run ``sequence`` to the end of ``text``; ``write``: rows of their own for each token."""
+    while sequence.length < len(text):
+        begin = sequence.length
+        step = min(len(text) - begin, int(cache.step_limit(sequence)), 48)
+        batch = cache.batch([sequence], [step])
+        if write:
+            import torch
+
+            view = batch.layer(1)
+            rows = torch.from_numpy(text[begin : begin + step]).reshape(-1, 1, 1).expand(-1, 1, 16).float()
+            view.write(k=rows, v=rows + begin)
+        sequence.commit(text[begin : begin + step])
+
+
+def step(cache: Any, sequence: Any) -> None:
+    """Build the arrays of a step of one token."""
+    sequence.extend(1)
+    cache.batch([sequence], [1])
+
+
+@pytest.mark.parametrize("schema", [HYBRID, WINDOW], ids=["states", "window"])
+@pytest.mark.parametrize("tier", ["none", "host", "disk"])
+def test_clean_traffic_raises_nothing(schema: Schema, tier: str, tmp_path: Path) -> None:
+    tiers = {"none": (), "host": [host_tier("4MiB")], "disk": [disk_tier(tmp_path / "kv", "4MiB")]}[tier]
+    cache = cache_of(schema, tiers=tiers, limits=Limits(swap="1MiB"), identity=Identity("w"))
+    rng, hits = np.random.default_rng(1), 0
+    for turn in range(60):
+        text = np.concatenate([tokens(turn % 3, int(rng.choice([3, 64, 128]))), tokens(100 + turn, 9)])
+        with cache.open(text, ["a", None][turn % 2]) as sequence:
+            hits += sequence.cached_tokens
+            compute(cache, sequence, text, write=True)
+            child = sequence.fork()
+            child.suspend()
+            child.resume()
+            for one in (sequence, child):
+                step(cache, one)
+                one.commit([7])
+            child.close()
+    assert hits > 100 and (tier == "none" or cache.stats().tiers[0].loaded_tokens > 0)
+    cache.check()
+    cache.close()
+
+
+def _swapped_blocks(cache: Any) -> Any:
+    """Two blocks of a prompt change places in the block table."""
+    text = tokens(1, 60)
+    sequence = cache.open(text)
+    compute(cache, sequence, text)
+    cells = cache.core.groups[0].table.cells[sequence._request.slot]
+    cells[[0, 1]] = cells[[1, 0]]
+    return sequence
+
+
+def _one_token_too_long(cache: Any) -> Any:
+    """A request goes on after one token more than it was found to have."""
+    text = tokens(1, 64)
+    with cache.open(text) as sequence:
+        compute(cache, sequence, text)
+    sequence = cache.open(np.concatenate([text[:40], tokens(2, 20)]))
+    assert sequence.cached_tokens == 40
+    request = sequence._request
+    request.match, request.own_length = request.match._replace(resumable=41), 41
+    return sequence
+
+
+def _another_namespace(cache: Any) -> Any:
+    """A request shows a block with the same text of another namespace."""
+    text, slots = tokens(1, 64), []
+    for salt in "ab":
+        sequence = cache.open(text, Namespace(salt=salt))
+        compute(cache, sequence, text)
+        slots.append(sequence._request.slot)
+        step(cache, sequence)
+    cells = cache.core.groups[0].table.cells
+    cells[slots[1], 0] = cells[slots[0], 0]
+    return sequence
+
+
+def _freed_block(cache: Any) -> Any:
+    """A block is freed while a request uses it."""
+    text = tokens(1, 40)
+    sequence = cache.open(text)
+    compute(cache, sequence, text)
+    step(cache, sequence)
+    group = cache.core.groups[-1]
+    cache.core.memory.freed(group.index, group.held_places(sequence._request.slot)[-1:])
+    return sequence
+
+
+def _wrong_copy(cache: Any) -> Any:
+    """A fork copies a neighbour of the partial block."""
+    text = tokens(1, 40)
+    sequence = cache.open(text, reserve=64)
+    compute(cache, sequence, text)
+    memory = cache.core.memory
+    copy = memory.copy
+    memory.copy = lambda group, sources, targets, rows=None: copy(group, sources - 1, targets, rows)
+    try:
+        child = sequence.fork()
+        child.extend(1)
+    finally:
+        memory.copy = copy
+    return child
+
+
+FAULTS: list[Callable[[Any], Any]] = [
+    _swapped_blocks,
+    _one_token_too_long,
+    _another_namespace,
+    _freed_block,
+    _wrong_copy,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__.strip("_"))
+def test_a_planted_fault_is_found_before_the_step(plant: Callable[[Any], Any]) -> None:
+    cache = cache_of(Schema.from_hf_config(dict(_BASE, model_type="llama", num_hidden_layers=2), dtype="float32"))
+    sequence = plant(cache)
+    with pytest.raises(CheckFailed) as raised:
+        step(cache, sequence)
+    assert raised.value.needed != raised.value.available and raised.value.group == "full"
+
+
+def test_a_state_of_another_boundary_is_found() -> None:
+    cache, text = cache_of(HYBRID), tokens(1, 100)
+    with cache.open(text) as sequence:
+        compute(cache, sequence, text)
+    states = cache.core.states
+    restore = states.restore
+    with cache.open(tokens(2, 100)) as other:
+        compute(cache, other, tokens(2, 100))
+        wrong = np.array(
+            [cache.core.states.group.names_at(cache.core.states.group.held_places(other._request.slot))[0]]
+        )
+        states.restore = lambda copy, length, own: restore(wrong, length, own)
+        sequence = cache.open(np.append(text, 1))
+        assert sequence.cached_tokens > 0
+        with pytest.raises(CheckFailed) as raised:
+            cache.batch([sequence], [1])
+    assert raised.value.group == "state"
+
+
+def test_a_record_of_another_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier gives another record of the same size for a key."""
+    cache = cache_of(
+        Schema.from_hf_config(dict(_BASE, model_type="llama", num_hidden_layers=2), dtype="float32"),
+        tiers=[host_tier("4MiB", write="commit")],
+    )  # fmt: skip
+    for first in range(1, 14):
+        with cache.open(tokens(first, 64)) as sequence:
+            compute(cache, sequence, tokens(first, 64), write=True)
+    from_host = type(cache.core.memory).from_host
+
+    def shifted(memory: Any, group: int, ids: Any, table: Any, rows: Any) -> None:
+        from_host(memory, group, ids, table, [*rows[1:], rows[0]])
+
+    monkeypatch.setattr(type(cache.core.memory), "from_host", shifted)
+    sequence = cache.open(np.append(tokens(1, 64), 5))
+    assert sequence.cached_tokens == 64
+    with pytest.raises(CheckFailed):
+        cache.batch([sequence], [1])
+
+
+def test_it_costs_nothing_when_off() -> None:
+    cache = KVCache(WINDOW, num_blocks=40, block_size=BLOCK, device="cpu")
+    assert cache.core.sanitizer is None and type(cache.core.memory).__name__ == "DeviceMemory"
+    with pytest.raises(ValueError, match="sanitize"):
+        KVCache(WINDOW, num_blocks=40, sanitize=2)  # type: ignore[arg-type]
