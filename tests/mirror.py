@@ -66,5 +66,9 @@ def pairs(blocks: tuple[BlockIds, ...]) -> set[tuple[str, int]]:
 
 
 def cached_now(cache: Any) -> set[tuple[str, int]]:
-    core = cache.core
-    return {(group.plan.name, number) for group in core.groups for number in group.cached_ids().tolist()}
+    core, tree = cache.core, cache.core.prefix.tree
+    named = {(group.plan.name, number) for group in core.groups for number in group.cached_ids().tolist()}
+    numbers = (
+        [node.ids[tree.num_groups - 1] for node in tree.nodes()] if core.prefix.is_numbered else []
+    )  # of texts that no group keeps
+    return named | {("", number) for ids in numbers for number in ids.tolist()}

@@ -13,13 +13,13 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "text", "loading", "version", "upstream",
-    "arrays", "free_list", "pages", "namespace", "abc", "id_tensors", "formats", "layouts", "schema",
-    "core.blocks", "policies", "retention", "core.prefix", "core.lanes", "core.kernels", "core.memory", "tiers", "core.groups",
-    "core.cache", "recording", "core.offload", "handover", "core.handover", "core.batch", "core.sleeping",
-    "core.sanitizer", "hints", "events", "core.kv_cache", "core.worker", "core.scheduling", "core.probe", "kernels", "memory", "pools", "prefix",
-    "probe", "scheduling", "compat", "console",
-    "audit", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli", "__main__",
+    "errors", "units", "text", "loading", "version", "upstream", "arrays", "free_list", "pages", "namespace", "abc",
+    "id_tensors", "formats", "layouts", "schema", "core.blocks", "policies", "retention", "core.prefix", "core.lanes",
+    "core.kernels", "core.memory", "tiers", "core.groups", "core.cache", "recording", "core.offload", "handover",
+    "core.handover", "core.batch", "core.sleeping", "core.sanitizer", "hints", "events", "core.kv_cache",
+    "core.worker", "core.scheduling", "core.probe", "kernels", "memory", "pools", "prefix", "probe", "scheduling",
+    "compat", "console", "audit", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli",
+    "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "safetensors"}, "console": {"rich"}, "replay": {"matplotlib", "plotly"}, "cli": {"typer"},

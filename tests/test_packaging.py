@@ -125,7 +125,7 @@ def test_the_wheel_is_small_and_whole(built: Path) -> None:
     files = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
     files = {name for name in files if "__pycache__" not in name} | {"kvpagoda/commit.txt"}
     assert names == files
-    assert wheel.stat().st_size < 2_100_000
+    assert wheel.stat().st_size < 2_150_000
 
 
 def test_what_is_built_says_its_commit(built: Path, tmp_path: Path) -> None:
@@ -338,11 +338,12 @@ LIGHT = {
     "from kvpagoda import Schema": PLAN,
     "import kvpagoda.schema.presets": PLAN,
     "from kvpagoda.replay import Trace, hit_rate_curve, replay, working_set": {
-        "errors", "loading", "text", "units", "arrays", "free_list", "pages", "abc", "core", "policies", "core.prefix",
-        "prefix", "replay",
+        "errors", "loading", "text", "units", "arrays", "free_list", "pages", "abc", "core", "policies", "retention",
+        "core.prefix", "prefix", "replay",
     },
     "from kvpagoda import KVCache": {
-        *PLAN, "arrays", "free_list", "pages", "namespace", "abc", "policies", "tiers", "core", "core.blocks",
+        *PLAN, "arrays", "free_list", "pages", "namespace", "abc", "policies", "retention", "tiers", "core",
+        "core.blocks",
         "core.prefix", "core.memory", "core.groups", "core.cache", "core.batch", "core.kv_cache",
     },
 }  # fmt: skip

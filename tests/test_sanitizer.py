@@ -176,9 +176,7 @@ def test_a_state_of_another_boundary_is_found() -> None:
     restore = states.restore
     with cache.open(tokens(2, 100)) as other:
         compute(cache, other, tokens(2, 100))
-        wrong = np.array(
-            [cache.core.states.group.names_at(cache.core.states.group.held_places(other._request.slot))[0]]
-        )
+        wrong = states.names_at(states.held_places(other._request.slot))[:1]
         states.restore = lambda copy, length, own: restore(wrong, length, own)
         sequence = cache.open(np.append(text, 1))
         assert sequence.cached_tokens > 0
