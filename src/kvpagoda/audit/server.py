@@ -130,8 +130,8 @@ class Profile:
         return self.shared.get("chat" if ask.chat else "completion", 0)
 
     def by_chance(self, ask: Ask) -> int:
-        """Return how many tokens of ``ask`` may be cached though it is cold: those that every prompt begins with and, where hits
-        have no unit, the first few, with which another prompt may begin as well."""
+        """Return how many tokens of ``ask`` may be cached though it is cold: those that every prompt begins with and,
+        where hits have no unit, the first few, with which another prompt may begin as well."""
         return self.shared_by(ask) + (3 * self.per_symbol if self.unit == 1 else 0)
 
 
