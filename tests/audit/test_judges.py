@@ -73,6 +73,6 @@ def test_a_clean_server_has_no_findings(seed: int) -> None:
 
 
 def test_faults_that_no_list_names_are_found() -> None:
-    """Those of ``unlisted``. What is missed: chats that differ in roles alone, and one text that two requests compute at once."""
+    """Missed are chats that differ in roles alone, and one text that two requests compute at the same time."""
     found = [name for name, make in UNLISTED.items() if audited(make(seed=1), seed=1, host="2MiB").code == 1]
     assert len(found) >= 7, sorted({*UNLISTED} - {*found})
