@@ -207,6 +207,7 @@ LONG = {
         "test_benchmarks.py::test_a_folder_without_the_package_is_reported",
     "test_benchmarks.py::test_hybrid_layers_serve_the_same_requests":
         "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size",
+    "audit/test_judges.py::test_faults_that_no_list_names_are_found": "audit/test_judges.py::test_a_planted_fault_is_found",
     "test_cli.py::test_generate_runs_the_embedded_model":
         "test_cli.py::test_generate_with_a_tier_finds_it_again_the_next_time",
     "test_cli.py::test_generate_draws_several_answers_for_a_prompt":

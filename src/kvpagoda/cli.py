@@ -620,7 +620,8 @@ def audit(
     It asks prompts again, longer, shorter, at the same moment, after others, and compares the log-probabilities with those of
     runs that use nothing that is cached. It fills the server's cache. It takes minutes.
 
-    The exit code is 0 if nothing was found, 1 if something was, 2 if it cannot be judged. Ctrl-C reports what was seen so far.
+    The exit code is 0 if nothing was found, 1 if something was, 2 if it cannot be judged. Ctrl-C reports what was seen so far,
+    and exits with 130 if that is nothing.
     """
     from kvpagoda.audit.command import Options, run
 

@@ -271,7 +271,7 @@ class Engine:
         try:
             job.sequence = self.cache.open(
                 job.keys, job.namespace, capacity=0, reserve=min(len(text) + self.block, self.model.longest),
-                media=job.media, lookup=job.lookup and self.caches, publish=self.caches,
+                media=job.media, lookup=job.lookup and self.caches, publish=job.lookup and self.caches,
             )  # fmt: skip
         except RetryLater:
             return False

@@ -169,6 +169,22 @@ def test_ctrl_c_reports_what_was_seen(here: Command, tmp_path: Path, monkeypatch
     assert done.returncode == 1 and "The same prompt, asked again," in done.stdout
 
 
+def test_a_server_that_goes_away_cannot_be_judged(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rounds = Audit._rounds
+    with served() as fake:
+
+        def gone(audit: Audit) -> None:
+            audit.server.url = "http://127.0.0.1:1"
+            rounds(audit)
+
+        monkeypatch.setattr(Audit, "_rounds", gone)
+        done = here("audit", fake.url)
+    assert done.returncode == 2 and "Cannot be judged: the server does not answer any more" in done.stdout
+
+
 def test_the_page_is_shown_without_network(here: Command, tmp_path: Path) -> None:
     page = tmp_path / "audit.html"
     with served(BLATANT) as fake:

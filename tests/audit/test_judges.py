@@ -9,6 +9,7 @@ import pytest
 from fake_server import DIALECTS
 from judging import audited, clean_server
 from planted import PLANTED
+from unlisted import UNLISTED
 
 pytest.importorskip("httpx")
 
@@ -69,3 +70,9 @@ def test_a_clean_server_has_no_findings(seed: int) -> None:
     options = clean_server(seed)
     report = audited(seed=seed, max_requests=250, **options)
     assert not report.findings and report.code != 1, (options, [*report.lines()][:8])
+
+
+def test_faults_that_no_list_names_are_found() -> None:
+    """Missed are chats that differ in roles alone, and one text that two requests compute at the same time."""
+    found = [name for name, make in UNLISTED.items() if audited(make(seed=1), seed=1, host="2MiB").code == 1]
+    assert len(found) >= 7, sorted({*UNLISTED} - {*found})

@@ -80,6 +80,7 @@ class Results:
         skipped: probe -> why it was not made.
         num_counted: requests whose counter was looked at.
         is_partial: whether it was interrupted, or the server went away.
+        lost: why the server does not answer any more; empty: it does.
     """
 
     noise: Noise = field(default_factory=Noise)
@@ -90,6 +91,7 @@ class Results:
     num_counted: int = 0
     seconds: float = 0.0
     is_partial: bool = False
+    lost: str = ""
 
     def of_kind(self, *kinds: str) -> list[Trial]:
         """Return the trials of ``kinds`` that have a verdict."""
@@ -118,6 +120,8 @@ class Results:
 
     def why_not(self) -> str:
         """Return why nothing can be said; empty if something can."""
+        if self.lost:
+            return self.lost
         judged = len(self.of_kind(*KINDS))
         hits = sum(bool(trial.answer.cached) for trial in self.of_kind(*KINDS))
         if len(self.noise.same) < _LEAST_PAIRS or judged < _LEAST_JUDGED:
@@ -179,7 +183,7 @@ class Audit:
             self.server.stop()
         except Unanswered as error:
             results.is_partial = True
-            results.notes.append(f"the server does not answer any more: {error}")
+            results.lost = f"the server does not answer any more: {error}"
         except OutOfRequests:
             pass
         with suppress(OutOfRequests, Unanswered, KeyboardInterrupt):
@@ -258,7 +262,7 @@ class Audit:
         return json.dumps(self.server.body(ask.key, answers)[1])
 
     def _is_cold(self, ask: Ask, answer: Answer) -> bool:
-        return answer.cached is None or answer.cached <= self.server.profile.shared_by(ask)
+        return answer.cached is None or answer.cached <= self.server.profile.by_chance(ask)
 
     # -- cold twins --------------------------------------------------------------------------------------------------
 

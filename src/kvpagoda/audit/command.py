@@ -46,7 +46,8 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Audit, print and write what was found. Return the exit code: 0 clean, 1 findings, 2 cannot be judged.
+    """Audit, print and write what was found. Return the exit code: 0 clean, 1 findings, 2 cannot be judged, 130 after Ctrl-C
+    where nothing was found.
 
     Args:
         options: what is audited, and how.
@@ -82,7 +83,7 @@ def run(options: Options) -> int:
         audit.run()
         report = Report(audit, _findings(audit))
     _write(report, options)
-    return 130 if report.audit.results.is_partial and not report.findings else report.code
+    return 130 if server.is_stopped and not report.findings else report.code
 
 
 def _say(line: str) -> None:

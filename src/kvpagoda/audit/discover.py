@@ -232,7 +232,7 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
     """
     profile, is_chat = server.profile, server.profile.is_chat
     request = Ask(prompt(draw, profile, min(profile.longest, 4 * max(profile.unit, 16) + 3)), most=1, chat=is_chat)
-    path, body = server.body(request)
+    path, body = server.body(Ask(prompt(draw, profile, 16), most=1, chat=is_chat))  # not the prompt that is asked below
     takes = _refuses(server, path, {**body, "cache_salt": 7})  # it looks at the field, and wants a text
     server.learn(takes_salts=takes)
     for _ in range(2):
@@ -287,7 +287,7 @@ def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterat
         for _ in range(more):
             ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
         server.learn(churn=more)
-        if max((ask(mark).cached or 0) - profile.shared_by(mark) for mark in marks) <= 0:
+        if max((ask(mark).cached or 0) - profile.by_chance(mark) for mark in marks) <= 0:
             server.learn(churn=more + (more + 1) // 2, evicts=True)
             return
     said = f"after {server.profile.churn} other prompts of {profile.longest:,} tokens a prompt was still found"

@@ -129,6 +129,11 @@ class Profile:
         """Return how many tokens ``ask`` begins with that every prompt begins with."""
         return self.shared.get("chat" if ask.chat else "completion", 0)
 
+    def by_chance(self, ask: Ask) -> int:
+        """Return how many tokens of ``ask`` may be cached though it is cold: those that every prompt begins with and,
+        where hits have no unit, the first few, with which another prompt may begin as well."""
+        return self.shared_by(ask) + (3 * self.per_symbol if self.unit == 1 else 0)
+
 
 class Server:
     """A server at ``url``.
