@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from benchmarks.peers import Process
-from judges import judge
+from judges import Process, judge
 
 
 @pytest.fixture(scope="session")
