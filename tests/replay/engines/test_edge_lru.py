@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from judges import SGLANG, judge
+from judges import SGLANG
 from letters import hits, trace
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -67,11 +66,6 @@ def test_an_output_can_leave_without_its_prompt() -> None:
 def test_a_preempted_request_leaves_what_it_published_before() -> None:
     found = replay(trace("abcd", "efgh", output=9), 9, engine=SGLANG, block_size=4, at_once=2, step_tokens=8)
     assert found.preempted == 1 and found.never_fit == 0
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Process]:
-    yield from judge("sglang_oracle")
 
 
 @pytest.mark.parametrize("mode", [*oracle.SCHEDULES])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from judges import SGLANG, agreement, judge
+from judges import SGLANG, agreement
 from letters import trace
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -87,11 +86,6 @@ def test_no_block_is_lost(schedule: Schedule) -> None:
     cache.step_starts()
     cache.check()
     assert not served.never_fit and served.hits.sum() > 0 and cache.num_evicted > 0
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Process]:
-    yield from judge("sglang_oracle")
 
 
 of_the_engine = partial(agreement, {"name": "long branches", "limit": 100})
