@@ -42,7 +42,7 @@ COMMANDS = {
 }
 SERVES = {"router", "audit"}
 """Commands that serve until they are stopped, and answer in JSON: ``tests/events/test_router.py`` has the answers; and one
-that needs a server: ``tests/audit/test_cli.py``."""
+that needs a server: ``tests/audit/test_audit_command.py``."""
 NEEDS = {"top": "prometheus_client", "doctor": "torch", "generate": "transformers", "bench": "torch"}
 
 

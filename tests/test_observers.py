@@ -150,18 +150,18 @@ def test_tiers_hear_of_an_eviction_before_blocks_are_given_away_and_observers_at
     cache = cache_of(Late(), device="cpu", tiers=[host_tier("1MiB")])
     serve(cache, range(40))
     (group,), tiers = cache.core.groups, cache.core.tiers
-    stored, release = tiers.on_evicted, group.release
+    stored, free = tiers.on_evicted, group.free_blocks
 
     def on_evicted(freed: Any, is_stored: bool) -> None:
         happened.append("tiers")
         assert is_stored and np.isin(freed.blocks[0][1], group.free.held_ids()).all(), "nobody has them yet"
         stored(freed, is_stored)
 
-    def released(places: Any) -> None:
+    def freed_blocks(ids: Any) -> Any:
         happened.append("released")
-        release(places)
+        return free(ids)
 
-    tiers.on_evicted, group.release = on_evicted, released  # type: ignore[method-assign]
+    tiers.on_evicted, group.free_blocks = on_evicted, freed_blocks  # type: ignore[method-assign]
     happened.clear()
     with cache.open(range(100, 140)):
         assert happened[:2] == ["tiers", "released"] and happened[-2:] == ["told", "freed told"]

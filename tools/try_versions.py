@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = {
     "torch": "tests/test_batch.py tests/test_states.py tests/memory/test_arena.py tests/memory/test_pool.py",
     "disk": "tests/tiers/test_disk.py tests/tiers/test_records.py tests/tiers/test_keys.py",
+    "audit": "tests/audit/test_server.py tests/audit/test_audit_command.py",
     "redis": "tests/tiers/test_redis.py",
     "events": "tests/events/test_publisher.py tests/events/test_follower.py tests/events/test_own_router.py",
     "cli": "tests/test_console.py tests/test_cli.py -k 'not generate and not exit_code_2'",

@@ -72,7 +72,7 @@ class Miscount:
 class Results:
     """What an audit has seen.
 
-    Args:
+    Attributes:
         noise: of cold runs.
         trials: the judged requests.
         miscounts: those whose counter cannot be right.
@@ -83,15 +83,15 @@ class Results:
         lost: why the server does not answer any more; empty: it does.
     """
 
-    noise: Noise = field(default_factory=Noise)
-    trials: list[Trial] = field(default_factory=list)
-    miscounts: list[Miscount] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    num_counted: int = 0
-    seconds: float = 0.0
-    is_partial: bool = False
-    lost: str = ""
+    noise: Noise = field(init=False, default_factory=Noise)
+    trials: list[Trial] = field(init=False, default_factory=list)
+    miscounts: list[Miscount] = field(init=False, default_factory=list)
+    notes: list[str] = field(init=False, default_factory=list)
+    skipped: dict[str, str] = field(init=False, default_factory=dict)
+    num_counted: int = field(init=False, default=0)
+    seconds: float = field(init=False, default=0.0)
+    is_partial: bool = field(init=False, default=False)
+    lost: str = field(init=False, default="")
 
     def of_kind(self, *kinds: str) -> list[Trial]:
         """Return the trials of ``kinds`` that have a verdict."""
