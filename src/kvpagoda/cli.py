@@ -597,7 +597,7 @@ def audit(
     remote: Annotated[bool, typer.Option("--remote", help="allow an address that is not of this machine")] = False,
     cold: Annotated[
         str | None,
-        typer.Option(help="how a cold twin is made: salt, no-cache or churn (default: the first that works)"),
+        typer.Option(help="how a cold twin is made: salt, off or churn (default: the first that works)"),
     ] = None,
     after: Annotated[
         str | None, typer.Option(help="wait in the middle until you have done this, e.g. restart, and look again")

@@ -8,8 +8,8 @@ import numpy as np
 from fake_engine import Fault
 from fake_server import DIALECTS, MODEL, FakeServer
 
-from kvpagoda.audit.audit import Audit
 from kvpagoda.audit.findings import find
+from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.report import Report
 from kvpagoda.audit.server import Server
 

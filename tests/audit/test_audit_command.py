@@ -19,8 +19,9 @@ from planted import PLANTED
 
 from browser import chromium
 from json_schema import schema_of, violations
-from kvpagoda.audit import command
-from kvpagoda.audit.audit import Audit
+from kvpagoda.audit import audit, command
+from kvpagoda.audit.judge import Audit
+from kvpagoda.errors import BadInput
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 BLATANT, RESTART = "hit one token too long", "wrong after a restart"
@@ -67,6 +68,16 @@ def test_a_fault_is_found_shown_again_and_gone_when_it_is_mended(
     with served() as mended:
         good = here("audit", mended.url, "--replay", "finding-1.json")
         assert good.returncode == 0 and "seen in 0 of 20 runs" in good.stdout
+
+
+def test_a_program_may_call_it() -> None:
+    with served(BLATANT) as fake:
+        report = audit(fake.url, max_requests=220, seed=3)
+        assert report.code == 1 and fake.num_requests <= 220
+        assert violations(report.to_dict(), schema_of("audit")) == []
+    with pytest.raises(BadInput) as raised:
+        audit("http://127.0.0.1:1", cold="never")
+    assert raised.value.needed == "never"
 
 
 def test_after_the_user_has_done_something(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

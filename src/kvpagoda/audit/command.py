@@ -14,14 +14,14 @@ from time import sleep
 from typing import Any
 
 from kvpagoda import console
-from kvpagoda.audit.audit import Audit
 from kvpagoda.audit.findings import find, replay
+from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.report import Report, as_json
 from kvpagoda.audit.server import OutOfRequests, Server, Unanswered
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.text import json_of, text_in
 
-WAYS = ("salt", "no-cache", "churn")
+WAYS = ("salt", "off", "churn")
 """How a cold twin can be made."""
 _WAIT = 600  # seconds for a server to come back
 
@@ -45,6 +45,53 @@ class Options:
     timeout: float = 120.0
 
 
+def audit(
+    url: str,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    max_requests: int = 400,
+    remote: bool = False,
+    cold: str | None = None,
+    seed: int | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Audit the server at ``url`` from outside, as ``kvpagoda audit`` does. It fills the server's cache, and takes minutes.
+
+    Args:
+        url: the address of a server with the OpenAI interface, such as ``http://127.0.0.1:8000``.
+        model: the name of the model; None: the first that the server lists.
+        api_key: the key that is sent with each request.
+        max_requests: the most requests to send.
+        remote: allow an address that is not of this machine.
+        cold: how a cold twin is made: "salt", "off" or "churn"; None: the first that works.
+        seed: of the prompts; None: another one each time, so that none is cached.
+        timeout: seconds to wait for an answer.
+
+    Returns:
+        The report: ``code`` (0 clean, 1 findings, 2 cannot be judged), ``findings``, ``to_dict()``, ``page()`` (HTML) and
+        ``lines()``.
+
+    Raises:
+        BadInput: an argument or the server is of no use; no server answers.
+        MissingExtra: httpx is not installed.
+    """
+    seed = _checked(cold, max_requests, seed)
+    with Server(url, api_key, max_requests=max_requests, is_remote=remote, timeout=timeout) as server:
+        judge = Audit(server, seed, model=model, cold=cold)
+        judge.run()
+        return Report(judge, _findings(judge))
+
+
+def _checked(cold: str | None, max_requests: int, seed: int | None) -> int:
+    """Return ``seed``, or another one each time for None. Raises BadInput for the others."""
+    if cold not in (None, *WAYS):
+        raise unknown_name("way to make a prompt cold", cold, WAYS)
+    if max_requests < 1:
+        raise BadInput(f"--max-requests must be at least 1, got {max_requests}", field="--max-requests")
+    return random.SystemRandom().randrange(1 << 32) if seed is None else seed
+
+
 def run(options: Options) -> int:
     """Audit, print and write what was found. Return the exit code: 0 clean, 1 findings, 2 cannot be judged, 130 after Ctrl-C
     where nothing was found.
@@ -57,15 +104,11 @@ def run(options: Options) -> int:
         MissingExtra: httpx is not installed.
         OSError: a file cannot be written.
     """
-    if options.cold not in (None, *WAYS):
-        raise unknown_name("way to make a prompt cold", options.cold, WAYS)
-    if options.max_requests < 1:
-        raise BadInput(f"--max-requests must be at least 1, got {options.max_requests}", field="--max-requests")
+    seed = _checked(options.cold, options.max_requests, options.seed)
     data = None if options.replay is None else json_of(text_in(options.replay), f"{options.replay}: ")
     for path in (options.report, None if options.json in (None, "-") else Path(str(options.json))):
         if path is not None:
             path.open("a").close()
-    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     with (
         Server(
             options.url, _key(options.api_key_env), max_requests=options.max_requests, is_remote=options.remote,

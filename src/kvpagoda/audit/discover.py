@@ -225,7 +225,7 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
         server: the server, whose profile is filled.
         draw: where symbols come from.
         ask: asks, and keeps what is noticed.
-        wanted: "salt", "no-cache" or "churn"; None: the first that works.
+        wanted: "salt", "off" or "churn"; None: the first that works.
 
     Yields:
         what does not work, and what can be done about it.
@@ -237,7 +237,7 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
     server.learn(takes_salts=takes)
     for _ in range(2):
         ask(request)
-    shared, ways = profile.shared_by(request), {"salt": takes, "no-cache": False, "churn": True}
+    shared, ways = profile.shared_by(request), {"salt": takes, "off": False, "churn": True}
     if profile.counter:
         ways["salt"] = (ask(replace(request, salt=draw.salt())).cached or 0) <= shared
         if takes and not ways["salt"]:
@@ -247,7 +247,7 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
                 ask(other)
                 ask(replace(other, salt=draw.salt()))
         if not ways["salt"]:
-            ways["no-cache"] = (ask(replace(request, cold=True)).cached or 0) <= shared
+            ways["off"] = (ask(replace(request, cold=True)).cached or 0) <= shared
     if wanted is not None and not ways[wanted] and profile.counter and not takes:
         works = [way for way, is_it in ways.items() if is_it]
         raise BadInput(

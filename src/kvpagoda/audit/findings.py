@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpagoda.audit.audit import Audit, Miscount, Results, Trial, until
+from kvpagoda.audit.judge import Audit, Miscount, Results, Trial, until
 from kvpagoda.audit.probes import KINDS, PLAIN
 from kvpagoda.audit.prompts import Case, Draw
 from kvpagoda.audit.server import Answer, OutOfRequests, Profile, Unanswered
@@ -221,7 +221,7 @@ def _lines(audit: Audit, case: Case, answers: list[Answer | None], what: str) ->
         return lines
     last = [*case.asks()][-1]
     way = server.profile.cold
-    twin = replace(last, salt="never-used-before" if way == "salt" else last.salt, cold=way == "no-cache")
+    twin = replace(last, salt="never-used-before" if way == "salt" else last.salt, cold=way == "off")
     lines.append(f"# {what}" + (" (after other prompts have filled the cache):" if way == "churn" else ":"))
     lines.append(server.curl(twin, answers[: seen - 1]))
     return lines

@@ -11,8 +11,8 @@ from importlib.resources import files
 from typing import Any
 
 import kvpagoda
-from kvpagoda.audit.audit import Audit
 from kvpagoda.audit.findings import Finding
+from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.probes import KINDS
 from kvpagoda.audit.verdict import ERROR, LEAST, RATIO
 
@@ -120,7 +120,7 @@ class Report:
             + ("" if noise.by_tokens else f" nats; an answer counts as wrong over {noise.limit:.2g}"),
         )
         yield "cold twins", {
-            "salt": "a cache_salt that was never used", "no-cache": "cache_prompt: false",
+            "salt": "a cache_salt that was never used", "off": "cache_prompt: false",
             "churn": f"{profile.churn} other prompts before each",
         }.get(profile.cold, "none")  # fmt: skip
         if profile.unit:

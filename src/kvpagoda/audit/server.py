@@ -81,7 +81,7 @@ class Profile:
         has_salts: whether a ``cache_salt`` makes a prompt cold; None: not known.
         has_images: whether chats take pictures; None: not known.
         unit: hits are whole multiples of it; least: the shortest prompt that was found; 0: not known.
-        cold: how a cold twin is made: "salt", "no-cache" or "churn".
+        cold: how a cold twin is made: "salt", "off" or "churn".
         churn: how many prompts of ``longest`` tokens are asked to fill the cache.
         evicts: whether a prompt was found no more after these; it is found where there are tiers.
         num_blocks_tokens: tokens that the cache holds, as the server says; 0: it does not.

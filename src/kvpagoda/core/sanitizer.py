@@ -5,7 +5,7 @@
     batch            every row and state that the step reads has the provenance that its request expects, or CheckFailed
 
 A row depends on all tokens up to its own, so the provenance has a hash of them: a block of another text, an older weight
-epoch, a shifted window or a state of another length is found before a kernel reads it. It is a record of 24 bytes for
+epoch, a shifted window or a state of another length is found before a kernel reads it. It is a record of 20 bytes for
 each row, in host memory; nothing is read from the device, except that bytes which go below it are hashed, so that a load
 of the wrong record is found too. Each step costs O(tokens of its requests).
 """

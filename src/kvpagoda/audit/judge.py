@@ -142,7 +142,7 @@ class Audit:
         server: the server.
         seed: of the random prompts. Another one each time, so that nothing of an earlier audit is cached.
         model: the name of the model; None: the first that the server lists.
-        cold: how a cold twin is made: "salt", "no-cache" or "churn"; None: the first that works.
+        cold: how a cold twin is made: "salt", "off" or "churn"; None: the first that works.
         after: what the user does in the middle, e.g. "restart"; None: nothing.
         wait: is called with ``after``, and returns when it is done.
         say: is called with a line about what begins, before the cache is filled.
@@ -295,7 +295,7 @@ class Audit:
         return one.chat != other.chat or a[:1] == b[:1]
 
     def _cold(self, ask: Ask, answers: list[Answer | None], way: str) -> Answer | None:
-        twin = replace(ask.key, salt=self.draw.salt() if way == "salt" else None, cold=way == "no-cache")
+        twin = replace(ask.key, salt=self.draw.salt() if way == "salt" else None, cold=way == "off")
         answer = self._ask(twin, answers)
         return answer if self._is_cold(ask, answer) else None
 
