@@ -85,8 +85,13 @@ class Worker:
 class Router:
     """Follows the publishers of ``workers``, name -> (endpoint, replay endpoint), in a thread of its own.
 
-    ``secret``: that of their ``Identity``. ``topic``: that of their publishers. ``interval``: seconds between two polls.
-    Any thread may ask. Raises BadInput for an endpoint that ZMQ refuses, and if there are no workers.
+    Args:
+        secret: that of their ``Identity``.
+        topic: that of their publishers.
+        interval: seconds between two polls. Any thread may ask.
+
+    Raises:
+        BadInput: an endpoint that ZMQ refuses, and if there are no workers.
     """
 
     def __init__(
@@ -119,9 +124,13 @@ class Router:
         *,
         media: Mapping[int, bytes] | None = None,
     ) -> dict[str, Resumable]:
-        """Return by worker how many tokens of this prompt are cached, and how many a new request there need not compute.
+        """Return by worker how many tokens of this prompt are cached, and how many a new request there need not
+        compute.
 
-        As ``Follower.resumable``. O(n) for each worker. Raises BadInput.
+        As ``Follower.resumable``. O(n) for each worker.
+
+        Raises:
+            BadInput: an argument is out of range or of a wrong type.
         """
         found, tokens = {}, as_tokens(token_ids)
         for name, worker in self.workers.items():

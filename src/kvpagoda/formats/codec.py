@@ -35,16 +35,20 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
     front: new tensors on the device of ``x``. ``x`` is bfloat16, float16 or float32; ``raw`` takes any dtype and
     returns ``x`` itself. Packed formats encode ``x`` rounded to bfloat16, from which engines write them; their dialect
     decides about inf and NaN. In other encodings a group that holds inf or NaN gets codes of 0 and a NaN scale. The
-    kept elements are bit-exact if ``x`` is bfloat16. Raises BadInput for a wrong dtype, SchemaError for an unknown
-    encoding or a dim that does not divide into groups, LayoutError for one that a packed format does not hold.
-    O(elements).
+    kept elements are bit-exact if ``x`` is bfloat16. O(elements).
 
-    >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
-    >>> codes, inverse_scale = encode(Encoding("fp8"), x)
-    >>> codes.tolist(), inverse_scale.tolist()
-    ([[56, 192, 126, 48]], [1.0])
-    >>> decode(Encoding("fp8"), (codes, inverse_scale), torch.float32).tolist()
-    [[1.0, -2.0, 448.0, 0.5]]
+    Raises:
+        BadInput: a wrong dtype.
+        SchemaError: an unknown encoding or a dim that does not divide into groups.
+        LayoutError: one that a packed format does not hold.
+
+    Examples:
+        >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
+        >>> codes, inverse_scale = encode(Encoding("fp8"), x)
+        >>> codes.tolist(), inverse_scale.tolist()
+        ([[56, 192, 126, 48]], [1.0])
+        >>> decode(Encoding("fp8"), (codes, inverse_scale), torch.float32).tolist()
+        [[1.0, -2.0, 448.0, 0.5]]
     """
     if encoding.name == "raw":
         return (x,)
@@ -81,13 +85,17 @@ def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> T
     """Decode ``parts``, as ``encode`` returned them, to a tensor ``[..., dim]`` of ``dtype`` on their device.
 
     Each value is code times scale, computed in float32. A group that held inf or NaN decodes to NaN. The result is a
-    new tensor, except that ``raw`` may return its part itself. Raises BadInput for parts of the wrong number, dtype or
-    shape, SchemaError for an unknown encoding. O(elements).
+    new tensor, except that ``raw`` may return its part itself. O(elements).
 
-    >>> from kvpagoda.formats.encoding import MXFP4
-    >>> x = torch.arange(32.0)
-    >>> decode(MXFP4, encode(MXFP4, x), torch.float32)[24:].tolist()  # steps of 8: a 4-bit code and a scale of 8
-    [24.0, 24.0, 24.0, 24.0, 32.0, 32.0, 32.0, 32.0]
+    Raises:
+        BadInput: parts of the wrong number, dtype or shape.
+        SchemaError: an unknown encoding.
+
+    Examples:
+        >>> from kvpagoda.formats.encoding import MXFP4
+        >>> x = torch.arange(32.0)
+        >>> decode(MXFP4, encode(MXFP4, x), torch.float32)[24:].tolist()  # steps of 8: a 4-bit code and a scale of 8
+        [24.0, 24.0, 24.0, 24.0, 32.0, 32.0, 32.0, 32.0]
     """
     lead, dim = _check_parts(encoding, parts)
     if encoding.name == "raw":

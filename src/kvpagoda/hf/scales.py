@@ -34,12 +34,15 @@ _NOT_OF_TEXT = re.compile(r"(?:^|\.)(?:vision\w*|visual|audio\w*|mtp|draft\w*)\.
 
 
 def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
-    """Return the scales of K and V in the safetensors files of ``folder``, for the layers of ``schema`` with one scale a
-    tensor. Only the scales are read.
+    """Return the scales of K and V in the safetensors files of ``folder``, for the layers of ``schema`` with one scale
+    a tensor. Only the scales are read.
 
-    A layer with a scale of K alone, or one for both (``kv_scale``), uses it for both, as vLLM does. Raises BadInput if there
-    are no such files, and SchemaError, with the layers and numbers, for missing scales, and for those that are not one
-    number, not finite or not above 0, or that two names give differently.
+    A layer with a scale of K alone, or one for both (``kv_scale``), uses it for both, as vLLM does.
+
+    Raises:
+        BadInput: there are no such files.
+        SchemaError: with the layers and numbers, for missing scales, and for those that are not one number, not finite
+            or not above 0, or that two names give differently.
     """
     files = sorted(path_of(folder, "the folder of a checkpoint").glob("*.safetensors"))
     if not files:
@@ -74,10 +77,16 @@ def calibrated_scales(
     """Return the scales with which the largest |K| and |V| of each layer on ``texts`` become the largest code of
     ``kv_format``: amax / 448 for e4m3, amax / 57344 for e5m2.
 
-    ``texts``: token ids of each text. They run through ``model`` over a cache with raw rows, ``step`` tokens at once. The
-    rows that other texts have may be larger: these saturate. Raises BadInput without texts, SchemaError for a format
-    without such rows, and with the layer and the number if a layer's K or V is 0 or not finite in all texts. O(tokens)
-    forward work.
+    O(tokens) forward work.
+
+    Args:
+        texts: token ids of each text. They run through ``model`` over a cache with raw rows, ``step`` tokens at once.
+            The rows that other texts have may be larger: these saturate.
+
+    Raises:
+        BadInput: without texts.
+        SchemaError: a format without such rows, and with the layer and the number if a layer's K or V is 0 or not
+            finite in all texts.
     """
     check_model(model)
     dtype = str(model.dtype).removeprefix("torch.")

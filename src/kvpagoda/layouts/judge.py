@@ -46,11 +46,14 @@ class TensorSpec:
 class Verdict:
     """What a kernel does with given tensors. ``judge`` returns verdicts.
 
-    ``expect``: "ok", "reject" (it refuses), "copy" (it silently copies the cache on each call) or "garbage" (it reads
-    wrong bytes without an error). ``rule``, ``reason``, ``source`` and ``remedy`` are those of the first demand that is
-    not met. ``assumed``: facts that shapes cannot tell and that were not declared; they are taken to be as the kernel
-    demands. ``unused``: declared facts that no demand of this kernel uses. ``key``: hashable, and equal only for equal
-    kernel, tensors (strides included), architecture and declared facts. A cache of kernel plans must use it as its key.
+    Args:
+        expect: "ok", "reject" (it refuses), "copy" (it silently copies the cache on each call) or "garbage" (it reads
+            wrong bytes without an error). ``rule``, ``reason``, ``source`` and ``remedy`` are those of the first demand
+            that is not met.
+        assumed: facts that shapes cannot tell and that were not declared; they are taken to be as the kernel demands.
+        unused: declared facts that no demand of this kernel uses.
+        key: hashable, and equal only for equal kernel, tensors (strides included), architecture and declared facts. A
+            cache of kernel plans must use it as its key.
     """
 
     kernel: str
@@ -90,8 +93,11 @@ def judge(
     ``declared``  facts that shapes cannot tell: {"order": "VK"}, {"layout": "HND"}, {"dialect": "flashmla"}, ..; they
                   may also be given in ``tensors``, under the key "declared"
 
-    No kernel is loaded or run. Raises BadInput for an unknown kernel, architecture, tensor or dtype, for a missing
-    tensor that the kernel needs, and for shapes and strides of different lengths. O(demands).
+    No kernel is loaded or run. O(demands).
+
+    Raises:
+        BadInput: an unknown kernel, architecture, tensor or dtype, a missing tensor that the kernel needs or shapes and
+            strides of different lengths.
     """
     row = kernel(name)
     if isinstance(tensors, type) or not (isinstance(tensors, Mapping) or hasattr(tensors, "kernel_tensors")):

@@ -44,9 +44,12 @@ def pack(
     keys. For ``gqa_*``, D is ``2 * heads * head_dim`` (``head_dim`` None: 64), K of all heads, then V of all heads; the
     page stores head after head. ``dialect`` None: the format's default. Padding bytes inside the payload are 0.
 
-    Raises BadInput, before anything is allocated, for an unknown format or dialect, for another shape or dtype, and for
-    rows with inf or NaN if the dialect has no bytes for them. With ``refuse_nan`` it also raises if a reader of the
-    pages would see inf or NaN (a dialect without a floor turns a group of zeros into NaN). O(elements).
+    With ``refuse_nan`` it also raises if a reader of the pages would see inf or NaN (a dialect without a floor turns a
+    group of zeros into NaN). O(elements).
+
+    Raises:
+        BadInput: before anything is allocated, an unknown format or dialect, another shape or dtype or rows with inf or
+            NaN if the dialect has no bytes for them.
     """
     chosen = dialect_for_heads(format, dialect, head_dim)
     encoding = packed_row(format, dialect, head_dim)
@@ -76,12 +79,15 @@ def unpack(
     dtype: torch.dtype = torch.float32,
     head_dim: int | None = None,
 ) -> Tensor:
-    """Return the rows ``[pages, page_size, D]`` of ``dtype`` that uint8 ``pages`` ``[pages, payload]`` hold; the payload
-    may also be several axes, such as ``[pages, page_size, 1, bytes of a row]``.
+    """Return the rows ``[pages, page_size, D]`` of ``dtype`` that uint8 ``pages`` ``[pages, payload]`` hold; the
+    payload may also be several axes, such as ``[pages, page_size, 1, bytes of a row]``.
 
     An encoded element is code times scale, computed in float32; kept elements are returned unchanged. NaN stays NaN.
 
-    Raises BadInput for an unknown format or dialect, and for another shape or dtype. O(elements).
+    O(elements).
+
+    Raises:
+        BadInput: an unknown format or dialect or another shape or dtype.
     """
     encoding = packed_row(format, dialect, head_dim)
     packing = encoding.rules.packing

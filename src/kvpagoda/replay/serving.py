@@ -102,11 +102,19 @@ def serve(
 
     An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512), or for the number of tokens
     that the trace gives for it. The rest of a prompt, and every output, are tokens that no other request has, since
-    traces do not contain outputs. A step computes at most ``step_tokens`` of each request. ``part``: the numbers of the
-    requests to serve (None: all). ``tiers``: below the cache; without memory behind the cache a record is one page.
-    ``events``: see ``KVCache``. ``record``: a file for trace events (see ``kvpagoda.recording``), where a step takes a
-    millisecond. ``on_request`` is called with the number of finished requests. ``policy`` and ``settings`` (block_size,
-    shared, checkpoints, checkpoint_every, checkpoint_format): see ``kvpagoda.replay.setup.Setup``. Raises BadInput, NeverFits.
+    traces do not contain outputs. A step computes at most ``step_tokens`` of each request.
+
+    Args:
+        tiers: below the cache; without memory behind the cache a record is one page.
+        part: the numbers of the requests to serve (None: all).
+        events: see ``KVCache``.
+        record: a file for trace events (see ``kvpagoda.recording``), where a step takes a millisecond. ``on_request``
+            is called with the number of finished requests. ``policy`` and ``settings`` (block_size, shared,
+            checkpoints, checkpoint_every, checkpoint_format): see ``kvpagoda.replay.setup.Setup``.
+
+    Raises:
+        BadInput: an argument is out of range or of a wrong type.
+        NeverFits: a request does not fit into the empty cache.
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
     columns, clock = Trace.read(trace), Clock()
@@ -166,10 +174,15 @@ def serve_multi_worker(
     """``serve`` a trace with ``workers`` processes at once, with ``budget`` each; worker i modulo ``workers`` serves
     request i. Return one result for each worker.
 
-    ``store``: a tier that all workers share, as ``tier_from_text`` reads it. A block is a record in it, without the
-    bytes of rows. How many hits come from the store depends on the timing of the workers, as in production.
-    ``on_request`` is called with the number of finished requests. ``settings``: other arguments of ``serve``. Raises
-    BadInput, NeverFits.
+    Args:
+        store: a tier that all workers share, as ``tier_from_text`` reads it. A block is a record in it, without the
+            bytes of rows. How many hits come from the store depends on the timing of the workers, as in production.
+            ``on_request`` is called with the number of finished requests.
+        settings: other arguments of ``serve``.
+
+    Raises:
+        BadInput: an argument is out of range or of a wrong type.
+        NeverFits: a request does not fit into the empty cache.
     """
     workers = whole_number(workers, "workers", at_least=1, below=1025)
     from concurrent.futures import wait  # slow to load

@@ -164,15 +164,20 @@ def mooncake_driver(
 ) -> MooncakeDriver:  # fmt: skip
     """Return a driver for the Mooncake Store of ``master``: "host:port", or "etcd://.." for several masters.
 
-    ``segment``: how much memory this process adds to the store; 0 adds none and only uses the store. Records in the
-    segment are lost when the process ends. ``host``: the name by which other machines reach this one. ``protocol``:
-    "tcp", or "rdma" with ``devices``. **All its ports are open, on all addresses, to every host that reaches them**:
-    read the top of this file before using it.
-
     The buffer is registered once. If the master does not answer, the driver tries again in the background, and all
     calls are UNAVAILABLE until it does. A call can last seconds longer than its deadline, as the engine's timeouts
-    allow (they are set here unless the environment sets them): use it through a ``Tier``. Raises BadInput, and MissingExtra
-    if the engine is not installed, naming what is missing.
+    allow (they are set here unless the environment sets them): use it through a ``Tier``.
+
+    Args:
+        segment: how much memory this process adds to the store; 0 adds none and only uses the store. Records in the
+            segment are lost when the process ends.
+        host: the name by which other machines reach this one.
+        protocol: "tcp", or "rdma" with ``devices``. **All its ports are open, on all addresses, to every host that
+            reaches them**: read the top of this file before using it.
+
+    Raises:
+        BadInput: an argument is out of range or of a wrong type.
+        MissingExtra: the engine is not installed, naming what is missing.
     """
     try:
         segment_nbytes = parse_bytes(segment) if segment else 0

@@ -270,8 +270,11 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
     sentinels call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``. For a cluster, give
     any of its servers; while one of them fails, the keys of the others are served. Options of redis-py follow a ``?``:
     ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system resolves host names without a deadline; a ``Tier`` above the
-    driver still answers in time. Raises BadInput for another URL, for records of more than 512 MiB, and MissingExtra
-    without the package redis.
+    driver still answers in time.
+
+    Raises:
+        BadInput: another URL, records of more than 512 MiB.
+        MissingExtra: without the package redis.
     """
     if buffer.record_nbytes > _MOST_NBYTES:
         text = f"a value is at most {format_bytes(_MOST_NBYTES)}, a record is {format_bytes(buffer.record_nbytes)}"
