@@ -71,7 +71,7 @@ class LayerKind(Protocol):
         """Return this kind with ``scales`` of K and V, if its rows have one scale a tensor.
 
         Raises:
-            SchemaError: a dtype or form that the rows cannot have.
+            SchemaError: a scale is not finite or not above 0.
         """
         return self
 

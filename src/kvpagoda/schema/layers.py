@@ -103,12 +103,12 @@ class Group:
     def block_layout(
         self, block_size: int = 1, kernel_page: int | None = None, order: str = "block", multiple: int = ALIGN
     ) -> RowLayout:
-        """Return the record of one block: the layers one after another, repeated for each kernel page of the block.
+        """Return the record of one block: the layers one after another, repeated for each kernel page of the block. A
+        group of states ignores both sizes: its record is the state of one request, 0 bytes if no layer has a state.
 
         Args:
             block_size: tokens of the block.
-            kernel_page: tokens of one kernel page (None: the block is one page). A group of states ignores both: its
-                record is the state of one request, 0 bytes if no layer has a state.
+            kernel_page: tokens of one kernel page (None: the block is one page).
             order: see ``RowLayout.of``.
             multiple: see ``RowLayout.of``.
         """
