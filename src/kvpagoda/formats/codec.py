@@ -29,18 +29,23 @@ CHUNK = 1 << 17
 
 
 def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
-    """Encode ``x`` ``[..., dim]`` and return its parts.
+    """Encode ``x`` and return its parts, new tensors on its device. O(elements).
 
-    The parts are the tensors that ``encoding.parts((dim,), dtype)`` lists, each with the leading axes of ``x`` in
-    front: new tensors on the device of ``x``. ``x`` is bfloat16, float16 or float32; ``raw`` takes any dtype and
-    returns ``x`` itself. Packed formats encode ``x`` rounded to bfloat16, from which engines write them; their dialect
-    decides about inf and NaN. In other encodings a group that holds inf or NaN gets codes of 0 and a NaN scale. The
-    kept elements are bit-exact if ``x`` is bfloat16. O(elements).
+    Packed formats encode ``x`` rounded to bfloat16, from which engines write them; their dialect decides about inf and
+    NaN. In other encodings a group that holds inf or NaN gets codes of 0 and a NaN scale. The kept elements are
+    bit-exact if ``x`` is bfloat16.
+
+    Args:
+        encoding: of the rows.
+        x: ``[..., dim]``, bfloat16, float16 or float32; ``raw`` takes any dtype and returns ``x`` itself.
+
+    Returns:
+        the tensors that ``encoding.parts((dim,), dtype)`` lists, each with the leading axes of ``x`` in front.
 
     Raises:
         BadInput: a wrong dtype.
-        SchemaError: an unknown encoding or a dim that does not divide into groups.
-        LayoutError: one that a packed format does not hold.
+        SchemaError: an unknown encoding, or a dim that does not divide into groups.
+        LayoutError: a dim that a packed format does not hold.
 
     Examples:
         >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
@@ -82,10 +87,17 @@ def encode_by(rule: Rule, encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Decode ``parts``, as ``encode`` returned them, to a tensor ``[..., dim]`` of ``dtype`` on their device.
+    """Decode parts to a tensor ``[..., dim]`` on their device. O(elements).
 
-    Each value is code times scale, computed in float32. A group that held inf or NaN decodes to NaN. The result is a
-    new tensor, except that ``raw`` may return its part itself. O(elements).
+    Each value is code times scale, computed in float32. A group that held inf or NaN decodes to NaN.
+
+    Args:
+        encoding: of the rows.
+        parts: as ``encode`` returned them.
+        dtype: of the result.
+
+    Returns:
+        a new tensor, except that ``raw`` may return its part itself.
 
     Raises:
         BadInput: parts of the wrong number, dtype or shape.

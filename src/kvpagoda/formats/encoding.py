@@ -61,7 +61,7 @@ class Encoding:
     part of the identity of rows: engines whose dialects differ, even by a floor, cannot share rows.
 
     Raises:
-        SchemaError: unless it is a finite number above 0.
+        SchemaError: a scale that is not finite or not above 0.
         BadInput: an unknown dialect.
         LayoutError: a ``head_dim`` that the format cannot have.
 
@@ -134,7 +134,7 @@ class Encoding:
         """Return this encoding with ``scale`` for the whole tensor.
 
         Raises:
-            SchemaError: unless it is finite and above 0.
+            SchemaError: a scale that is not finite or not above 0.
         """
         return replace(self, scale=scale)
 
@@ -153,7 +153,7 @@ class Encoding:
         """How groups become scales and codes.
 
         Raises:
-            SchemaError: "raw", which has no rule, and unknown names.
+            SchemaError: "raw", which has no rule, or an unknown name.
         """
         if self.is_packed:
             return self.rules.rule

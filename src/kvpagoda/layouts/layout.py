@@ -77,7 +77,7 @@ class Layout:
         name: a label; layouts that differ only in it are equal and have the same fingerprint.
 
     Raises:
-        LayoutError: which names the rule, an expression that cannot be laid out.
+        LayoutError: an expression that cannot be laid out; the message names the rule.
 
     Examples:
         >>> layout = Layout.of("L B H N (k[D]:bfloat16 | v[D]:bfloat16)", L=2, B=3, N=4, H=2, D=4)
@@ -219,7 +219,7 @@ class Layout:
         """Return digit -> bytes from value to value, for the digits of a part, outermost first.
 
         Raises:
-            LayoutError: a layout that the rows cannot have.
+            LayoutError: the part is unknown; the message lists the known names.
         """
         return {fold.word: stride for fold, stride in self.place(part).strides}
 
@@ -351,8 +351,8 @@ class Layout:
         """Return the layout that ``to_json`` wrote. ``follows`` may be absent; if present, its values must be right.
 
         Raises:
-            LayoutError: with rule 'descriptor' for text that is not a layout, has another version, or has wrong values
-                in ``follows``.
+            LayoutError: text that is not a layout, has another version or wrong values in ``follows`` (rule
+                'descriptor').
         """
         try:
             data = json.loads(text)

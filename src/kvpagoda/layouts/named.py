@@ -106,7 +106,7 @@ def read(text: str) -> tuple[Layout, ...]:
     ``"pool.json,tp=4"``.
 
     Raises:
-        LayoutError: a layout that the rows cannot have.
+        LayoutError: text that is no name with sizes or layout.
         OSError: a file that cannot be read.
     """
     name, *given = text.split(",")

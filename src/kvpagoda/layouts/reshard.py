@@ -120,8 +120,8 @@ class ReshardPlan:
             threads: threads that share the copies (default: one for every 16 MiB, at most 4 and the number of cores).
 
         Raises:
-            BadInput: before anything is copied, a wrong number of memories or memory that is too short, read-only, or
-                overlaps.
+            BadInput: a wrong number of memories, or memory that is too short, read-only or overlaps; before anything is
+                copied.
         """
         given = _memories(sources, self.sources, "source"), _memories(targets, self.targets, "target")
         for number, target in enumerate(given[1]):
@@ -185,17 +185,17 @@ def reshard(
     source_slots: Slots = None,
     target_slots: Slots = None,
 ) -> ReshardPlan:
-    """Plan the copy of everything that ``target`` holds from ``source``: layouts, or lists of layouts by rank.
-
-    O(parts * pairs of ranks + spans).
+    """Plan the copy of everything that ``target`` holds from ``source``. O(parts * pairs of ranks + spans).
 
     Args:
+        source: a layout, or a list of layouts by rank.
+        target: a layout, or a list of layouts by rank.
         source_slots: int ``[n]``, the token slot (block * tokens of a block + offset) of the i-th token on that side,
             the same on every rank; default: all tokens in order.
         target_slots: as ``source_slots``.
 
     Raises:
-        LayoutError: the content differs (rule 'content': parts, dtypes, axes, sizes, format), if the ranks do not hold
+        LayoutError: the content differs (rule 'content': parts, dtypes, axes, sizes, format), the ranks do not hold
             everything exactly once ('shards'), or the dialect cannot be changed ('dialect').
         BadInput: slots out of range.
     """

@@ -64,10 +64,10 @@ class Page:
 
     Args:
         rows: names of the rows in it.
-        nbytes: start and length of the range in the record.
+        nbytes: length of its range in the record.
         places: their fields.
         multiple: kernels demand that the bytes from page to page are a multiple of it.
-        offset: start and length of the range in the record.
+        offset: start of its range in the record, in bytes.
         axes: kernels' names for the axes of a row.
         packed: the shape of packed rows in bytes; () for other rows.
     """
