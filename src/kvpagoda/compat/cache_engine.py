@@ -140,8 +140,11 @@ class CacheEngine:
         """Copy whole blocks of every layer within the device; one source may go to several destinations.
 
         Args:
-            src_to_dsts: int64 ``[n, 2]``, (device block, device block) pairs. Raises as ``swap_in``, and NotOwned for a
-                block that is both a source and a destination, before anything is copied.
+            src_to_dsts: int64 ``[n, 2]``, (device block, device block) pairs.
+
+        Raises:
+            NotOwned: as ``swap_in``, and a block that is both a source and a destination; before anything is copied.
+            BadInput: as ``swap_in``.
         """
         self._move(self._gpu, self._gpu, src_to_dsts, wait=False)
 

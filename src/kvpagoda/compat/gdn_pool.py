@@ -107,7 +107,7 @@ class GDNPool:
         """Set all states of these slots (int, sequence or integer tensor) to zero. O(bytes).
 
         Raises:
-            NotOwned: not held by the caller.
+            NotOwned: a slot out of range.
         """
         self.arena.reset(integers(req_pool_indices, "slots").reshape(-1))
 

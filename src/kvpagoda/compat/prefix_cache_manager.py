@@ -99,7 +99,7 @@ class PrefixCacheManager:
         """Take one more reference on ``token_ids``; a use of them.
 
         Raises:
-            NotOwned: unless all of them are cached.
+            NotOwned: they are not all cached.
         """
         match = self._cached(token_ids)
         self._tree.touch(match)
@@ -109,7 +109,7 @@ class PrefixCacheManager:
         """Drop one reference on exactly ``token_ids``, then evict down to the capacity.
 
         Raises:
-            NotOwned: no room; nothing changed, if there is no such reference.
+            NotOwned: there is no such reference; nothing changed.
         """
         key = as_tokens(token_ids).tobytes()
         leases = self._leases.get(key)

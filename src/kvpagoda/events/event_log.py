@@ -104,13 +104,14 @@ class Followed:
 
 
 class EventLog(CacheObserver):
-    """The changes of one cache, ``KVCache(events=EventLog())``, until ``take`` removes them.
+    """The changes of one cache, ``KVCache(events=EventLog())``, until ``take`` removes them. One thread may use the
+    cache while another calls ``take``.
 
     Args:
-        capacity: the most records that wait. One thread may use the cache while another calls ``take``.
+        capacity: the most records that wait.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a ``capacity`` out of range.
     """
 
     def __init__(self, capacity: int = 65_536) -> None:

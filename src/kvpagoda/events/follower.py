@@ -47,7 +47,10 @@ class Follower:
     restart of the publisher is detected from its batches. Not for use from several threads at once.
 
     Args:
-        secret: that of its ``Identity``, at most 64 bytes, otherwise BadInput.
+        secret: that of its ``Identity``, at most 64 bytes.
+
+    Raises:
+        BadInput: a longer ``secret``.
     """
 
     def __init__(self, secret: bytes = b"") -> None:

@@ -36,22 +36,25 @@ _LINGER = 200  # milliseconds that a closed socket may still use to send its mes
 
 
 class Publisher:
-    """Sends the events of the cache of ``log`` from a thread of its own, as vLLM's publisher does.
+    """Sends the events of one cache from a thread of its own, as vLLM's publisher does. Make it between calls of the
+    cache.
+
+    Who can connect reads the tokens of all prompts: serve other hosts ("tcp://*:5557") only where nobody else reaches
+    the port. A log line says what was bound and connected to.
 
     Args:
-        endpoint: None: port 5557 of the loopback, bound. Others are bound, or connected to, as ``bind`` says; None: by
-            vLLM's rule, bound if it has ``*``, ``::`` or 0.0.0.0, or is ``ipc:`` or ``inproc:``, otherwise connected
-            to. Subscribers connect to endpoints that are bound.
-        replay: the endpoint, always bound, where subscribers ask for batches again; None: no replay. A log line says
-            what was bound and connected to. Who can connect reads the tokens of all prompts: serve other hosts
-            ("tcp://*:5557") only where nobody else reaches the port.
+        log: the events of the cache.
+        endpoint: None: port 5557 of the loopback, bound. Subscribers connect to endpoints that are bound.
+        replay: the endpoint, always bound, where subscribers ask for batches again; None: no replay.
+        bind: whether ``endpoint`` is bound or connected to; None: by vLLM's rule, bound if it has ``*``, ``::`` or
+            0.0.0.0, or is ``ipc:`` or ``inproc:``, otherwise connected to.
         interval: the most seconds between two batches.
         keep: how many batches can be replayed.
         rank: that of data parallelism.
-        encoding: see ``EventStream``. Make it between calls of the cache.
+        encoding: see ``EventStream``.
 
     Raises:
-        BadInput: an endpoint that ZMQ refuses.
+        BadInput: an argument out of range, or an endpoint that ZMQ refuses.
     """
 
     def __init__(
@@ -148,11 +151,12 @@ class Publisher:
 
 class Subscriber:
     """Receives the messages of a ``Publisher``, asks for missing ones, and feeds them to ``follower``, which you query.
-
-    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which may start later.
+    For use from one thread.
 
     Args:
-        context: whose sockets it uses; None: one of its own. For use from one thread.
+        endpoint: that of the publisher, which may start later.
+        replay_endpoint: the publisher's ``replay``.
+        context: whose sockets it uses; None: one of its own.
 
     Raises:
         BadInput: an endpoint that ZMQ refuses.

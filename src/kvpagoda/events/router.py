@@ -83,15 +83,16 @@ class Worker:
 
 
 class Router:
-    """Follows the publishers of ``workers``, name -> (endpoint, replay endpoint), in a thread of its own.
+    """Follows the publishers of ``workers``, name -> (endpoint, replay endpoint), in a thread of its own. Any thread
+    may ask.
 
     Args:
         secret: that of their ``Identity``.
         topic: that of their publishers.
-        interval: seconds between two polls. Any thread may ask.
+        interval: seconds between two polls.
 
     Raises:
-        BadInput: an endpoint that ZMQ refuses, and if there are no workers.
+        BadInput: an endpoint that ZMQ refuses, or no workers.
     """
 
     def __init__(

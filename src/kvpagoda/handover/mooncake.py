@@ -34,7 +34,7 @@ class MooncakeEngine:
 
     Raises:
         BadInput: the engine cannot be set up.
-        MissingExtra: without it.
+        MissingExtra: the engine is not installed.
     """
 
     def __init__(

@@ -22,11 +22,11 @@ _MOST_OPEN = 16
 
 
 class SharedMemory:
-    """A ``Transfer`` over shared memory.
+    """A ``Transfer`` over shared memory. The processes must see each other in ``/proc``: one user, one namespace of
+    processes.
 
     Args:
-        nbytes: of the exported memory, as a number or as text such as ``"1GiB"``; 0 on a side that only receives. The
-            processes must see each other in ``/proc``: one user, one namespace of processes.
+        nbytes: of the exported memory, as a number or as text such as ``"1GiB"``; 0 on a side that only receives.
 
     Raises:
         BadInput: on systems without ``memfd_create``.

@@ -99,7 +99,7 @@ class Ticket:
         """Return one ticket for all source ranks from theirs, in any order. It expires with the first of them.
 
         Raises:
-            TicketRefused: unless all are of one request, and there is one of each rank.
+            TicketRefused: they are of several requests, or one of a rank is missing.
         """
         if not tickets or any(len(one.ranks) != 1 for one in tickets):
             raise TicketRefused(f"join the tickets of 1 to {MOST_RANKS} ranks, one each; got {len(tickets)}")
@@ -156,11 +156,14 @@ class Ticket:
 
     @classmethod
     def from_json(cls, text: str | bytes, key: bytes = b"") -> Ticket:
-        """Return the ticket in ``text``.
+        """Return the ticket in a text.
+
+        Args:
+            text: what ``to_json`` returned.
+            key: the one that it was signed with; without one any signature is accepted.
 
         Raises:
-            TicketRefused: unless it is one, of this version, and signed with ``key``; without a key any signature is
-                accepted.
+            TicketRefused: no ticket, another version, or a signature of another key.
         """
         try:
             data = json.loads(text)

@@ -108,17 +108,20 @@ class Generator:
     cached, so that no request starts from rows of older weights. ``kvpagoda.hf.weights.WeightsWatch`` says which
     changes it notices; after others call ``invalidate``. Requests that run meanwhile keep the rows that they have.
 
+    ``num_preempted`` counts preempted requests, ``num_swapped`` those of them that were suspended. A text that grows
+    past a switch of the model's position encodings (``rope_switch``) is computed again and counts as preempted too.
+
     Args:
         model: a transformers causal language model. It is put in eval mode and otherwise not changed between steps.
             Where an answer ends, and what changes its logits (``repetition_penalty`` and others), is read from its
             ``generation_config``, as its own ``generate`` does.
         budget: memory of the cache, bytes or text; ignored if ``cache_arguments`` have ``num_blocks``.
         prefill_chunk: the most prompt tokens of one request in one step.
-        lookup: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass.
-            The output tokens are the same. Rejected tokens are never committed. In a model with recurrent or
-            convolution states a request has ``lookup`` more states, and a pass runs the modules that update them once
-            for each token. None are proposed where these modules are not known (RWKV, xLSTM, Inkling, Qwen4-Exp).
-            ``num_proposed`` and ``num_accepted`` count tokens.
+        lookup: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass;
+            the output stays the same, and rejected tokens are never committed. With recurrent or convolution states a
+            request has ``lookup`` more of them, and a pass runs the modules that update them once for each token; where
+            these are not known (RWKV, xLSTM, Inkling, Qwen4-Exp) none are proposed. ``num_proposed`` and
+            ``num_accepted`` count.
         draft: a small transformers model with the same vocabulary, which proposes the tokens instead: ``lookup`` at a
             time, or ``DRAFTED`` if that is 0. The output tokens are the same. Its layers are draft layers of the same
             cache (``Schema.drafted_by``), so what is found of a text is found of both.
@@ -126,11 +129,8 @@ class Generator:
             request to preempt. It starts again later, and its tokens stay the same. None: a request starts only when
             there is room for all of it.
         preemption_mode: maps expected costs to the way to preempt: compute again, suspend in part, or suspend as a
-            whole. The default takes the cheapest, from measured times of steps and copies. ``num_preempted`` counts
-            preempted requests, ``num_swapped`` those of them that were suspended. A text that grows past a switch of
-            the model's position encodings (``rope_switch``) is computed again and counts as preempted too.
-        kv_format: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and ``calibrated_scales`` return
-            scales.
+            whole. The default takes the cheapest, from measured times of steps and copies.
+        kv_format: see ``Schema.from_hf_config``.
         kv_scales: as ``kv_format``.
         layout: as ``kv_format``.
         cache_arguments: all other arguments of ``KVCache``. Of these ``limits.step_checkpoints`` is 16 by default where
@@ -223,7 +223,7 @@ class Generator:
 
         Raises:
             BadInput: an argument is out of range or of a wrong type.
-            NeverFits: at once.
+            NeverFits: the prompt and its answer do not fit into the empty cache.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
         if len(ids) == 0:
@@ -312,8 +312,9 @@ class Generator:
                 self._queue.remove(answer)
 
     def invalidate(self, weights: str | None = None) -> None:
-        """Stop reuse of all that is cached: the model computes other rows than before. Needed only after changes that
-        are not noticed, see the class. Requests that run continue.
+        """Stop reuse of all that is cached, as the model computes other rows than before; requests that run continue.
+
+        Needed only after changes that are not noticed, see the class.
 
         Args:
             weights: see ``KVCache.invalidate``.

@@ -60,18 +60,19 @@ class PagedCache(Cache):  # type: ignore[misc]
     do what they did before. They take it as ``cache`` or ``past_key_values`` in every version of transformers.
 
     Args:
+        model: a transformers causal language model.
         budget: memory, bytes or text; ignored if ``cache_arguments``, the arguments of ``KVCache``, have
             ``num_blocks``. The cache must hold all rows of a batch at once (with beam search twice as many rows), and
             ``max_requests`` must allow them: else ``generate`` raises OutOfBlocks or RetryLater, and the cache stays
             usable.
         prefill_chunk: the most tokens of one text in one step.
-        kv_format: see ``Schema.from_hf_config``. ``model``, ``cache``: the model, and its ``KVCache``.
+        kv_format: see ``Schema.from_hf_config``.
         kv_scales: see ``Schema.from_hf_config``.
 
     Raises:
         BadInput: an argument is out of range or of a wrong type.
         SchemaError: a model with unknown layers.
-        NeverFits: a request does not fit into the empty cache.
+        NeverFits: a budget too small for one request.
 
     Examples:
         >>> from kvpagoda.hf.embedded import embedded_model
@@ -154,7 +155,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Let row ``i`` continue the text of row ``beam_idx[i]``: blocks are shared, tails are copied.
 
         Raises:
-            RetryLater: without slots or room for the copies, and changes nothing.
+            RetryLater: no slots or room for the copies; nothing changed.
         """
         chosen, forks, used = [self._rows[i] for i in beam_idx.tolist()], list[Sequence](), set[Row]()
         rows = list[Row]()
@@ -196,8 +197,9 @@ class PagedCache(Cache):  # type: ignore[misc]
     # -- its steps ---------------------------------------------------------------------------------------------------
 
     def invalidate(self, weights: str | None = None) -> None:
-        """Stop reuse of all that is cached: the model computes other rows than before. Needed only after changes that
-        are not noticed, see the class.
+        """Stop reuse of all that is cached, as the model computes other rows than before.
+
+        Needed only after changes that are not noticed, see the class.
 
         Args:
             weights: see ``KVCache.invalidate``.
@@ -209,14 +211,17 @@ class PagedCache(Cache):  # type: ignore[misc]
         return self.cache.stats()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutputWithPast:
-        """Compute ``input_ids`` ``[B, S]``: whole texts if no batch runs, else the next tokens of each row.
-        ``attention_mask`` ``[B, S or more]``: 0 for padding on the left of whole texts.
+        """Compute whole texts if no batch runs, else the next tokens of each row. On any error all rows end.
+
+        Args:
+            input_ids: ``[B, S]``.
+            attention_mask: ``[B, S or more]``, 0 for padding on the left of whole texts.
 
         Returns:
             this cache, and ``logits`` float ``[B, 1, vocab]`` after the last token of each row.
 
         Raises:
-            BadInput: ; on any error all rows end.
+            BadInput: an argument is out of range or of a wrong type.
         """
         ids = input_ids.cpu().numpy()
         if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):

@@ -48,10 +48,12 @@ class Text(NamedTuple):
 class Hints(CacheObserver):
     """The hints of one cache: ``KVCache(hints=Hints(..))``; without it the cache makes one when the first hint comes.
 
+    No hint makes a call of the cache wait or fail. Hints are no state that can be lost: after ``reset`` and after a
+    restart there are none.
+
     Args:
         clock: returns seconds, by which promises expire: real ones (default), or those of a trace.
-        limits: see ``HintLimits``. No hint makes a call of the cache wait or fail. Hints are no state that can be lost:
-            after ``reset`` and after a restart there are none.
+        limits: see ``HintLimits``.
 
     Examples:
         >>> from kvpagoda import KVCache, Schema

@@ -106,7 +106,7 @@ def read(text: str) -> tuple[Layout, ...]:
     ``"pool.json,tp=4"``.
 
     Raises:
-        LayoutError: text that is no name with sizes or layout.
+        LayoutError: text that is neither a known name with sizes nor a stored layout.
         OSError: a file that cannot be read.
     """
     name, *given = text.split(",")

@@ -44,7 +44,7 @@ class CacheCollector(Collector):
 
     Raises:
         BadInput: an argument is out of range or of a wrong type.
-        MissingExtra: the package is not installed.
+        MissingExtra: ``prometheus_client`` is not installed.
     """
 
     def __init__(

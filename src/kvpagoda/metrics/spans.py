@@ -107,7 +107,7 @@ def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tr
             for an engine with many requests: a span costs tens of microseconds, even if a provider samples it away.
 
     Raises:
-        BadInput: the cache is traced already.
+        BadInput: a wrong argument, or the cache is traced already.
         MissingExtra: the package is not installed.
     """
     return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)

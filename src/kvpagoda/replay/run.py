@@ -175,15 +175,20 @@ def hit_rate_curve(
     on_progress: Told | None = None,
     on_result: Callable[[ReplayResult], object] | None = None,
 ) -> list[ReplayResult]:
-    """Return the results of ``replay`` at every capacity, in blocks, for every policy; capacities are the outer loop.
+    """Return the results of ``replay`` at every capacity for every policy; capacities are the outer loop.
+
+    ``lru`` and ``opt`` are computed from the stretches of one pass; other policies run in ``jobs`` processes at once
+    (with more than one, a script needs ``if __name__ == "__main__"``).
 
     Args:
+        capacities: in blocks.
         policies: names, or classes of your own, which are called for each capacity; an object serves one capacity
-            alone. ``lru`` and ``opt`` are computed from the stretches of one pass; other policies run in ``jobs``
-            processes at once (with more than one, a script needs ``if __name__ == "__main__"``).
+            alone.
         warm_up: see ``replay``.
-        reuse: the stretches of this trace, if they are known already. ``on_result`` is called with each result as it is
-            there, in any order: after an interrupt (Ctrl-C) these are what was done.
+        jobs: processes.
+        reuse: the stretches of this trace, if they are known already.
+        on_result: called with each result as it is there, in any order: after an interrupt (Ctrl-C) these are what was
+            done.
 
     Raises:
         BadInput: a wrong argument, before anything runs.

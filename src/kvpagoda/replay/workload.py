@@ -61,7 +61,7 @@ def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4
         shares: weights of chats, agents and shared prompts among the sessions.
 
     Raises:
-        BadInput: at the first request.
+        BadInput: an argument out of range, at the first request.
     """
     weights = np.asarray(shares, np.float64)
     if block_size < 1 or seed < 0:

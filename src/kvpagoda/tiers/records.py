@@ -98,7 +98,10 @@ def _fields(header: bytes) -> tuple[Any, ...] | None:
 
 
 class RecordBuffer:
-    """``num_records`` records, each on pages of its own, that drivers read and write.
+    """``num_records`` records, each on pages of its own, that drivers read and write. Thread-safe.
+
+    ``acquire`` takes records and ``release`` returns them, at any time: a record that a driver still uses is handed out
+    again only after the driver has finished with it.
 
     A record lies at a *place* of ``records``, at first the place of its number. A driver that keeps records in memory
     of this process has the buffer ``extend`` by as many places as it keeps, and then copies none: it keeps the place of
@@ -108,9 +111,7 @@ class RecordBuffer:
 
     Args:
         memory: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, page-locked for example;
-            or a function that returns so many bytes; allocated here by default. ``acquire`` takes records and
-            ``release`` returns them, at any time: a record that a driver still uses is handed out again only after the
-            driver has finished with it. Thread-safe.
+            or a function that returns so many bytes; allocated here by default.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class RecordBuffer:
         the first use of a place.
 
         Args:
-            place: was kept until now (None: nothing), and is idle when no record shows it any more.
+            place: what was kept until now (None: nothing), and is idle when no record shows it any more.
         """
         with self._lock:
             kept = self._places[row]
@@ -232,7 +233,8 @@ class RecordBuffer:
         """Take ``n`` records for ``owner`` (see ``owners``). O(n).
 
         Raises:
-            OutOfBlocks: or BadInput, taking none.
+            OutOfBlocks: fewer are free; none is taken.
+            BadInput: ``n`` is out of range; none is taken.
         """
         count = whole_number(n, "the number of records to take")
         with self._lock:
@@ -263,7 +265,7 @@ class RecordBuffer:
         """Let ``owner`` be the one of ``rows``. O(n).
 
         Raises:
-            NotOwned: like ``release``.
+            NotOwned: one is not acquired or is named twice; then nothing changes.
         """
         with self._lock:
             self._prove_out(rows)
@@ -307,7 +309,7 @@ class RecordBuffer:
         """Prove that each record is free, acquired, or released and still in use.
 
         Raises:
-            CheckFailed: something is wrong; the message says what.
+            CheckFailed: a record is none of these.
         """
         with self._lock:
             self._free.check()

@@ -139,13 +139,15 @@ def mooncake_tier(master: str, **settings: Any) -> TierSpec:
 
 
 def tier_from_text(text: str, **settings: Any) -> TierSpec:
-    """Return the tier that ``text`` describes on a command line.
+    """Return the tier that a text on a command line describes.
 
-    ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``redis+sentinel://..``,
-    ``mooncake://HOST:PORT``.
+    Args:
+        text: ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``,
+            ``redis+sentinel://..``, ``mooncake://HOST:PORT``.
+        settings: those of ``TierSpec``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: another text, or a setting out of range.
     """
     kind, _, rest = name_of(text, "a tier, as on a command line,").partition(":")
     if kind == "host":

@@ -82,9 +82,10 @@ class Tier:
     threads of their own, every ``pause`` seconds; one store or discard of the caller passes ``pause`` seconds later and
     at intervals that double, or as soon as a probe succeeded. One success ends this.
 
+    Callbacks of futures run in the tier's threads and must be short. In a forked child the tier is closed.
+
     Args:
-        checksum: whether payloads get one; only records in memory of this process may do without. Callbacks of futures
-            run in the tier's threads and must be short. In a forked child the tier is closed.
+        checksum: whether payloads get one; only records in memory of this process may do without.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Tier:
 
         Raises:
             BadInput: an argument is out of range or of a wrong type.
-            NotOwned: a wrong argument, before anything is done.
+            NotOwned: rows that are not acquired, before anything is done.
         """
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
@@ -146,7 +147,7 @@ class Tier:
 
         Raises:
             BadInput: an argument is out of range or of a wrong type.
-            NotOwned: a wrong argument, before anything is done.
+            NotOwned: rows that are not acquired, before anything is done.
         """
         return self._start("load", keys, rows, deadline, partial(self._load, self.fingerprint))
 

@@ -74,22 +74,23 @@ def replay_engine(
     retention: int | None = 0,
     on_request: Callable[[int], None] | None = None,
 ) -> EngineResult:
-    """Serve a trace with the cache of ``engine``, a name of ``PROFILES``, of ``capacity_blocks`` blocks of
-    ``block_size`` tokens.
+    """Serve a trace with the cache of an engine, and count what each prompt finds.
 
-    Requests run in their order, ``at_once`` of them at once, of each ``step_tokens`` tokens in a step, or of all of
-    them if ``shared`` (see ``Schedule``); their times are not used. The rest of a prompt that has no id, and every
-    output, are tokens that no other request has. ``on_request`` is called after each step with the number of finished
-    requests.
+    Requests run in their order; their times are not used. The rest of a prompt that has no id, and every output, are
+    tokens that no other request has.
 
     Args:
-        groups: the groups of layers of the model, which share the blocks (default: full attention). vLLM has all kinds;
-            SGLang windows of one size, or states, beside full attention, for which it sets blocks apart
-            (``edge_windows.pools``, ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its
-            ``state_cache`` of so many blocks.
-        retention: vLLM's ``prefix_cache_retention_interval``: of windows and states only what is needed to resume where
-            a prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere
-            else; None: all).
+        engine: a name of ``PROFILES``.
+        capacity_blocks: of ``block_size`` tokens each.
+        at_once: requests that run at once.
+        step_tokens: tokens of each in a step, or of all of them if ``shared``; see ``Schedule``.
+        groups: of layers, which share the blocks; default: full attention. vLLM has all kinds; SGLang windows of one
+            size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
+            ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its ``state_cache`` of so many
+            blocks.
+        retention: vLLM's ``prefix_cache_retention_interval``: of windows and states others find only what resumes where
+            a prompt ends, where texts part, and after multiples of so many tokens (0: nowhere else; None: all).
+        on_request: called after each step with the number of finished requests.
 
     Raises:
         BadInput: a wrong argument, before anything runs.

@@ -93,11 +93,15 @@ class Costs:
 
     @classmethod
     def read(cls, text: str, model: str) -> Costs:
-        """Return the costs that ``text`` names: ``none``; ``h100``, ``h100:llama-3.1-8b`` or ``4xh100:llama-3.1-70b``,
-        of the ``model`` if it names none; or a JSON file with the fields of this class.
+        """Return the costs that a text names.
+
+        Args:
+            text: ``none``; ``h100``, ``h100:llama-3.1-8b`` or ``4xh100:llama-3.1-70b``; or a JSON file with the fields
+                of this class.
+            model: where the text names none.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: an unknown name, or a file that holds no costs.
         """
         if text == "none":
             return cls()

@@ -106,19 +106,26 @@ def simulate(
     on_request: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> SimulateResult:
-    """Serve a trace at its times of arrival with ``workers`` caches of ``budget`` each, and count hits and times.
+    """Serve a trace at its times of arrival with several caches, and count hits and times.
 
     Args:
+        trace: a source of ``read_requests``, or a Trace.
+        schema: of the model.
+        budget: of each cache.
         costs: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names.
+        workers: caches, one each.
         routing: one of ``kvpagoda.replay.fleet.routing.RULES``.
-        engine: whose cache the workers have, a name of ``PROFILES``; another engine's (see ``replay_engine``, also for
-            ``retention``) evicts, shares and preempts by its own rules, and has no policy, tiers or other settings but
-            ``block_size``. For ``tokens_per_id``, ``policy`` and ``settings`` (block_size, shared, checkpoints,
-            checkpoint_every, checkpoint_format) see ``Setup`` in ``kvpagoda.replay.setup``. ``on_request`` is called
-            with the number of requests that ended.
+        tokens_per_id: see ``kvpagoda.replay.setup.Setup``.
+        max_requests: the most in a step of a worker (see ``kvpagoda.replay.fleet.worker``).
+        step_tokens: the most that a step of a worker computes.
+        policy: see ``Setup``.
+        engine: whose cache the workers have, a name of ``PROFILES``; another engine's evicts, shares and preempts by
+            its own rules, and has no policy, tiers or other settings but ``block_size``.
+        retention: see ``replay_engine``.
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
-        seed: of the random one. A step of a worker computes at most ``step_tokens`` tokens, of at most ``max_requests``
-            requests (see ``kvpagoda.replay.fleet.worker``).
+        seed: of random routing.
+        on_request: called with the number of requests that ended.
+        settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
 
     Raises:
         BadInput: an argument is out of range or of a wrong type.

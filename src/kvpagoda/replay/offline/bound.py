@@ -89,26 +89,25 @@ def hit_bound(
     rounds: int = ROUNDS,
     on_request: Callable[[int], None] | None = None,
 ) -> HitBound:
-    """Return the most prompt tokens that any cache with the layers of ``schema`` finds in ``budget`` bytes, if it knows
-    the whole trace.
+    """Return the most prompt tokens that any cache with these layers finds in a budget, if it knows the whole trace.
 
-    The arguments are those of ``serve``, which is run with LRU to know the steps. With ``max_requests=1`` the bound is
-    that of every cache that ends a request before it admits the next; else that of every cache that admits and ends the
-    requests in the same steps as here, where after each step a request has as many tokens as here, or as many as it
-    found. What the running requests hold is not room for others.
+    With ``max_requests=1`` the bound is that of every cache that ends a request before it admits the next; else that of
+    every cache that admits and ends the requests in the same steps as here, where after each step a request has as many
+    tokens as here, or as many as it found. What the running requests hold is not room for others.
 
     The bound may lie above what is possible: it ignores that blocks are whole, that memory is cut into sectors, and how
     a copy of the states came to be where it is, lets a reuse be kept by a fraction, and counts nothing for rows that
     are optional or chunked (``Needs``). A cache that keeps its copies of states in a smaller format could find more.
 
-    O(references) Python, O(reuses + steps) array work a round.
+    O(references) Python, O(reuses + steps) array work a round. Other arguments are those of ``serve``, which is run
+    with LRU to know the steps.
 
     Args:
-        rounds: of the search for a low bound; any number gives a bound. ``on_request`` is called with how far it is, in
-            requests of the trace.
+        rounds: of the search for a low bound; any number gives a bound.
+        on_request: called with how far it is, in requests of the trace.
 
     Raises:
-        BadInput: the ids of the trace stand for different numbers of tokens.
+        BadInput: a wrong argument, or a trace whose ids stand for different numbers of tokens.
         NeverFits: a request does not fit into the empty cache.
 
     Examples:
