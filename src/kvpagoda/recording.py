@@ -179,12 +179,13 @@ class Tracks:
 
 
 class Recording:
-    """The recording of one cache in the file ``path``, until ``close``.
+    """The recording of one cache in a file, until ``close``.
 
-    ``clock`` returns the time in microseconds (default: that of ``perf_counter``). Bounded memory: ``MOST_BUFFERED``
-    bytes, and a track for each request at once.
+    Bounded memory: ``MOST_BUFFERED`` bytes, and a track for each request at once.
 
     Args:
+        path: of the file.
+        clock: returns the time in microseconds; default: that of ``perf_counter``.
         least: microseconds that finding the cached part of a request is shown to take at least, for clocks that stand
             still in a call.
 

@@ -202,15 +202,16 @@ class Req(Protocol):
 
 
 class CacheManager:
-    """Pages of ``page_size`` tokens, each free, cached or private to a request, and the page table of requests.
+    """Pages of ``page_size`` tokens, each free, cached or private to a request, and the page table of requests. Not for
+    use from several threads at once.
 
     Args:
         page_table: integers ``[rows, tokens]``, the KV index of each token of each request.
         type: the name of an eviction policy, or one of mini-sglang's names ("radix", "naive"), which mean least
-            recently used. Not for use from several threads at once.
+            recently used.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
 
     def __init__(self, num_pages: int, page_size: int, page_table: Tensor, type: str = "radix") -> None:
@@ -234,7 +235,7 @@ class CacheManager:
         """Match the cached prefix of ``req``, at most all but its last token. Changes nothing.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         if req.input_len < 1:
             raise BadInput("a request needs at least one token, got none", needed=1, available=0)

@@ -129,10 +129,10 @@ class CacheEngine:
         self._move(self._cpu, self._gpu, src_to_dst, wait)
 
     def swap_out(self, src_to_dst: Tensor, *, wait: bool = True) -> None:
-        """Copy whole blocks of every layer, bit for bit, from the device to the host.
+        """Copy whole blocks of every layer, bit for bit, from the device to the host. Otherwise as ``swap_in``.
 
         Args:
-            src_to_dst: int64 ``[n, 2]``, (device block, host block) pairs. Otherwise as ``swap_in``.
+            src_to_dst: int64 ``[n, 2]``, (device block, host block) pairs.
         """
         self._move(self._gpu, self._cpu, src_to_dst, wait)
 
@@ -162,7 +162,7 @@ class CacheEngine:
         (padded heads) takes more.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         elements = math.prod(_sizes(cache_config, model_config, parallel_config, layer_type))
         parts = 1 if model_config.use_mla else 2

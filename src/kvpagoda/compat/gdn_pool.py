@@ -36,7 +36,7 @@ class GDNPool:
     All arguments are attributes; ``device`` None: CUDA when a GPU is there, else the CPU.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
 
     Examples:
         >>> pool = GDNPool(max_reqs=4, num_gdn_layers=2, num_v_heads=8, head_k_dim=16, head_v_dim=32, conv_dim=64,
@@ -96,7 +96,7 @@ class GDNPool:
         dense, the transpose of ``recurrent_state[gdn_layer_idx]``. Conv: ``[slots, conv_dim, conv_kernel_size - 1]``.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         if whole_number(gdn_layer_idx, "a GDN layer") >= self.num_gdn_layers:
             text = f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool"

@@ -44,7 +44,7 @@ class KVCacheManager:
     max_blocks]`` on the device, -1 = empty. The constructor allocates all memory.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
 
     Examples:
         >>> from kvpagoda import DSV4Config, build_schedule
@@ -171,7 +171,7 @@ class KVCacheManager:
         """Return the blocks that ``slot`` holds in one layer, in order of position.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             NotOwned: not held by the caller.
         """
         group = self._blocks_of(layer_idx).group
@@ -191,7 +191,7 @@ class KVCacheManager:
         and acquire again. An entry whose block was not allocated is written to the hidden block and lost.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         self._check_layer(layer_idx)
         device = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``self.device`` may lack

@@ -29,7 +29,7 @@ class KVPool:
         pin_memory: page-lock a pool on the host when a GPU is there.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
 
     Examples:
         >>> import torch
@@ -106,7 +106,7 @@ class KVPool:
         variable ``KVPAGODA_CHECK=1``, because the check waits for the GPU. O(n) rows.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             NotOwned: an index out of range, before anything is written.
         """
         buffers, indices = self.get_kv_buffer(layer_id), integers(indices, "KV indices")
@@ -159,7 +159,7 @@ def make_full_attention_net_mem_pool(
     Arguments as of ``KVPool`` and ``TokenToKVPoolAllocator``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
 
     Examples:
         >>> pool, tokens = make_full_attention_net_mem_pool(64, layer_num=2, k_head_num=4, k_head_dim=8, device="cpu")

@@ -21,14 +21,13 @@ class PrefixCacheManager:
     """Stores, for each token of each cached sequence, the slot and slot version that last held the sequence up to it.
 
     A *reference* belongs to the exact ``token_ids`` with which ``insert`` or ``pin`` took it; ``release`` drops one
-    reference on the same ``token_ids``. ``token_ids`` are sequences of whole numbers, 0 to 2^31 - 1, or integer arrays.
-    Calls are O(length).
+    reference on the same ``token_ids``: sequences of whole numbers, 0 to 2^31 - 1, or integer arrays. Calls are
+    O(length).
 
     Args:
-        max_capacity: cached tokens. Tokens without a reference are evicted down to it, least recently used first, and
-            from the ends of sequences, so that no node loses its parent. Referenced tokens are never evicted. They
-            count too, and may together exceed ``max_capacity`` until they are released; no call waits, and ``insert``
-            never fails for lack of room.
+        max_capacity: cached tokens. Tokens without a reference are evicted down to it, least recently used first, from
+            the ends of sequences; referenced ones count but are never evicted, and may together exceed it. No call
+            waits, and ``insert`` never fails for lack of room.
 
     Examples:
         >>> cache = PrefixCacheManager(max_capacity=1000)
@@ -66,7 +65,7 @@ class PrefixCacheManager:
         The slot replaces older ones on the whole path. Then evicts down to the capacity.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         tokens = as_tokens(token_ids).copy()  # the tree keeps it
         slot = whole_number(slot, "a slot", below=2**63)
@@ -87,7 +86,7 @@ class PrefixCacheManager:
         before reading the slot. (0, -1, 0) when nothing is cached.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         match = self._tree.match(as_tokens(token_ids))
         self._tree.touch(match)
@@ -124,12 +123,14 @@ class PrefixCacheManager:
     def copy_kv(self, token_ids: Text, target_slot: int, kv_cache: tuple[Any, Any], n_layers: int) -> None:
         """Copy the rows of ``token_ids`` from the slot that holds them to ``target_slot``, in both caches.
 
+        Compare the slot version that ``find`` returned before you call this.
+
         Args:
             kv_cache: K and V, tensors or arrays ``[slot, position, layer, ...]``; the first ``n_layers`` layers are
-                copied. Compare the slot version that ``find`` returned before you call this.
+                copied.
 
         Raises:
-            NotOwned: unless all of ``token_ids`` are cached.
+            NotOwned: ``token_ids`` are not all cached.
             BadInput: a slot, length or layer that a cache does not have; nothing was copied then.
         """
         match = self._cached(token_ids)

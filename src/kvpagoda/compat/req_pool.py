@@ -20,7 +20,7 @@ class ReqToTokenPool:
     else the CPU.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
 
     Examples:
         >>> requests = ReqToTokenPool(max_reqs=4, max_context_len=8, device="cpu")
@@ -47,7 +47,7 @@ class ReqToTokenPool:
         """Take ``n`` free slots; return None, taking none, if there are fewer. O(n).
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         if whole_number(n, "the number of request slots") > self._slots.num_free:
             return None
@@ -116,7 +116,7 @@ def make_req_to_token_pool(max_reqs: int, max_context_len: int, device: Device =
     """Return the table for ``max_reqs`` requests of at most ``max_context_len`` tokens.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
 
     Examples:
         >>> make_req_to_token_pool(4, 100, device="cpu").req_to_token.shape

@@ -130,7 +130,7 @@ class Follower:
         The numbers are those of ``KVCache.lookup``. O(n).
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         tokens, name = as_tokens(token_ids), namespace_name(namespace, self._secret)
         places = checked_media(media, len(tokens))

@@ -131,7 +131,7 @@ class Router:
         As ``Follower.resumable``. O(n) for each worker.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         found, tokens = {}, as_tokens(token_ids)
         for name, worker in self.workers.items():

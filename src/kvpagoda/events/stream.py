@@ -49,7 +49,7 @@ class EventStream:
         encoding: how batches are written: "map", "array", or an ``Encoding``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
 
     def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int = 0, encoding: str | Encoding = "map") -> None:

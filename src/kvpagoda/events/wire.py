@@ -95,7 +95,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
         group_idx: None if only the text is known, for a model in which no group keeps all tokens.
         instance: in the first event of each batch, the number that the publisher drew when it started.
         namespace: in events that begin a text, the digest of its namespace, see ``kvpagoda.events.namespace_name``.
-        cache_salt: SGLang's name: the same in hexadecimal, if the namespace has a salt or names weights.
+        cache_salt: SGLang's name for the digest, in hexadecimal, if the namespace has a salt or names weights.
     """
 
     block_hashes: list[Name]
@@ -194,7 +194,7 @@ class Encoding:
             refuses events that have them.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
 
     form: str = "map"

@@ -121,7 +121,7 @@ class Generator:
             the output stays the same, and rejected tokens are never committed. With recurrent or convolution states a
             request has ``lookup`` more of them, and a pass runs the modules that update them once for each token; where
             these are not known (RWKV, xLSTM, Inkling, Qwen4-Exp) none are proposed. ``num_proposed`` and
-            ``num_accepted`` count.
+            ``num_accepted`` count tokens.
         draft: a small transformers model with the same vocabulary, which proposes the tokens instead: ``lookup`` at a
             time, or ``DRAFTED`` if that is 0. The output tokens are the same. Its layers are draft layers of the same
             cache (``Schema.drafted_by``), so what is found of a text is found of both.
@@ -131,15 +131,16 @@ class Generator:
         preemption_mode: maps expected costs to the way to preempt: compute again, suspend in part, or suspend as a
             whole. The default takes the cheapest, from measured times of steps and copies.
         kv_format: see ``Schema.from_hf_config``.
-        kv_scales: as ``kv_format``.
-        layout: as ``kv_format``.
+        kv_scales: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and ``calibrated_scales`` return
+            them.
+        layout: see ``Schema.from_hf_config``.
         cache_arguments: all other arguments of ``KVCache``. Of these ``limits.step_checkpoints`` is 16 by default where
             the modules of a model that update states can run in pieces; other models with states, and those with a
             ``draft``, take 0 or None. If other processes can read ``tiers``, ``identity.weights`` is by default a
             digest of the whole model, which takes seconds for a large one.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
         SchemaError: a model with unknown layers.
         NeverFits: a budget too small for one request.
 
@@ -222,7 +223,7 @@ class Generator:
                 end of a system prompt; ``Request.checkpoints`` says what became of each.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             NeverFits: the prompt and its answer do not fit into the empty cache.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)

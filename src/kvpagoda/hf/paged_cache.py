@@ -70,7 +70,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         kv_scales: see ``Schema.from_hf_config``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
         SchemaError: a model with unknown layers.
         NeverFits: a budget too small for one request.
 
@@ -221,7 +221,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             this cache, and ``logits`` float ``[B, 1, vocab]`` after the last token of each row.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         ids = input_ids.cpu().numpy()
         if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):

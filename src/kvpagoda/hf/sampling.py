@@ -30,7 +30,7 @@ class Sampling:
     requests of a step. Without a seed each answer is different every time.
 
     Raises:
-        BadInput: invalid values.
+        BadInput: a value out of range.
     """
 
     temperature: float = 0.0

@@ -25,7 +25,7 @@ class HintLimits:
         news: outcomes that wait for ``Hints.ended``; of more, the oldest are dropped and counted.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
 
     seconds: float = 3600.0

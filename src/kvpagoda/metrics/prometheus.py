@@ -43,7 +43,7 @@ class CacheCollector(Collector):
             collector already keeps its sample.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
         MissingExtra: ``prometheus_client`` is not installed.
     """
 

@@ -188,7 +188,7 @@ def working_set(trace: Trace, window: float) -> WorkingSet:
     Denning, "The working set model for program behavior", CACM 11(5), 1968.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
     if not (window > 0 and math.isfinite(window)):
         raise BadInput(f"window must be a time in seconds above 0, got {window!r}", needed=window)

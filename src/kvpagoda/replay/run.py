@@ -43,9 +43,9 @@ class ReplayResult:
     ``token_refs`` and ``token_hits`` count each block by the tokens that it stands for.
 
     Args:
-        full_after: the number of requests, the warm-up included, after which the cache was full (None: it never was).
-            The warm-up included, int64 ``[all requests]``: ``hits``: the blocks that each request hit.
-        inserted: the blocks inserted up to its end.
+        full_after: the number of requests, the warm-up included, after which the cache was full; None: it never was.
+        hits: int64 ``[all requests]``, the blocks that each request hit, the warm-up included.
+        inserted: int64 ``[all requests]``, the blocks inserted up to the end of each request, the warm-up included.
     """
 
     trace: str

@@ -116,7 +116,7 @@ def serve(
         settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
         NeverFits: a request does not fit into the empty cache.
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
@@ -190,7 +190,7 @@ def serve_multi_worker(
         one result for each worker.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
         NeverFits: a request does not fit into the empty cache.
     """
     workers = whole_number(workers, "workers", at_least=1, below=1025)

@@ -106,7 +106,7 @@ class Trace:
                 source is read a second time, so it must be a path or a list.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             BadLine: the first line that cannot be read, without ``skip_bad``.
         """
         if limit is not None:

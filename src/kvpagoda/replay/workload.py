@@ -97,7 +97,7 @@ def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) ->
     """Return the first ``num_requests`` of ``workload`` as a Trace.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
     return replace(Trace.read(workload(seed, block_size), limit=num_requests), name=f"synthetic workload, seed {seed}")
 

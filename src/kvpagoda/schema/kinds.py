@@ -271,11 +271,11 @@ class Attention(LayerKind):
 class Latent(LayerKind):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): one latent row and one RoPE key for every token.
 
-    A model without position embeddings has no RoPE key: ``rope_dim`` is 0.
+    A model without position embeddings has no RoPE key: ``rope_dim`` is 0. All heads share the latent, so every
+    tensor-parallel rank keeps all of it.
 
     Args:
-        indexer: the keys of an indexer, in models that select tokens. All heads share the latent, so every
-            tensor-parallel rank keeps all of it.
+        indexer: the keys of an indexer, in models that select tokens.
         layout: name of the layout of latent and RoPE key in a page; most kernels read both as one row. If ``encoding``
             is packed, both share one row, ``latent`` ``[1, latent_dim + rope_dim]``.
 

@@ -468,7 +468,7 @@ class Schema:
             checkpoint_format: how checkpoints keep float32 states, see ``Retention``.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             NeverFits: not even one block of one request fits.
             SchemaError: a kernel would refuse, copy or misread the cache: the kernel's rule, what would satisfy it, and
                 the layouts that fit (its ``available``).

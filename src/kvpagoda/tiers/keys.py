@@ -59,7 +59,7 @@ def prefix_hashes(
         extras: block number -> digest of other content of that block, such as an image.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
     if block_size < 1 or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise BadInput(

@@ -179,7 +179,7 @@ def mooncake_driver(
         protocol: "tcp", or "rdma" with ``devices``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
         MissingExtra: the engine is not installed; the message names what is missing.
     """
     try:

@@ -183,7 +183,7 @@ class RecordBuffer:
         the first use of a place.
 
         Args:
-            place: what was kept until now (None: nothing), and is idle when no record shows it any more.
+            place: the one that was kept until now, idle when no record shows it any more; None: there was none.
         """
         with self._lock:
             kept = self._places[row]

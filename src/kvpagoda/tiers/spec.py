@@ -51,7 +51,7 @@ class TierSpec:
             process, may do without.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a setting out of range.
     """
 
     name: str

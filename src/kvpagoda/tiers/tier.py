@@ -123,7 +123,7 @@ class Tier:
         Parents come before children. One status per key.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             NotOwned: rows that are not acquired, before anything is done.
         """
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
@@ -136,7 +136,7 @@ class Tier:
         """Find which ``keys`` have records, and hold these for ``hold`` seconds.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         return self._start("lookup", keys, None, deadline, lambda keys, _, until: self.driver.lookup(keys, until, hold))
 
@@ -146,7 +146,7 @@ class Tier:
         CORRUPT records are discarded.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             NotOwned: rows that are not acquired, before anything is done.
         """
         return self._start("load", keys, rows, deadline, partial(self._load, self.fingerprint))
@@ -155,7 +155,7 @@ class Tier:
         """Delete the records of ``keys``.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
         """
         return self._start("discard", keys, None, deadline, lambda keys, _, until: self.driver.discard(keys, until))
 

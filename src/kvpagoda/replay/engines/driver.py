@@ -65,7 +65,7 @@ class Schedule:
         shared: of all requests together, and of an output one token a step, as engines do.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
 
     at_once: int = 1

@@ -21,7 +21,7 @@ class Group:
     or a recurrent ``state``, which is kept where a computed chunk ends.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
 
     kind: Literal["full", "window", "chunk", "state"] = "full"
@@ -38,7 +38,7 @@ class Group:
         """Return the groups that ``text`` names: "full+5*window:1024".
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
 
         Examples:
             >>> Group.from_text("full+2*state")

@@ -42,7 +42,7 @@ class TierCosts:
     """Seconds to load ``n`` bytes from a tier: ``latency + n * byte``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
     """
 
     latency: float = 0.0
@@ -54,13 +54,13 @@ class TierCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step and of its parts, see the module.
+    """Seconds of a step and of its parts, see the module. All 0: everything happens at once.
 
     Args:
-        tiers: kind of a tier (``"host"``, ..) -> its costs. All 0: everything happens at once.
+        tiers: kind of a tier (``"host"``, ..) -> its costs.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
 
     Examples:
         >>> round(Costs.of("h100", "llama-3.1-8b").prefill_token * 1e6, 2)  # microseconds
@@ -116,7 +116,7 @@ class Costs:
         """Return the costs in a JSON file.
 
         Raises:
-            BadInput: an argument is out of range or of a wrong type.
+            BadInput: a wrong argument.
             OSError: the file cannot be read.
         """
         try:

@@ -128,7 +128,7 @@ def simulate(
         settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
 
     Raises:
-        BadInput: an argument is out of range or of a wrong type.
+        BadInput: a wrong argument.
         NeverFits: a request does not fit into the empty cache.
 
     Examples:
