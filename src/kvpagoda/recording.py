@@ -179,11 +179,18 @@ class Tracks:
 
 
 class Recording:
-    """The recording of one cache in the file ``path``, until ``close``.
+    """The recording of one cache in a file, until ``close``.
 
-    ``clock`` returns the time in microseconds (default: that of ``perf_counter``). ``least``: microseconds that finding the
-    cached part of a request is shown to take at least, for clocks that stand still in a call. Raises BadInput, as
-    ``TraceFile`` does. Bounded memory: ``MOST_BUFFERED`` bytes, and a track for each request at once.
+    Bounded memory: ``MOST_BUFFERED`` bytes, and a track for each request at once.
+
+    Args:
+        path: of the file.
+        clock: returns the time in microseconds; default: that of ``perf_counter``.
+        least: microseconds that finding the cached part of a request is shown to take at least, for clocks that stand
+            still in a call.
+
+    Raises:
+        BadInput: as ``TraceFile`` does.
     """
 
     def __init__(
@@ -200,7 +207,11 @@ class Recording:
         self._counted: dict[str, Told] = {}  # counter -> its latest values
 
     def follow(self, core: Core) -> None:
-        """Begin to record ``core``, in which no request is yet. Raises BadInput if this records a cache already."""
+        """Begin to record ``core``, in which no request is yet.
+
+        Raises:
+            BadInput: this records a cache already.
+        """
         if self._end is not None:
             text = "this recording belongs to a cache already; make a new one for each cache"
             raise BadInput(text, needed="recording")
@@ -363,7 +374,11 @@ class Recording:
     # -- sleep -------------------------------------------------------------------------------------------------------
 
     def slept(self, told: Any) -> None:
-        """Show that the cache sleeps from now on, until ``woke``. ``told``: a ``Slept``."""
+        """Show that the cache sleeps from now on, until ``woke``.
+
+        Args:
+            told: a ``Slept``.
+        """
         at = self._clock()
         self._file.put("M", "thread_name", CACHE, SLEEP, 0.0, {"name": "sleep"})
         self._file.put("B", "asleep", CACHE, SLEEP, at, vars(told))

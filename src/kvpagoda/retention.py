@@ -58,10 +58,11 @@ class RetentionRule:
             cached: after how many of them it starts; positions are behind that.
             parted: where its text parts from others that are or were cached.
 
-        >>> RetentionRule(unit=16, coarse=1024).positions(2100, 160, 500)
-        [496, 2048, 2096]
-        >>> RetentionRule(unit=16, every=600, keeps_prompt_end=False).positions(2100, 160, 0)
-        [592, 1200, 1792]
+        Examples:
+            >>> RetentionRule(unit=16, coarse=1024).positions(2100, 160, 500)
+            [496, 2048, 2096]
+            >>> RetentionRule(unit=16, every=600, keeps_prompt_end=False).positions(2100, 160, 0)
+            [592, 1200, 1792]
         """
         last = prompt - 1
         ends = [*parted]

@@ -79,9 +79,14 @@ class MatchResult(NamedTuple):
 
 
 class PrefixCache:
-    """A prefix cache over pages of ``page_size`` tokens. ``device``: where returned indices are.
+    """A prefix cache over pages of ``page_size`` tokens.
 
-    ``tree``: its blocks are pages, and its ids are page numbers plus one. Raises BadInput for a page size below 1.
+    Args:
+        device: where returned indices are.
+        tree: its blocks are pages, and its ids are page numbers plus one.
+
+    Raises:
+        BadInput: a page size below 1.
     """
 
     def __init__(
@@ -101,7 +106,9 @@ class PrefixCache:
     def lock_handle(self, handle: Handle, unlock: bool = False) -> None:
         """Lock the tokens of ``handle`` once more, or ``unlock`` them once.
 
-        Raises StaleHandle if they were evicted, BadInput if they are not locked.
+        Raises:
+            StaleHandle: they were evicted.
+            BadInput: they are not locked.
         """
         if not unlock:
             lease = self.tree.pin(handle.at)
@@ -119,7 +126,8 @@ class PrefixCache:
     def insert_prefix(self, input_ids: Tensor, indices: Tensor) -> InsertResult:
         """Cache the whole pages of ``input_ids`` ``[n]``, whose rows have KV indices ``indices`` ``[n]``. O(n).
 
-        Raises NotOwned for a page that the tree already holds elsewhere.
+        Raises:
+            NotOwned: a page that the tree already holds elsewhere.
         """
         num_pages = len(input_ids) // self.page_size
         tokens = as_tokens(input_ids.numpy()[: num_pages * self.page_size]).copy()  # the tree keeps it
@@ -132,7 +140,8 @@ class PrefixCache:
     def evict(self, size: int) -> Tensor:
         """Evict at least ``size`` tokens, in whole pages, least recently used first; return their indices, int32.
 
-        Raises OutOfBlocks, evicting nothing, if fewer tokens are not locked.
+        Raises:
+            OutOfBlocks: evicting nothing, if fewer tokens are not locked.
         """
         num_pages = ceil_div(size, self.page_size)
         if num_pages > self.tree.num_evictable:
@@ -142,7 +151,11 @@ class PrefixCache:
         return self.tokens_of(self.tree.evict(num_pages).ids[0])
 
     def reset(self) -> None:
-        """Remove everything from the cache. Raises RetryLater while a handle is locked."""
+        """Remove everything from the cache.
+
+        Raises:
+            RetryLater: while a handle is locked.
+        """
         self.tree.clear()
 
     @property
@@ -151,7 +164,11 @@ class PrefixCache:
         return SizeInfo(self.tree.num_evictable * self.page_size, self.tree.num_pinned * self.page_size)
 
     def check_integrity(self) -> None:
-        """Prove the tree from scratch. Raises CheckFailed. O(pages)."""
+        """Prove the tree from scratch. O(pages).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         self.tree.check()
 
     def tokens_of(self, ids: Ids) -> Tensor:
@@ -185,11 +202,16 @@ class Req(Protocol):
 
 
 class CacheManager:
-    """Pages of ``page_size`` tokens, each free, cached or private to a request, and the page table of requests.
+    """Pages of ``page_size`` tokens, each free, cached or private to a request, and the page table of requests. Not for
+    use from several threads at once.
 
-    ``page_table``: integers ``[rows, tokens]``, the KV index of each token of each request. ``type``: the name of an
-    eviction policy, or one of mini-sglang's names ("radix", "naive"), which mean least recently used. Not for use from
-    several threads at once. Raises BadInput.
+    Args:
+        page_table: integers ``[rows, tokens]``, the KV index of each token of each request.
+        type: the name of an eviction policy, or one of mini-sglang's names ("radix", "naive"), which mean least
+            recently used.
+
+    Raises:
+        BadInput: a wrong argument.
     """
 
     def __init__(self, num_pages: int, page_size: int, page_table: Tensor, type: str = "radix") -> None:
@@ -210,7 +232,11 @@ class CacheManager:
         return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
 
     def match_req(self, req: Pending) -> MatchResult:
-        """Match the cached prefix of ``req``, at most all but its last token. Changes nothing. Raises BadInput."""
+        """Match the cached prefix of ``req``, at most all but its last token. Changes nothing.
+
+        Raises:
+            BadInput: a wrong argument.
+        """
         if req.input_len < 1:
             raise BadInput("a request needs at least one token, got none", needed=1, available=0)
         return self.prefix_cache.match_prefix(req.input_ids[: req.input_len - 1])
@@ -226,7 +252,10 @@ class CacheManager:
     def allocate_paged(self, reqs: list[Req]) -> None:
         """Allocate pages for the tokens that all of ``reqs`` compute in this step, and write them to the page table.
 
-        Raises OutOfBlocks, changing nothing. O(tokens of the new pages).
+        O(tokens of the new pages).
+
+        Raises:
+            OutOfBlocks: no room; nothing changed.
         """
         size = self.page_size
         spans = [(req.table_idx, ceil_div(req.cached_len, size), ceil_div(req.device_len, size)) for req in reqs]
@@ -246,8 +275,10 @@ class CacheManager:
         """Cache the whole pages of the first ``cached_len`` tokens of ``req``, which are computed.
 
         If it has ``finished``, its other pages are freed and its handle is unlocked. Otherwise it keeps its handle,
-        which then covers all these pages. Raises BadInput for a request whose handle is not locked. O(tokens after the
-        handle).
+        which then covers all these pages. O(tokens after the handle).
+
+        Raises:
+            BadInput: a request whose handle is not locked.
         """
         size, cache, handle = self.page_size, self.prefix_cache, req.cache_handle
         if not handle.leases:
@@ -273,7 +304,11 @@ class CacheManager:
         yield
 
     def check_integrity(self) -> None:
-        """Prove that every page is free or cached; call it while no request runs. Raises CheckFailed. O(pages)."""
+        """Prove that every page is free or cached; call it while no request runs. O(pages).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         self._pages.check(num_running=0)
         num_free, num_cached = self._free.num_free, self._pages.num_cached
         if num_free + num_cached != self.num_pages:

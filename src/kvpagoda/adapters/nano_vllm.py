@@ -54,19 +54,23 @@ class BlockManager:
     in a radix tree that compares tokens, not by a chain of hashes. They are evicted only when a block is needed, by
     ``policy``, ends of texts first. If two sequences compute the same block at once, one copy is kept.
 
-    Raises BadInput for numbers below 1. Not for use from several threads at once.
+    Not for use from several threads at once.
 
-    >>> from types import SimpleNamespace
-    >>> manager = BlockManager(num_blocks=4, block_size=2)
-    >>> def sequence(seq_id, tokens):
-    ...     counts = dict(num_tokens=len(tokens), num_cached_tokens=0, num_scheduled_tokens=0)
-    ...     return SimpleNamespace(seq_id=seq_id, token_ids=tokens, block_table=[], **counts)
-    >>> first = sequence(0, [5, 6, 7, 8, 9])
-    >>> manager.allocate(first, manager.can_allocate(first))
-    >>> first.num_scheduled_tokens = 5
-    >>> manager.hash_blocks(first)                                 # two blocks are full and shareable
-    >>> manager.can_allocate(sequence(1, [5, 6, 7, 8, 1]))
-    2
+    Raises:
+        BadInput: numbers below 1.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> manager = BlockManager(num_blocks=4, block_size=2)
+        >>> def sequence(seq_id, tokens):
+        ...     counts = dict(num_tokens=len(tokens), num_cached_tokens=0, num_scheduled_tokens=0)
+        ...     return SimpleNamespace(seq_id=seq_id, token_ids=tokens, block_table=[], **counts)
+        >>> first = sequence(0, [5, 6, 7, 8, 9])
+        >>> manager.allocate(first, manager.can_allocate(first))
+        >>> first.num_scheduled_tokens = 5
+        >>> manager.hash_blocks(first)                                 # two blocks are full and shareable
+        >>> manager.can_allocate(sequence(1, [5, 6, 7, 8, 1]))
+        2
     """
 
     def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy = "lru") -> None:
@@ -95,8 +99,12 @@ class BlockManager:
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> None:
         """Give ``seq`` blocks for all its tokens; the first ``num_cached_blocks``, from ``can_allocate``, are shared.
 
-        Raises BadInput if it has blocks already, StaleHandle if cached blocks were evicted since ``can_allocate``, and
-        OutOfBlocks; nothing changed then. O(tokens).
+        O(tokens).
+
+        Raises:
+            BadInput: it has blocks already.
+            StaleHandle: cached blocks were evicted since ``can_allocate``.
+            OutOfBlocks: no room; nothing changed then.
         """
         if seq.block_table or seq.seq_id in self._running:
             text = f"sequence {seq.seq_id} has {len(seq.block_table)} blocks already; deallocate it first"
@@ -123,7 +131,11 @@ class BlockManager:
         return seq.num_tokens <= len(seq.block_table) * self.block_size or self.num_free_blocks > 0
 
     def may_append(self, seq: Sequence) -> None:
-        """Give ``seq`` a block for its last token, if it needs one. Raises OutOfBlocks, changing nothing."""
+        """Give ``seq`` a block for its last token, if it needs one.
+
+        Raises:
+            OutOfBlocks: no room; nothing changed.
+        """
         if seq.num_tokens > len(seq.block_table) * self.block_size:
             seq.block_table.append(int(self._blocks.take(1)[0]) - 1)
 
@@ -131,7 +143,10 @@ class BlockManager:
         """Make the full blocks of ``seq`` shareable, now that its scheduled tokens are computed.
 
         If another sequence has published the same block meanwhile, that one replaces the block of ``seq``, in
-        ``block_table`` too. Raises BadInput for a sequence without blocks. O(tokens of these blocks).
+        ``block_table`` too. O(tokens of these blocks).
+
+        Raises:
+            BadInput: a sequence without blocks.
         """
         size, before = self.block_size, seq.num_cached_tokens
         end = (before + seq.num_scheduled_tokens) // size
@@ -149,8 +164,9 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Free the blocks of ``seq``; published ones stay cached until they are evicted. O(blocks).
 
-        Raises BadInput for a sequence without blocks and NotOwned for one with blocks that are not its own; nothing
-        changed then.
+        Raises:
+            BadInput: a sequence without blocks.
+            NotOwned: one with blocks that are not its own; nothing changed then.
         """
         lease = self._lease_of(seq)
         self._free.release(np.array(seq.block_table[lease.num_blocks :], np.int32) + 1)
@@ -161,7 +177,11 @@ class BlockManager:
         seq.block_table.clear()
 
     def check(self) -> None:
-        """Prove that every block is free, cached, or private to one sequence. Raises CheckFailed. O(blocks)."""
+        """Prove that every block is free, cached, or private to one sequence. O(blocks).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         self._blocks.check(len(self._running))
 
     # -- inside ------------------------------------------------------------------------------------------------------

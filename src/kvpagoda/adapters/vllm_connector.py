@@ -111,8 +111,12 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the top of this file. Raises BadInput for an unknown version, option, tier, or way to run in parallel,
-    SchemaError for a model whose groups cannot be stored: all before vLLM serves."""
+    """See the top of this file.
+
+    Raises:
+        BadInput: an unknown version, option, tier, or way to run in parallel.
+        SchemaError: a model whose groups cannot be stored: all before vLLM serves.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_version(option=_OPTION)

@@ -14,16 +14,20 @@ class BlockAllocator:
     """Allocates block ids ``0 .. num_total_blocks - 1``. A face of ``FreeList``, which keeps its state on the host.
 
     ``acquire`` and ``release`` run between graph captures only; reading ids that were handed out is safe inside a
-    captured graph. ``device``: where ``acquire`` puts its ids; None: CUDA when a GPU is there, else the CPU.
+    captured graph.
 
-    >>> blocks = BlockAllocator(8, device="cpu")
-    >>> ids = blocks.acquire(3)
-    >>> ids.dtype, blocks.num_free
-    (torch.int32, 5)
-    >>> blocks.release(ids)
-    >>> blocks.release(ids)
-    Traceback (most recent call last):
-    kvpagoda.errors.NotOwned: id 0 of blocks is not held: freed twice, or never handed out
+    Args:
+        device: where ``acquire`` puts its ids; None: CUDA when a GPU is there, else the CPU.
+
+    Examples:
+        >>> blocks = BlockAllocator(8, device="cpu")
+        >>> ids = blocks.acquire(3)
+        >>> ids.dtype, blocks.num_free
+        (torch.int32, 5)
+        >>> blocks.release(ids)
+        >>> blocks.release(ids)
+        Traceback (most recent call last):
+        kvpagoda.errors.NotOwned: id 0 of blocks is not held: freed twice, or never handed out
     """
 
     def __init__(self, num_total_blocks: int, device: Device = None) -> None:
@@ -41,8 +45,11 @@ class BlockAllocator:
         """Take ``n`` distinct blocks and return their ids, int32 ``[n]`` on the device. O(n).
 
         The blocks are the caller's until ``release``.
-        Raises OutOfBlocks (a RuntimeError; its text has ``OOM``, the requested, free and total numbers of blocks),
-        taking no block, and BadInput for an ``n`` that is not a whole number of at least 0.
+
+        Raises:
+            OutOfBlocks: (a RuntimeError; its text has ``OOM``, the requested, free and total numbers of blocks), taking
+                no block.
+            BadInput: an ``n`` that is not a whole number of at least 0.
         """
         count = whole_number(n, "the number of blocks to take")
         ids = self._staging.to_device(self._blocks.require(count))
@@ -52,11 +59,18 @@ class BlockAllocator:
     def release(self, ids: IdsLike) -> None:
         """Free blocks ``ids``: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).
 
-        Raises NotOwned for a block that is not held (released twice), out of range or named twice, and BadInput for
-        ids that are not whole numbers. If it raises, no block was freed.
+        If it raises, no block was freed.
+
+        Raises:
+            NotOwned: a block that is not held (released twice), out of range or named twice.
+            BadInput: ids that are not whole numbers.
         """
         self._blocks.release(ids_from(ids))
 
     def check(self) -> None:
-        """Prove that every block is either free or held. Raises CheckFailed. O(num_total_blocks)."""
+        """Prove that every block is either free or held. O(num_total_blocks).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         self._blocks.check()

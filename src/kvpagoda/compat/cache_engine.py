@@ -54,8 +54,7 @@ class CacheEngine:
         device_config     device_type: "cuda", "cpu"; None: CUDA when a GPU is there, else the CPU
 
     ``num_attention_layers`` counts the layers of one pipeline stage and ``num_kv_heads`` the heads of one tensor rank,
-    as ``model_config`` returns them for ``parallel_config``; they are not divided again. ``layer_type``: the type of
-    layers that are counted (hybrid models count each type separately).
+    as ``model_config`` returns them for ``parallel_config``; they are not divided again.
 
     ``attn_backend`` gives the shape and the stride order:
 
@@ -66,20 +65,24 @@ class CacheEngine:
     block_size, num_kv_heads, head_size]``, K before V; with MLA ``[num_blocks, block_size, num_kv_heads * head_size]``
     (MLA has one head). The host's tensors are page-locked when a GPU is there. All memory is zero at the start.
 
-    >>> import torch
-    >>> from types import SimpleNamespace
-    >>> cache = SimpleNamespace(block_size=16, num_gpu_blocks=8, num_cpu_blocks=32, cache_dtype="auto")
-    >>> model = SimpleNamespace(
-    ...     get_head_size=lambda: 64, get_num_kv_heads=lambda parallel: 2, dtype="float16", use_mla=False,
-    ...     get_num_layers_by_block_type=lambda parallel, layer_type: 4)
-    >>> device = SimpleNamespace(device_type="cpu")
-    >>> engine = CacheEngine(cache, model, SimpleNamespace(pipeline_parallel_size=2), device)
-    >>> len(engine.gpu_cache), engine.gpu_cache[0].shape, engine.num_cpu_blocks
-    (4, torch.Size([2, 4, 16, 2, 64]), 16)
-    >>> engine.gpu_cache[3][:, 1] = 1.0
-    >>> engine.swap_out(torch.tensor([[1, 9]]))     # device block 1 to host block 9, in all layers
-    >>> bool((engine.cpu_cache[3][:, 9] == 1.0).all())
-    True
+    Args:
+        layer_type: the type of layers that are counted (hybrid models count each type separately).
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> cache = SimpleNamespace(block_size=16, num_gpu_blocks=8, num_cpu_blocks=32, cache_dtype="auto")
+        >>> model = SimpleNamespace(
+        ...     get_head_size=lambda: 64, get_num_kv_heads=lambda parallel: 2, dtype="float16", use_mla=False,
+        ...     get_num_layers_by_block_type=lambda parallel, layer_type: 4)
+        >>> device = SimpleNamespace(device_type="cpu")
+        >>> engine = CacheEngine(cache, model, SimpleNamespace(pipeline_parallel_size=2), device)
+        >>> len(engine.gpu_cache), engine.gpu_cache[0].shape, engine.num_cpu_blocks
+        (4, torch.Size([2, 4, 16, 2, 64]), 16)
+        >>> engine.gpu_cache[3][:, 1] = 1.0
+        >>> engine.swap_out(torch.tensor([[1, 9]]))     # device block 1 to host block 9, in all layers
+        >>> bool((engine.cpu_cache[3][:, 9] == 1.0).all())
+        True
     """
 
     def __init__(
@@ -110,25 +113,38 @@ class CacheEngine:
     def swap_in(self, src_to_dst: Tensor, *, wait: bool = True) -> None:
         """Copy whole blocks of every layer, bit for bit, from the host to the device.
 
-        ``src_to_dst``: int64 ``[n, 2]``, (host block, device block) pairs. Returns when the copies are done, or with
-        ``wait=False`` when they are queued on the current stream: then synchronise before the host reads or reuses a
-        block. Raises NotOwned for an id out of range or a destination named twice, and BadInput for another shape or
-        dtype, before anything is copied. O(bytes copied).
+        O(bytes copied).
+
+        Args:
+            src_to_dst: int64 ``[n, 2]``, (host block, device block) pairs.
+
+        Returns:
+            when the copies are done, or with ``wait=False`` when they are queued on the current stream: then
+            synchronise before the host reads or reuses a block.
+
+        Raises:
+            NotOwned: an id out of range or a destination named twice.
+            BadInput: another shape or dtype, before anything is copied.
         """
         self._move(self._cpu, self._gpu, src_to_dst, wait)
 
     def swap_out(self, src_to_dst: Tensor, *, wait: bool = True) -> None:
-        """Copy whole blocks of every layer, bit for bit, from the device to the host.
+        """Copy whole blocks of every layer, bit for bit, from the device to the host. Otherwise as ``swap_in``.
 
-        ``src_to_dst``: int64 ``[n, 2]``, (device block, host block) pairs. Otherwise as ``swap_in``.
+        Args:
+            src_to_dst: int64 ``[n, 2]``, (device block, host block) pairs.
         """
         self._move(self._gpu, self._cpu, src_to_dst, wait)
 
     def copy(self, src_to_dsts: Tensor) -> None:
         """Copy whole blocks of every layer within the device; one source may go to several destinations.
 
-        ``src_to_dsts``: int64 ``[n, 2]``, (device block, device block) pairs. Raises as ``swap_in``, and NotOwned for a
-        block that is both a source and a destination, before anything is copied.
+        Args:
+            src_to_dsts: int64 ``[n, 2]``, (device block, device block) pairs.
+
+        Raises:
+            NotOwned: as ``swap_in``, and a block that is both a source and a destination; before anything is copied.
+            BadInput: as ``swap_in``.
         """
         self._move(self._gpu, self._gpu, src_to_dsts, wait=False)
 
@@ -143,7 +159,10 @@ class CacheEngine:
         """Return the bytes of one block over all layers of this rank.
 
         These are the K and V rows of ``block_size`` tokens; MLA has no V part. A backend whose shape has more elements
-        (padded heads) takes more. Raises BadInput.
+        (padded heads) takes more.
+
+        Raises:
+            BadInput: a wrong argument.
         """
         elements = math.prod(_sizes(cache_config, model_config, parallel_config, layer_type))
         parts = 1 if model_config.use_mla else 2

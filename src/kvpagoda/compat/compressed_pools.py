@@ -40,16 +40,20 @@ class PagedKVPool(Pool):
         indexer_keys_scales [blocks, e, i / 32] uint8, powers of two (NVFP4: i / 16, E4M3)
         entries          [blocks, e, d] and indexer_keys [blocks, e, i]: the raw form
 
-    All are views of the pool's memory. Raises BadInput for a layer without entries.
+    All are views of the pool's memory.
 
-    >>> from kvpagoda import DSV4Config, build_schedule, build_schema
-    >>> config = DSV4Config.flash()
-    >>> csa, hca = (build_schema(config, spec) for spec in build_schedule(config)[2:4])
-    >>> pool = PagedKVPool(csa, num_blocks=4, device="cpu")
-    >>> pool.entries_fp8.shape, pool.indexer_keys_fp4.shape
-    (torch.Size([4, 32, 448]), torch.Size([4, 32, 64]))
-    >>> print(PagedKVPool(hca, 4, device="cpu").indexer_keys_fp4)
-    None
+    Raises:
+        BadInput: a layer without entries.
+
+    Examples:
+        >>> from kvpagoda import DSV4Config, build_schedule, build_schema
+        >>> config = DSV4Config.flash()
+        >>> csa, hca = (build_schema(config, spec) for spec in build_schedule(config)[2:4])
+        >>> pool = PagedKVPool(csa, num_blocks=4, device="cpu")
+        >>> pool.entries_fp8.shape, pool.indexer_keys_fp4.shape
+        (torch.Size([4, 32, 448]), torch.Size([4, 32, 64]))
+        >>> print(PagedKVPool(hca, 4, device="cpu").indexer_keys_fp4)
+        None
     """
 
     def __init__(self, schema: LayerSchema, num_blocks: int, device: Device = None) -> None:
@@ -85,17 +89,18 @@ class StateCachePool(Pool):
 
     A ring row is addressed by position modulo the number of rows. All attributes above are views of the pool's memory.
 
-    >>> from kvpagoda import DSV4Config, build_schedule, build_schema
-    >>> config = DSV4Config.flash()
-    >>> pool = StateCachePool(build_schema(config, build_schedule(config)[2]), max_requests=3, device="cpu")
-    >>> pool.swa_fp8.shape, pool.tail_ka.shape, pool.overlap_k.shape
-    (torch.Size([3, 128, 448]), torch.Size([3, 3, 512]), torch.Size([3, 4, 512]))
-    >>> pool.swa_head[1] = 7                        # as write_swa does for a request of 7 tokens
-    >>> pool.swa_head.tolist(), pool.tail_len.tolist()
-    ([0, 7, 0], [0, 3, 0])
-    >>> pool.reset_slot(1)
-    >>> pool.swa_head.tolist()
-    [0, 0, 0]
+    Examples:
+        >>> from kvpagoda import DSV4Config, build_schedule, build_schema
+        >>> config = DSV4Config.flash()
+        >>> pool = StateCachePool(build_schema(config, build_schedule(config)[2]), max_requests=3, device="cpu")
+        >>> pool.swa_fp8.shape, pool.tail_ka.shape, pool.overlap_k.shape
+        (torch.Size([3, 128, 448]), torch.Size([3, 3, 512]), torch.Size([3, 4, 512]))
+        >>> pool.swa_head[1] = 7                        # as write_swa does for a request of 7 tokens
+        >>> pool.swa_head.tolist(), pool.tail_len.tolist()
+        ([0, 7, 0], [0, 3, 0])
+        >>> pool.reset_slot(1)
+        >>> pool.swa_head.tolist()
+        [0, 0, 0]
     """
 
     def __init__(self, schema: LayerSchema, max_requests: int, device: Device = None) -> None:
@@ -121,7 +126,11 @@ class StateCachePool(Pool):
         return self.swa_head % ratio if ratio else None
 
     def reset_slot(self, slot: SupportsIndex) -> None:
-        """Reset the row of ``slot`` to its initial values. Raises NotOwned if ``slot`` is out of range."""
+        """Reset the row of ``slot`` to its initial values.
+
+        Raises:
+            NotOwned: ``slot`` is out of range.
+        """
         self.arena.reset(self._ids.in_range(slot))
 
     def memory_bytes(self) -> int:

@@ -33,8 +33,9 @@ was trained with this format, and FlashMLA reads it."""
 class AttentionType(Enum):
     """The attention of a layer; the value is the layer type in transformers.
 
-    >>> AttentionType("sliding_attention").name
-    'SWA'
+    Examples:
+        >>> AttentionType("sliding_attention").name
+        'SWA'
     """
 
     CSA = "compressed_sparse_attention"
@@ -45,8 +46,9 @@ class AttentionType(Enum):
 class FFNType(Enum):
     """The feed-forward part of a layer: experts, or one dense network.
 
-    >>> {spec.ffn.name for spec in build_schedule(DSV4Config.pro())}
-    {'MOE'}
+    Examples:
+        >>> {spec.ffn.name for spec in build_schedule(DSV4Config.pro())}
+        {'MOE'}
     """
 
     MOE = "moe"
@@ -56,8 +58,9 @@ class FFNType(Enum):
 class RouterMode(Enum):
     """How tokens are routed to experts: by a hash of the token id, or by a learned dense router.
 
-    >>> [spec.router_mode.name for spec in build_schedule(DSV4Config.flash())[2:4]]
-    ['HASH', 'DENSE']
+    Examples:
+        >>> [spec.router_mode.name for spec in build_schedule(DSV4Config.flash())[2:4]]
+        ['HASH', 'DENSE']
     """
 
     HASH = "hash"
@@ -68,11 +71,16 @@ class RouterMode(Enum):
 class DSV4Config:
     """The model's numbers that determine its cache. ``compress_ratios`` has one number per layer.
 
-    ``encoding``: format of entries and window rows; its ``kept`` is always set to ``rope_dim``. ``index_encoding``:
-    format of the indexer's keys. Raises SchemaError.
+    Args:
+        encoding: format of entries and window rows; its ``kept`` is always set to ``rope_dim``.
+        index_encoding: format of the indexer's keys.
 
-    >>> DSV4Config.flash().num_layers, DSV4Config.pro().schema(encoding=FP8_UE8M0).bytes_per_token
-    (43, 5031.4375)
+    Raises:
+        SchemaError: a dtype or form that the rows cannot have.
+
+    Examples:
+        >>> DSV4Config.flash().num_layers, DSV4Config.pro().schema(encoding=FP8_UE8M0).bytes_per_token
+        (43, 5031.4375)
     """
 
     compress_ratios: tuple[int, ...]
@@ -136,9 +144,10 @@ class DSV4Config:
 class LayerSpec:
     """One layer of the model: its attention, its feed-forward part, and the routing of the latter.
 
-    >>> spec = build_schedule(DSV4Config.flash())[2]
-    >>> spec.layer_idx, spec.attn.name, spec.ffn.name, spec.router_mode.name
-    (2, 'CSA', 'MOE', 'HASH')
+    Examples:
+        >>> spec = build_schedule(DSV4Config.flash())[2]
+        >>> spec.layer_idx, spec.attn.name, spec.ffn.name, spec.router_mode.name
+        (2, 'CSA', 'MOE', 'HASH')
     """
 
     layer_idx: int
@@ -150,8 +159,9 @@ class LayerSpec:
 def build_schedule(config: DSV4Config) -> list[LayerSpec]:
     """Return the layers in order. All have experts; the first ``num_hash_layers`` route by hash.
 
-    >>> "".join(spec.attn.name[0] for spec in build_schedule(DSV4Config.flash())[:6])
-    'SSCHCH'
+    Examples:
+        >>> "".join(spec.attn.name[0] for spec in build_schedule(DSV4Config.flash())[:6])
+        'SSCHCH'
     """
     by_ratio = {0: AttentionType.SWA, config.csa_ratio: AttentionType.CSA, config.hca_ratio: AttentionType.HCA}
     return [
@@ -164,10 +174,11 @@ def build_schedule(config: DSV4Config) -> list[LayerSpec]:
 class LayerSchema:
     """The cache shape of one layer, derived from ``kind``. A count is 0 if the layer has no such rows.
 
-    >>> config = DSV4Config.flash()
-    >>> csa = build_schema(config, build_schedule(config)[2])
-    >>> csa.attn.name, csa.entries_per_block, csa.tail_buffer_size, csa.overlap_size
-    ('CSA', 32, 3, 4)
+    Examples:
+        >>> config = DSV4Config.flash()
+        >>> csa = build_schema(config, build_schedule(config)[2])
+        >>> csa.attn.name, csa.entries_per_block, csa.tail_buffer_size, csa.overlap_size
+        ('CSA', 32, 3, 4)
     """
 
     BLOCK_SIZE_ORIGINAL_TOKENS: ClassVar[int] = BLOCK_SIZE_ORIGINAL_TOKENS
@@ -238,9 +249,10 @@ class LayerSchema:
 def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
     """Return the cache shape of layer ``layer_spec``.
 
-    >>> config = DSV4Config.pro()
-    >>> build_schema(config, build_schedule(config)[0]).tail_buffer_size
-    127
+    Examples:
+        >>> config = DSV4Config.pro()
+        >>> build_schema(config, build_schedule(config)[0]).tail_buffer_size
+        127
     """
     attn, indexer = layer_spec.attn, None
     if attn is AttentionType.CSA:
@@ -265,12 +277,14 @@ def compute_block_budget(
     ``state_bytes`` is those of ``max_requests`` state rows over all layers. They include neither alignment nor the
     hidden row of each pool.
 
-    Raises BadInput unless both are positive whole numbers.
+    Raises:
+        BadInput: unless both are positive whole numbers.
 
-    >>> config = DSV4Config.pro()
-    >>> budget = compute_block_budget(config, build_schedule(config), max_tokens=1_000_000, max_requests=16)
-    >>> budget["csa"], budget["hca"]
-    (7828, 7813)
+    Examples:
+        >>> config = DSV4Config.pro()
+        >>> budget = compute_block_budget(config, build_schedule(config), max_tokens=1_000_000, max_requests=16)
+        >>> budget["csa"], budget["hca"]
+        (7828, 7813)
     """
     max_tokens = whole_number(max_tokens, "max_tokens", at_least=1)
     max_requests = whole_number(max_requests, "max_requests", at_least=1)

@@ -33,19 +33,23 @@ class GDNPool:
 
     In memory v is before k, so that the elements of one k vector are adjacent, as most kernels read them.
     ``get_layer_state`` returns that order, dense; ``recurrent_state`` has the other order, as a view of the same bytes.
-    All arguments are attributes; ``device`` None: CUDA when a GPU is there, else the CPU. Raises BadInput.
+    All arguments are attributes; ``device`` None: CUDA when a GPU is there, else the CPU.
 
-    >>> pool = GDNPool(max_reqs=4, num_gdn_layers=2, num_v_heads=8, head_k_dim=16, head_v_dim=32, conv_dim=64,
-    ...                conv_kernel_size=4, device="cpu", max_track_slots=2)
-    >>> recurrent, conv = pool.get_layer_state(1)
-    >>> recurrent.shape, conv.shape
-    (torch.Size([7, 8, 32, 16]), torch.Size([7, 64, 3]))
-    >>> recurrent[3] = 1.0                      # what the kernels of request slot 3 write
-    >>> checkpoint = pool.alloc_track_slot()
-    >>> pool.copy_states(3, checkpoint)
-    >>> pool.reset_states([3])
-    >>> int(recurrent[3].sum()), int(pool.recurrent_state[1, checkpoint].sum())
-    (0, 4096)
+    Raises:
+        BadInput: a wrong argument.
+
+    Examples:
+        >>> pool = GDNPool(max_reqs=4, num_gdn_layers=2, num_v_heads=8, head_k_dim=16, head_v_dim=32, conv_dim=64,
+        ...                conv_kernel_size=4, device="cpu", max_track_slots=2)
+        >>> recurrent, conv = pool.get_layer_state(1)
+        >>> recurrent.shape, conv.shape
+        (torch.Size([7, 8, 32, 16]), torch.Size([7, 64, 3]))
+        >>> recurrent[3] = 1.0                      # what the kernels of request slot 3 write
+        >>> checkpoint = pool.alloc_track_slot()
+        >>> pool.copy_states(3, checkpoint)
+        >>> pool.reset_states([3])
+        >>> int(recurrent[3].sum()), int(pool.recurrent_state[1, checkpoint].sum())
+        (0, 4096)
     """
 
     def __init__(
@@ -90,7 +94,9 @@ class GDNPool:
 
         ``gdn_layer_idx`` counts the GDN layers only. Recurrent: ``[slots, num_v_heads, head_v_dim, head_k_dim]``,
         dense, the transpose of ``recurrent_state[gdn_layer_idx]``. Conv: ``[slots, conv_dim, conv_kernel_size - 1]``.
-        Raises BadInput.
+
+        Raises:
+            BadInput: a wrong argument.
         """
         if whole_number(gdn_layer_idx, "a GDN layer") >= self.num_gdn_layers:
             text = f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool"
@@ -98,7 +104,11 @@ class GDNPool:
         return self.recurrent_state[gdn_layer_idx].transpose(-1, -2), self.conv_state[gdn_layer_idx]
 
     def reset_states(self, req_pool_indices: Slots) -> None:
-        """Set all states of these slots (int, sequence or integer tensor) to zero. Raises NotOwned. O(bytes)."""
+        """Set all states of these slots (int, sequence or integer tensor) to zero. O(bytes).
+
+        Raises:
+            NotOwned: a slot out of range.
+        """
         self.arena.reset(integers(req_pool_indices, "slots").reshape(-1))
 
     def alloc_track_slot(self) -> int | None:
@@ -106,7 +116,11 @@ class GDNPool:
         return int(self._track.acquire(1)[0]) if self._track.num_free else None
 
     def free_track_slot(self, slot: int) -> None:
-        """Free a track slot. Raises NotOwned if it is free already or no track slot; nothing changed then. O(1)."""
+        """Free a track slot. O(1).
+
+        Raises:
+            NotOwned: it is free already or no track slot; nothing changed then.
+        """
         self._track.release_id(slot)
 
     def available_track_slots(self) -> int:
@@ -116,8 +130,11 @@ class GDNPool:
     def copy_states(self, src_index: Slots, dst_index: Slots) -> None:
         """Copy all states of slot ``src_index[i]`` to slot ``dst_index[i]``, for all ``i``; any slots of the pool.
 
-        All sources are read before a destination of the same layer is written. Raises NotOwned for a slot out of range
-        or a destination named twice, and BadInput for lists of different lengths, before anything is copied. O(bytes).
+        All sources are read before a destination of the same layer is written. O(bytes).
+
+        Raises:
+            NotOwned: a slot out of range or a destination named twice.
+            BadInput: lists of different lengths, before anything is copied.
         """
         sources, targets = (self.arena.row_index(integers(s, "slots").reshape(-1)) for s in (src_index, dst_index))
         if len(sources) != len(targets):
@@ -131,5 +148,9 @@ class GDNPool:
         return self.arena.nbytes
 
     def check(self) -> None:
-        """Prove that every track slot is either free or held. Raises CheckFailed."""
+        """Prove that every track slot is either free or held.
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         self._track.check()

@@ -41,20 +41,24 @@ class KVCacheManager:
     It has ``max_concurrent_requests`` state rows and, for each layer, the given number of blocks of 128 tokens (see
     ``compute_block_budget``). Layer i has ``schemas[i]`` and ``state_pools[i]``, and, all None for SWA layers,
     ``paged_pools[i]``, ``allocators[i]``, which owns its blocks, and ``block_tables[i]``, int32 ``[slots + 1,
-    max_blocks]`` on the device, -1 = empty. The constructor allocates all memory. Raises BadInput.
+    max_blocks]`` on the device, -1 = empty. The constructor allocates all memory.
 
-    >>> from kvpagoda import DSV4Config, build_schedule
-    >>> config = DSV4Config((0, 4, 128), head_dim=64, rope_dim=16, index_dim=32)    # an SWA, a CSA and an HCA layer
-    >>> manager = KVCacheManager(config, build_schedule(config), max_concurrent_requests=2,
-    ...                          num_blocks_per_csa_layer=8, num_blocks_per_hca_layer=8, device="cpu")
-    >>> slot = manager.admit_request()
-    >>> block = manager.allocate_block(1, slot)         # before the first entry of the block is written
-    >>> tokens = torch.full((4,), slot, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
-    >>> handle = manager.acquire(1, *tokens, request_ids=torch.zeros(4, dtype=torch.int32))
-    >>> handle.write_swa(torch.ones(4, 64, dtype=torch.bfloat16))
-    >>> handle.read_swa_view().swa_pos[slot, :6].tolist()
-    [0, 1, 2, 3, -1, -1]
-    >>> manager.release_request(slot)
+    Raises:
+        BadInput: a wrong argument.
+
+    Examples:
+        >>> from kvpagoda import DSV4Config, build_schedule
+        >>> config = DSV4Config((0, 4, 128), head_dim=64, rope_dim=16, index_dim=32)    # an SWA, a CSA and an HCA layer
+        >>> manager = KVCacheManager(config, build_schedule(config), max_concurrent_requests=2,
+        ...                          num_blocks_per_csa_layer=8, num_blocks_per_hca_layer=8, device="cpu")
+        >>> slot = manager.admit_request()
+        >>> block = manager.allocate_block(1, slot)         # before the first entry of the block is written
+        >>> tokens = torch.full((4,), slot, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+        >>> handle = manager.acquire(1, *tokens, request_ids=torch.zeros(4, dtype=torch.int32))
+        >>> handle.write_swa(torch.ones(4, 64, dtype=torch.bfloat16))
+        >>> handle.read_swa_view().swa_pos[slot, :6].tolist()
+        [0, 1, 2, 3, -1, -1]
+        >>> manager.release_request(slot)
     """
 
     def __init__(
@@ -107,7 +111,8 @@ class KVCacheManager:
     def admit_request(self) -> int:
         """Take a slot, the most recently released first, and reset its row in every state pool. O(layers).
 
-        Raises RetryLater, a RuntimeError, when all slots are taken.
+        Raises:
+            RetryLater: a RuntimeError, when all slots are taken.
         """
         if not self._slots.num_free:
             raise RetryLater(
@@ -120,7 +125,11 @@ class KVCacheManager:
         return int(self._slots.acquire(1)[0])
 
     def release_request(self, slot: int) -> None:
-        """Free the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
+        """Free the slot and all its blocks in every layer.
+
+        Raises:
+            NotOwned: the slot is not admitted.
+        """
         self._check_slot(slot)
         for blocks in filter(None, self._blocks):
             own = blocks.group.own_places(slot)
@@ -132,9 +141,13 @@ class KVCacheManager:
     def allocate_block(self, layer_idx: int, slot: int) -> int:
         """Append a block to the table of ``slot`` in one layer and return the block id.
 
-        Call it before the first entry of the block is written, outside graph captures. Raises BadInput for a layer
-        without entries, NotOwned if the slot is not admitted, NeverFits past the model's longest text, and OutOfBlocks;
-        nothing changed then.
+        Call it before the first entry of the block is written, outside graph captures.
+
+        Raises:
+            BadInput: a layer without entries.
+            NotOwned: the slot is not admitted.
+            NeverFits: past the model's longest text.
+            OutOfBlocks: no room; nothing changed then.
         """
         blocks = self._blocks_of(layer_idx)
         self._check_slot(slot)
@@ -155,7 +168,12 @@ class KVCacheManager:
         return int(group.table.cells[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
-        """Return the blocks that ``slot`` holds in one layer, in order of position. Raises BadInput and NotOwned."""
+        """Return the blocks that ``slot`` holds in one layer, in order of position.
+
+        Raises:
+            BadInput: a wrong argument.
+            NotOwned: not held by the caller.
+        """
         group = self._blocks_of(layer_idx).group
         self._check_slot(slot)
         return [int(block) for block in group.held_places(slot)]
@@ -170,8 +188,10 @@ class KVCacheManager:
         The arguments are int32 tensors ``[n]`` on the cache's device, with one row for each *token* of the step. The
         tokens of one request are adjacent, in ascending order of position; slot -1 is a padded row. Only their dtype,
         shape and device are checked, not their values. The handle keeps the tensors: for the next step fill them again
-        and acquire again. An entry whose block was not allocated is written to the hidden block and lost. Raises
-        BadInput.
+        and acquire again. An entry whose block was not allocated is written to the hidden block and lost.
+
+        Raises:
+            BadInput: a wrong argument.
         """
         self._check_layer(layer_idx)
         device = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``self.device`` may lack
@@ -197,7 +217,10 @@ class KVCacheManager:
     def check(self) -> None:
         """Prove that every slot and every block has one owner, and that the block tables agree.
 
-        Raises CheckFailed with the ids that break it. O(slots x blocks); reads the device.
+        O(slots x blocks); reads the device.
+
+        Raises:
+            CheckFailed: with the ids that break it.
         """
         self._slots.check()
         idle = np.setdiff1d(np.arange(self._slots.num_ids), self._slots.held_ids()).tolist()

@@ -23,14 +23,21 @@ class KVPool:
     ``k_buffer[l]`` is ``[size + 1, k_head_num, k_head_dim]`` and ``v_buffer[l]`` ``[size + 1, v_head_num,
     v_head_dim]``, both of ``dtype`` on ``device`` (None: CUDA when a GPU is there, else the CPU), dense, zero at the
     start; K and V may differ in heads and size (the V ones default to the K ones). Row 0 absorbs the writes of padded
-    tokens. ``pin_memory``: page-lock a pool on the host when a GPU is there. Raises BadInput.
+    tokens.
 
-    >>> import torch
-    >>> pool = KVPool(size=16, layer_num=2, k_head_num=2, k_head_dim=4, device="cpu", dtype=torch.float32)
-    >>> pool.set_kv_buffer(0, torch.tensor([3, 5]), k=torch.ones(2, 2, 4), v=torch.ones(2, 8))
-    >>> k, v = pool.get_kv_buffer(0)
-    >>> k.shape, k.sum(dim=(1, 2)).nonzero()[:, 0].tolist()
-    (torch.Size([17, 2, 4]), [3, 5])
+    Args:
+        pin_memory: page-lock a pool on the host when a GPU is there.
+
+    Raises:
+        BadInput: a wrong argument.
+
+    Examples:
+        >>> import torch
+        >>> pool = KVPool(size=16, layer_num=2, k_head_num=2, k_head_dim=4, device="cpu", dtype=torch.float32)
+        >>> pool.set_kv_buffer(0, torch.tensor([3, 5]), k=torch.ones(2, 2, 4), v=torch.ones(2, 8))
+        >>> k, v = pool.get_kv_buffer(0)
+        >>> k.shape, k.sum(dim=(1, 2)).nonzero()[:, 0].tolist()
+        (torch.Size([17, 2, 4]), [3, 5])
     """
 
     def __init__(
@@ -61,15 +68,27 @@ class KVPool:
         self._proves_device_ids = int(os.environ.get("KVPAGODA_CHECK", "0")) >= 1
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Return K of a layer, ``[size + 1, k_head_num, k_head_dim]``, a view. Raises BadInput for an unknown layer."""
+        """Return K of a layer, ``[size + 1, k_head_num, k_head_dim]``, a view.
+
+        Raises:
+            BadInput: an unknown layer.
+        """
         return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Return V of a layer, ``[size + 1, v_head_num, v_head_dim]``, a view. Raises BadInput for an unknown layer."""
+        """Return V of a layer, ``[size + 1, v_head_num, v_head_dim]``, a view.
+
+        Raises:
+            BadInput: an unknown layer.
+        """
         return self.get_kv_buffer(layer_id)[1]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the K and the V tensor of a layer, views of the pool. Raises BadInput for an unknown layer."""
+        """Return the K and the V tensor of a layer, views of the pool.
+
+        Raises:
+            BadInput: an unknown layer.
+        """
         layer = whole_number(layer_id, "a layer of this pool", below=self.layer_num)
         return self.k_buffer[layer], self.v_buffer[layer]
 
@@ -83,9 +102,12 @@ class KVPool:
             k [n, h * d]    indices [n]        (also [b, s, h * d] with [b, s])
 
         ``k`` and ``v`` have the pool's dtype and device; ``indices`` are integers in 0 .. size (0: padding). If an
-        index is named twice, either of its rows is kept. Raises BadInput, and NotOwned for an index out of range,
-        before anything is written. Indices on a GPU are checked only with the environment variable
-        ``KVPAGODA_CHECK=1``, because the check waits for the GPU. O(n) rows.
+        index is named twice, either of its rows is kept. Indices on a GPU are checked only with the environment
+        variable ``KVPAGODA_CHECK=1``, because the check waits for the GPU. O(n) rows.
+
+        Raises:
+            BadInput: a wrong argument.
+            NotOwned: an index out of range, before anything is written.
         """
         buffers, indices = self.get_kv_buffer(layer_id), integers(indices, "KV indices")
         rows = [self._rows(name, x, indices, buffer) for name, x, buffer in zip("kv", (k, v), buffers)]
@@ -134,11 +156,15 @@ def make_full_attention_net_mem_pool(
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
     """Return the pool of a model with full attention in all layers, and the allocator of its ``size`` usable indices.
 
-    Arguments as of ``KVPool`` and ``TokenToKVPoolAllocator``. Raises BadInput.
+    Arguments as of ``KVPool`` and ``TokenToKVPoolAllocator``.
 
-    >>> pool, tokens = make_full_attention_net_mem_pool(64, layer_num=2, k_head_num=4, k_head_dim=8, device="cpu")
-    >>> indices = tokens.alloc(3)
-    >>> pool.set_kv_buffer(1, indices, torch.ones(3, 4, 8).half(), torch.ones(3, 4, 8).half())
+    Raises:
+        BadInput: a wrong argument.
+
+    Examples:
+        >>> pool, tokens = make_full_attention_net_mem_pool(64, layer_num=2, k_head_num=4, k_head_dim=8, device="cpu")
+        >>> indices = tokens.alloc(3)
+        >>> pool.set_kv_buffer(1, indices, torch.ones(3, 4, 8).half(), torch.ones(3, 4, 8).half())
     """
     allocator = TokenToKVPoolAllocator(size, device, page_size=page_size, need_sort=need_sort)
     pool = KVPool(size, layer_num, k_head_num, k_head_dim, device, dtype, v_head_num, v_head_dim, pin_memory)

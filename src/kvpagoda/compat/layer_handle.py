@@ -33,14 +33,15 @@ class SWAView:
 
     FP8 forms have ``swa_fp8`` ``[requests, ring, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
     the raw form has ``swa`` ``[requests, ring, dim]``. A ring has ``window + verify_width`` rows. It may also hold rows
-    of older tokens and of tokens that were rewound: the token at position p reads only rows with ``swa_pos`` in
-    p - window + 1 .. p.
+    of older tokens and of tokens that were rewound: the token at position p reads only rows with ``swa_pos`` in p -
+    window + 1 .. p.
 
-    >>> from kvpagoda.schema import RAW
-    >>> rows, slots = torch.ones(1, 4, 8), torch.zeros(2, dtype=torch.int32)
-    >>> view = SWAView(RAW, torch.float32, (rows,), torch.tensor([[0, 1, -1, -1]]), slots, torch.arange(2))
-    >>> dequantize_swa(view)[0, :, 0].tolist()
-    [1.0, 1.0, 0.0, 0.0]
+    Examples:
+        >>> from kvpagoda.schema import RAW
+        >>> rows, slots = torch.ones(1, 4, 8), torch.zeros(2, dtype=torch.int32)
+        >>> view = SWAView(RAW, torch.float32, (rows,), torch.tensor([[0, 1, -1, -1]]), slots, torch.arange(2))
+        >>> dequantize_swa(view)[0, :, 0].tolist()
+        [1.0, 1.0, 0.0, 0.0]
     """
 
     encoding: Encoding
@@ -80,13 +81,14 @@ class BlockView:
 class ClassicalView(BlockView):
     """The compressed entries of a layer: codes, bfloat16 RoPE part and scales (the raw form has one part, the entries).
 
-    >>> from kvpagoda.schema import RAW
-    >>> entries, table = torch.arange(24.0).view(3, 4, 2), torch.tensor([[2, 0]], dtype=torch.int32)
-    >>> view = ClassicalView(RAW, torch.float32, (entries,), table, torch.tensor([23], dtype=torch.int32), ratio=4)
-    >>> view.num_entries.tolist()
-    [5]
-    >>> dequantize_entries(view, view.block_table[0]).flatten(0, 1)[:5].tolist()    # the 5 entries of request 0
-    [[16.0, 17.0], [18.0, 19.0], [20.0, 21.0], [22.0, 23.0], [0.0, 1.0]]
+    Examples:
+        >>> from kvpagoda.schema import RAW
+        >>> entries, table = torch.arange(24.0).view(3, 4, 2), torch.tensor([[2, 0]], dtype=torch.int32)
+        >>> view = ClassicalView(RAW, torch.float32, (entries,), table, torch.tensor([23], dtype=torch.int32), ratio=4)
+        >>> view.num_entries.tolist()
+        [5]
+        >>> dequantize_entries(view, view.block_table[0]).flatten(0, 1)[:5].tolist()    # the 5 entries of request 0
+        [[16.0, 17.0], [18.0, 19.0], [20.0, 21.0], [22.0, 23.0], [0.0, 1.0]]
     """
 
     entries_fp8, entries_rope, inv_scale = _part(0), _part(1), _part(-1)
@@ -95,12 +97,13 @@ class ClassicalView(BlockView):
 class IndexerView(BlockView):
     """The indexer's keys of a layer: packed codes and their scales (in the raw form both attributes are the keys).
 
-    >>> from kvpagoda.formats import encode
-    >>> from kvpagoda.schema import MXFP4
-    >>> parts, table = tuple(encode(MXFP4, torch.ones(2, 32, 128))), torch.tensor([[1]], dtype=torch.int32)
-    >>> view = IndexerView(MXFP4, torch.bfloat16, parts, table, torch.tensor([128], dtype=torch.int32), ratio=4)
-    >>> view.keys_fp4.shape, view.key_scales.shape
-    (torch.Size([2, 32, 64]), torch.Size([2, 32, 4]))
+    Examples:
+        >>> from kvpagoda.formats import encode
+        >>> from kvpagoda.schema import MXFP4
+        >>> parts, table = tuple(encode(MXFP4, torch.ones(2, 32, 128))), torch.tensor([[1]], dtype=torch.int32)
+        >>> view = IndexerView(MXFP4, torch.bfloat16, parts, table, torch.tensor([128], dtype=torch.int32), ratio=4)
+        >>> view.keys_fp4.shape, view.key_scales.shape
+        (torch.Size([2, 32, 64]), torch.Size([2, 32, 4]))
     """
 
     keys_fp4, key_scales = _part(0), _part(-1)
@@ -127,19 +130,20 @@ class LayerCacheHandle:
     go to rows of the requests of ``step``, whose ``request_slots``, ``positions`` and ``request_ids`` are attributes of
     the handle too.
 
-    >>> from kvpagoda import DSV4Config, KVCache
-    >>> config = DSV4Config((4,), head_dim=64, rope_dim=16, window=8, index_dim=32)     # one CSA layer
-    >>> cache = KVCache(config.schema(), num_blocks=4, max_requests=2, device="cpu")
-    >>> sequence = cache.open(range(9))
-    >>> sequence.extend(8)
-    >>> handle = LayerCacheHandle.of(cache.batch([sequence], [8]).layer(0))
-    >>> handle.write_swa(torch.ones(8, 64, dtype=torch.bfloat16))
-    >>> closed = handle.close_windows(keys=torch.randn(8, 128), scores=torch.randn(8, 128))
-    >>> closed.windows.tolist(), closed.keys.shape          # 2 windows, each with the rows of the one before
-    ([0, 1], torch.Size([2, 8, 64]))
-    >>> handle.write_entries(closed, torch.ones(2, 64, dtype=torch.bfloat16))
-    >>> handle.read_entries(torch.tensor([[0, 1, -1]] * 8))[7].sum(dim=-1).tolist()
-    [64.0, 64.0, 0.0]
+    Examples:
+        >>> from kvpagoda import DSV4Config, KVCache
+        >>> config = DSV4Config((4,), head_dim=64, rope_dim=16, window=8, index_dim=32)     # one CSA layer
+        >>> cache = KVCache(config.schema(), num_blocks=4, max_requests=2, device="cpu")
+        >>> sequence = cache.open(range(9))
+        >>> sequence.extend(8)
+        >>> handle = LayerCacheHandle.of(cache.batch([sequence], [8]).layer(0))
+        >>> handle.write_swa(torch.ones(8, 64, dtype=torch.bfloat16))
+        >>> closed = handle.close_windows(keys=torch.randn(8, 128), scores=torch.randn(8, 128))
+        >>> closed.windows.tolist(), closed.keys.shape          # 2 windows, each with the rows of the one before
+        ([0, 1], torch.Size([2, 8, 64]))
+        >>> handle.write_entries(closed, torch.ones(2, 64, dtype=torch.bfloat16))
+        >>> handle.read_entries(torch.tensor([[0, 1, -1]] * 8))[7].sum(dim=-1).tolist()
+        [64.0, 64.0, 0.0]
     """
 
     def __init__(self, kind: Compressed, paged: Pool | None, state: Pool, block_table: Any, step: Step) -> None:
@@ -150,7 +154,10 @@ class LayerCacheHandle:
     def of(cls, view: Any) -> LayerCacheHandle:
         """Return the handle of ``view``, the ``LayerView`` of a compressed-attention layer in a batch.
 
-        It is valid as long as the batch. Raises BadInput for a layer of another kind.
+        It is valid as long as the batch.
+
+        Raises:
+            BadInput: a layer of another kind.
         """
         kind = next((kind for kind in view.layer.kinds if isinstance(kind, Compressed)), None)
         if kind is None or view.state is None:
@@ -193,8 +200,11 @@ class LayerCacheHandle:
     def read_window(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the uncompressed rows that each token attends to: its window, itself included.
 
-        ``kv`` ``[n, dim]``: this step's rows, not yet written. Returns rows ``[n, window, dim]`` in ``kv``'s dtype, as
-        they read back from storage (0 where there is none), and their validity, bool ``[n, window]``.
+        ``kv`` ``[n, dim]``: this step's rows, not yet written.
+
+        Returns:
+            rows ``[n, window, dim]`` in ``kv``'s dtype, as they read back from storage (0 where there is none), and
+            their validity, bool ``[n, window]``.
         """
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
         window, step = self.kind.window, self.step
@@ -218,8 +228,10 @@ class LayerCacheHandle:
         """Return the rows that the windows closing in this step pool over; store this step's rows for later windows.
 
         ``keys``, ``scores`` ``[n, streams * dim]``: this step's projections; the scores include the position bias. With
-        overlap the first half is stream a (for the next window) and the second half stream b. ``prefix``: "idx_" for
-        the indexer's own compressor.
+        overlap the first half is stream a (for the next window) and the second half stream b.
+
+        Args:
+            prefix: "idx_" for the indexer's own compressor.
         """
         ratio, step, overlap = self.kind.ratio, self.step, self.kind.overlap
         name = "indexer_keys" if prefix else "entries"
@@ -266,11 +278,19 @@ class LayerCacheHandle:
         return self._read_blocks("indexer_keys", windows)
 
     def read_classical_view(self) -> ClassicalView:
-        """Return the blocks of entries and the block table. Raises BadInput on a layer without compressed entries."""
+        """Return the blocks of entries and the block table.
+
+        Raises:
+            BadInput: on a layer without compressed entries.
+        """
         return ClassicalView(self.kind.encoding, *self._shown("entries"))
 
     def read_indexer_view(self) -> IndexerView:
-        """Return the blocks of indexer keys and the block table. Raises BadInput on a layer without an indexer."""
+        """Return the blocks of indexer keys and the block table.
+
+        Raises:
+            BadInput: on a layer without an indexer.
+        """
         return IndexerView(self.kind.index_encoding, *self._shown("indexer_keys"))
 
     # -- addresses ---------------------------------------------------------------------------------------------------
@@ -348,8 +368,11 @@ def dequantize_swa(view: SWAView) -> Tensor:
 def dequantize_entries(view: ClassicalView, block_ids: IdsLike | None = None) -> Tensor:
     """Decode the entries of ``block_ids`` (default: all blocks) in plain torch.
 
-    Returns ``[blocks, entries_per_block, head_dim]``; 0 for -1, an empty cell of a block table. Raises BadInput for ids
-    out of range; waits for ids on a GPU.
+    Returns:
+        ``[blocks, entries_per_block, head_dim]``; 0 for -1, an empty cell of a block table.
+
+    Raises:
+        BadInput: ids out of range; waits for ids on a GPU.
     """
     if block_ids is None:
         return decode(view.encoding, view.parts, view.dtype)

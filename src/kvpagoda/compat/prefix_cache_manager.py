@@ -20,20 +20,21 @@ Text = Sequence[int] | npt.NDArray[Any]
 class PrefixCacheManager:
     """Stores, for each token of each cached sequence, the slot and slot version that last held the sequence up to it.
 
-    ``max_capacity``: cached tokens. Tokens without a reference are evicted down to it, least recently used first, and
-    from the ends of sequences, so that no node loses its parent. Referenced tokens are never evicted. They count too,
-    and may together exceed ``max_capacity`` until they are released; no call waits, and ``insert`` never fails for lack
-    of room.
-
     A *reference* belongs to the exact ``token_ids`` with which ``insert`` or ``pin`` took it; ``release`` drops one
-    reference on the same ``token_ids``. ``token_ids`` are sequences of whole numbers, 0 to 2^31 - 1, or integer arrays.
-    Calls are O(length).
+    reference on the same ``token_ids``: sequences of whole numbers, 0 to 2^31 - 1, or integer arrays. Calls are
+    O(length).
 
-    >>> cache = PrefixCacheManager(max_capacity=1000)
-    >>> cache.insert([11, 12, 13, 14], slot=2, slot_ver=1)      # and takes a reference
-    >>> cache.find([11, 12, 13, 99])                            # 3 tokens are in slot 2, if it still has version 1
-    (3, 2, 1)
-    >>> cache.release([11, 12, 13, 14])                         # from now on it may be evicted
+    Args:
+        max_capacity: cached tokens. Tokens without a reference are evicted down to it, least recently used first, from
+            the ends of sequences; referenced ones count but are never evicted, and may together exceed it. No call
+            waits, and ``insert`` never fails for lack of room.
+
+    Examples:
+        >>> cache = PrefixCacheManager(max_capacity=1000)
+        >>> cache.insert([11, 12, 13, 14], slot=2, slot_ver=1)      # and takes a reference
+        >>> cache.find([11, 12, 13, 99])                            # 3 tokens are in slot 2, if it still has version 1
+        (3, 2, 1)
+        >>> cache.release([11, 12, 13, 14])                         # from now on it may be evicted
     """
 
     def __init__(self, max_capacity: int = 1000) -> None:
@@ -61,7 +62,10 @@ class PrefixCacheManager:
     def insert(self, token_ids: Text, slot: int, slot_ver: int) -> None:
         """Record that slot ``slot``, of version ``slot_ver``, holds the rows of all ``token_ids``; take one reference.
 
-        The slot replaces older ones on the whole path. Then evicts down to the capacity. Raises BadInput.
+        The slot replaces older ones on the whole path. Then evicts down to the capacity.
+
+        Raises:
+            BadInput: a wrong argument.
         """
         tokens = as_tokens(token_ids).copy()  # the tree keeps it
         slot = whole_number(slot, "a slot", below=2**63)
@@ -79,7 +83,10 @@ class PrefixCacheManager:
         """Return (prefix_len, slot, slot_ver) of the longest cached prefix of ``token_ids``; it may end at any token.
 
         Counts as a use. The slot held all ``prefix_len`` tokens when it had version ``slot_ver``: compare the version
-        before reading the slot. (0, -1, 0) when nothing is cached. Raises BadInput.
+        before reading the slot. (0, -1, 0) when nothing is cached.
+
+        Raises:
+            BadInput: a wrong argument.
         """
         match = self._tree.match(as_tokens(token_ids))
         self._tree.touch(match)
@@ -88,7 +95,11 @@ class PrefixCacheManager:
         return match.num_tokens, *self._place(match)
 
     def pin(self, token_ids: Text) -> None:
-        """Take one more reference on ``token_ids``; a use of them. Raises NotOwned unless all of them are cached."""
+        """Take one more reference on ``token_ids``; a use of them.
+
+        Raises:
+            NotOwned: they are not all cached.
+        """
         match = self._cached(token_ids)
         self._tree.touch(match)
         self._leases.setdefault(match.tokens.tobytes(), []).append(self._tree.pin(match))
@@ -96,7 +107,8 @@ class PrefixCacheManager:
     def release(self, token_ids: Text) -> None:
         """Drop one reference on exactly ``token_ids``, then evict down to the capacity.
 
-        Raises NotOwned, changing nothing, if there is no such reference.
+        Raises:
+            NotOwned: there is no such reference; nothing changed.
         """
         key = as_tokens(token_ids).tobytes()
         leases = self._leases.get(key)
@@ -111,10 +123,15 @@ class PrefixCacheManager:
     def copy_kv(self, token_ids: Text, target_slot: int, kv_cache: tuple[Any, Any], n_layers: int) -> None:
         """Copy the rows of ``token_ids`` from the slot that holds them to ``target_slot``, in both caches.
 
-        ``kv_cache``: K and V, tensors or arrays ``[slot, position, layer, ...]``; the first ``n_layers`` layers are
-        copied. Compare the slot version that ``find`` returned before you call this. Raises NotOwned unless all of
-        ``token_ids`` are cached, and BadInput for a slot, length or layer that a cache does not have; nothing was
-        copied then.
+        Compare the slot version that ``find`` returned before you call this.
+
+        Args:
+            kv_cache: K and V, tensors or arrays ``[slot, position, layer, ...]``; the first ``n_layers`` layers are
+                copied.
+
+        Raises:
+            NotOwned: ``token_ids`` are not all cached.
+            BadInput: a slot, length or layer that a cache does not have; nothing was copied then.
         """
         match = self._cached(token_ids)
         if not match.num_tokens:
@@ -141,7 +158,11 @@ class PrefixCacheManager:
         return len(evicted)
 
     def check(self) -> None:
-        """Check the tree, and that its leases are exactly the references. Raises CheckFailed. O(cached tokens)."""
+        """Check the tree, and that its leases are exactly the references. O(cached tokens).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         self._tree.check()
         assert sum(map(len, self._leases.values())) == self._tree.num_leases, "references and leases differ"
 

@@ -17,14 +17,18 @@ class ReqToTokenPool:
 
     Slots ``1 .. max_reqs`` are handed out; slot 0 is padding, as in ``GDNPool``. The table does not know the length of
     a request: cells not written since the slot was taken hold old values. ``device`` None: CUDA when a GPU is there,
-    else the CPU. Raises BadInput.
+    else the CPU.
 
-    >>> requests = ReqToTokenPool(max_reqs=4, max_context_len=8, device="cpu")
-    >>> [slot] = requests.alloc(1)
-    >>> requests.write((slot, slice(0, 3)), [7, 8, 9])      # KV indices of its first 3 tokens
-    >>> slot, requests.req_to_token[slot].tolist()
-    (1, [7, 8, 9, 0, 0, 0, 0, 0])
-    >>> requests.free(slot)
+    Raises:
+        BadInput: a wrong argument.
+
+    Examples:
+        >>> requests = ReqToTokenPool(max_reqs=4, max_context_len=8, device="cpu")
+        >>> [slot] = requests.alloc(1)
+        >>> requests.write((slot, slice(0, 3)), [7, 8, 9])      # KV indices of its first 3 tokens
+        >>> slot, requests.req_to_token[slot].tolist()
+        (1, [7, 8, 9, 0, 0, 0, 0, 0])
+        >>> requests.free(slot)
     """
 
     def __init__(self, max_reqs: int, max_context_len: int, device: Device = None) -> None:
@@ -40,15 +44,22 @@ class ReqToTokenPool:
         return self._slots.num_free
 
     def alloc(self, n: int = 1) -> list[int] | None:
-        """Take ``n`` free slots; return None, taking none, if there are fewer. Raises BadInput. O(n)."""
+        """Take ``n`` free slots; return None, taking none, if there are fewer. O(n).
+
+        Raises:
+            BadInput: a wrong argument.
+        """
         if whole_number(n, "the number of request slots") > self._slots.num_free:
             return None
         slots: list[int] = self._slots.acquire(n).tolist()
         return slots
 
     def free(self, slot: int | Sequence[int]) -> None:
-        """Free a slot, or a sequence of slots. Raises NotOwned if one is not held, out of range or named twice; then no
-        slot is freed."""
+        """Free a slot, or a sequence of slots.
+
+        Raises:
+            NotOwned: one is not held, out of range or named twice; then no slot is freed.
+        """
         if isinstance(slot, Sequence):
             self._slots.release(ids_from(slot))
         else:
@@ -57,8 +68,12 @@ class ReqToTokenPool:
     def write(self, index: tuple[int, slice], values: IdsLike) -> None:
         """Write KV indices ``values``, integers ``[n]``, to the ``n`` positions ``index``: (slot, slice).
 
-        Raises NotOwned for a slot that is not held, and BadInput for a slice that leaves the row, has a step, or is not
-        as long as ``values``, before anything is written. Nothing is clamped.
+        Nothing is clamped.
+
+        Raises:
+            NotOwned: a slot that is not held.
+            BadInput: a slice that leaves the row, has a step, or is not as long as ``values``, before anything is
+                written.
         """
         if not isinstance(index, tuple) or len(index) != 2:
             raise BadInput(f"write takes (slot, slice), got {index!r}")
@@ -79,7 +94,11 @@ class ReqToTokenPool:
         self.req_to_token.zero_()
 
     def check(self) -> None:
-        """Prove that every slot is either free or held. Raises CheckFailed. O(max_reqs)."""
+        """Prove that every slot is either free or held. O(max_reqs).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         self._slots.check()
 
     def _span(self, positions: slice) -> tuple[int, int]:
@@ -94,9 +113,13 @@ class ReqToTokenPool:
 
 
 def make_req_to_token_pool(max_reqs: int, max_context_len: int, device: Device = None) -> ReqToTokenPool:
-    """Return the table for ``max_reqs`` requests of at most ``max_context_len`` tokens. Raises BadInput.
+    """Return the table for ``max_reqs`` requests of at most ``max_context_len`` tokens.
 
-    >>> make_req_to_token_pool(4, 100, device="cpu").req_to_token.shape
-    torch.Size([5, 100])
+    Raises:
+        BadInput: a wrong argument.
+
+    Examples:
+        >>> make_req_to_token_pool(4, 100, device="cpu").req_to_token.shape
+        torch.Size([5, 100])
     """
     return ReqToTokenPool(max_reqs, max_context_len, device)

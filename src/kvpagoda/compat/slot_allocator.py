@@ -20,16 +20,17 @@ class SlotAllocator:
         words      ... | 0b0100 | 0b0000 | 0b0001 | ...     bit i of word w: slot 64 * w + i is free
         above      ... 1        0        1 ...              bit w: word w is not 0
 
-    >>> slots = SlotAllocator(3)
-    >>> slots.alloc(), slots.alloc()
-    (0, 1)
-    >>> seen = slots.version(0)
-    >>> slots.free(0)
-    >>> slots.alloc(), slots.version(0) == seen         # allocated again since
-    (0, False)
-    >>> slots.occupy(2)                                 # takes slot 2; its version stays
-    >>> slots.alloc()
-    -1
+    Examples:
+        >>> slots = SlotAllocator(3)
+        >>> slots.alloc(), slots.alloc()
+        (0, 1)
+        >>> seen = slots.version(0)
+        >>> slots.free(0)
+        >>> slots.alloc(), slots.version(0) == seen         # allocated again since
+        (0, False)
+        >>> slots.occupy(2)                                 # takes slot 2; its version stays
+        >>> slots.alloc()
+        -1
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -43,7 +44,11 @@ class SlotAllocator:
             count = len(self._levels[-1])
 
     def alloc(self) -> int:
-        """Take the lowest free slot and increment its version. Returns -1 when all slots are in use."""
+        """Take the lowest free slot and increment its version.
+
+        Returns:
+            -1 when all slots are in use.
+        """
         if not self.free_count:
             return -1
         slot = 0
@@ -55,7 +60,11 @@ class SlotAllocator:
         return slot
 
     def occupy(self, i: SupportsIndex) -> None:
-        """Take the free slot ``i``; its version does not change. Raises NotOwned if it is in use or out of range."""
+        """Take the free slot ``i``; its version does not change.
+
+        Raises:
+            NotOwned: it is in use or out of range.
+        """
         if not self.is_free(i):
             raise NotOwned(f"slot {i} is already held", needed=i, available="held")
         self.free_count -= 1
@@ -67,7 +76,11 @@ class SlotAllocator:
                 break
 
     def free(self, i: SupportsIndex) -> None:
-        """Free slot ``i``; its version does not change. Raises NotOwned if it is free already or out of range."""
+        """Free slot ``i``; its version does not change.
+
+        Raises:
+            NotOwned: it is free already or out of range.
+        """
         if self.is_free(i):
             raise NotOwned(f"slot {i} is not held: freed twice, or never handed out", needed=i, available="free")
         self.free_count += 1
@@ -79,16 +92,28 @@ class SlotAllocator:
                 break
 
     def is_free(self, i: SupportsIndex) -> bool:
-        """Return whether slot ``i`` is free. Raises NotOwned if it is out of range."""
+        """Return whether slot ``i`` is free.
+
+        Raises:
+            NotOwned: it is out of range.
+        """
         word, bit = divmod(self._in_range(i), _BITS)
         return bool(self._levels[0][word] >> bit & 1)
 
     def version(self, i: SupportsIndex) -> int:
-        """Return how often ``alloc`` has handed out slot ``i``. Raises NotOwned if it is out of range."""
+        """Return how often ``alloc`` has handed out slot ``i``.
+
+        Raises:
+            NotOwned: it is out of range.
+        """
         return self._versions[self._in_range(i)]
 
     def check(self) -> None:
-        """Prove that ``alloc`` finds every free slot and counts them right. Raises CheckFailed. O(max_slots)."""
+        """Prove that ``alloc`` finds every free slot and counts them right. O(max_slots).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         free = sum(word.bit_count() for word in self._levels[0])
         if free != self.free_count:
             text = f"{free} slots are free, {self.free_count} are counted"

@@ -29,16 +29,19 @@ class TokenToKVPoolAllocator:
     so ``k_buffer[l][1 : 1 + num_pages * page_size]`` is the paged view for block-table kernels, its first page 0.
 
     Freed pages wait in a second buffer. It is merged into the free list (sorted, lowest index first, if ``need_sort``)
-    only when an ``alloc`` needs it. The free list is on the host and counts pages. ``device``: where ``alloc`` returns
-    its indices (None: CUDA when a GPU is there, else the CPU).
+    only when an ``alloc`` needs it. The free list is on the host and counts pages.
 
-    >>> tokens = TokenToKVPoolAllocator(size=64, device="cpu", page_size=8)
-    >>> indices = tokens.alloc(need_size=6)     # a whole page
-    >>> indices.tolist(), tokens.available_size()
-    ([1, 2, 3, 4, 5, 6, 7, 8], 56)
-    >>> tokens.free(indices[:6])                # the first index that comes back frees the page
-    >>> tokens.available_size()
-    64
+    Args:
+        device: where ``alloc`` returns its indices (None: CUDA when a GPU is there, else the CPU).
+
+    Examples:
+        >>> tokens = TokenToKVPoolAllocator(size=64, device="cpu", page_size=8)
+        >>> indices = tokens.alloc(need_size=6)     # a whole page
+        >>> indices.tolist(), tokens.available_size()
+        ([1, 2, 3, 4, 5, 6, 7, 8], 56)
+        >>> tokens.free(indices[:6])                # the first index that comes back frees the page
+        >>> tokens.available_size()
+        64
     """
 
     def __init__(self, size: int, device: Device = None, page_size: int = 1, need_sort: bool = True) -> None:
@@ -63,9 +66,12 @@ class TokenToKVPoolAllocator:
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Take at least ``need_size`` distinct indices; return None, taking none, if there are fewer. O(n).
 
-        Returns all indices of ``p = ceil(need_size / page_size)`` pages, int32 ``[p * page_size]`` on the device,
-        ascending by one inside each page; they are the caller's until ``free``. Raises BadInput for a ``need_size``
-        that is not a whole number of at least 0.
+        Returns:
+            all indices of ``p = ceil(need_size / page_size)`` pages, int32 ``[p * page_size]`` on the device, ascending
+            by one inside each page; they are the caller's until ``free``.
+
+        Raises:
+            BadInput: a ``need_size`` that is not a whole number of at least 0.
         """
         num_pages = ceil_div(whole_number(need_size, "the number of tokens"), self.page_size)
         if num_pages > self._pages.num_free:
@@ -86,9 +92,11 @@ class TokenToKVPoolAllocator:
         """Free indices: a tensor on any device, an array or a sequence, of any shape. O(n log n).
 
         The first freed index of a page frees the whole page. Its other indices may be freed later, each once, until the
-        page is handed out again; that changes nothing. Raises NotOwned for an index that is not held (freed twice, also
-        inside a group), out of range or named twice, and BadInput for anything but whole numbers. If it raises, nothing
-        is freed, but an open group is closed.
+        page is handed out again; that changes nothing. If it raises, nothing is freed, but an open group is closed.
+
+        Raises:
+            NotOwned: an index that is not held (freed twice, also inside a group), out of range or named twice.
+            BadInput: anything but whole numbers.
         """
         try:
             ids = ids_from(indices)
@@ -144,7 +152,10 @@ class TokenToKVPoolAllocator:
     def check(self) -> None:
         """Prove that every page is free, waiting or held, and that no index of a held page was freed.
 
-        Raises CheckFailed. O(size).
+        O(size).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
         """
         self._pages.check(np.concatenate((_NONE, *self._waiting, *self._grouped)))
         if self._num_waiting != sum(map(len, self._waiting)):

@@ -89,7 +89,10 @@ def cheapest(costs: Costs) -> PreemptionMode:
 @dataclass(frozen=True)
 class QueueStats:
     """Jobs that are waiting and running now; preemptions so far, and how many of those suspended to host memory.
-    ``waits``: seconds that jobs waited until they first ran."""
+
+    Args:
+        waits: seconds that jobs waited until they first ran.
+    """
 
     waiting: int
     running: int
@@ -99,10 +102,17 @@ class QueueStats:
 
 
 class Job:
-    """A request in a ``RunQueue``: a text of at most ``total`` tokens, ``prompt``, int32 ``[n]``, and generated tokens.
+    """A request in a ``RunQueue``: its prompt, and the tokens generated since. Its attribute ``media``: see
+    ``KVCache.open``.
 
-    ``namespace``: only jobs of the same namespace share cached blocks. ``media``: see ``KVCache.open``. ``checkpoints``:
-    positions of the prompt at which others should be able to resume, see ``KVCache.open``; raises BadInput for others.
+    Args:
+        prompt: int32 ``[n]``.
+        total: the most tokens of its text.
+        namespace: only jobs of the same namespace share cached blocks.
+        checkpoints: positions of the prompt at which others should be able to resume, see ``KVCache.open``.
+
+    Raises:
+        BadInput: other checkpoints.
     """
 
     def __init__(
@@ -165,24 +175,25 @@ class RunQueue(Generic[J]):
     job waits until that job has published the prefix. While the oldest job waits, its text is read from the tiers into
     host memory.
 
-    >>> from kvpagoda import KVCache, Schema
-    >>> from kvpagoda.schema import Attention, Layer
-    >>> schema = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
-    >>> cache = KVCache(schema, num_blocks=4, block_size=2, max_requests=2, device="none")
-    >>> queue = RunQueue(cache, Youngest())
-    >>> first, second = Job(np.arange(4, dtype=np.int32), 8), Job(np.arange(3, dtype=np.int32), 4)
-    >>> queue.enter(first), queue.enter(second), queue.admit()
-    (None, None, None)
-    >>> queue.make_room(first, 4), queue.running == [first], queue.waiting == [second]
-    (True, True, True)
-    >>> first.sequence.commit(first.text)
-    >>> first.extend([7, 8])
-    >>> queue.make_room(first, 2), len(first.text)
-    (True, 6)
-    >>> queue.remove(first)
-    >>> queue.admit()
-    >>> queue.running == [second]
-    True
+    Examples:
+        >>> from kvpagoda import KVCache, Schema
+        >>> from kvpagoda.schema import Attention, Layer
+        >>> schema = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
+        >>> cache = KVCache(schema, num_blocks=4, block_size=2, max_requests=2, device="none")
+        >>> queue = RunQueue(cache, Youngest())
+        >>> first, second = Job(np.arange(4, dtype=np.int32), 8), Job(np.arange(3, dtype=np.int32), 4)
+        >>> queue.enter(first), queue.enter(second), queue.admit()
+        (None, None, None)
+        >>> queue.make_room(first, 4), queue.running == [first], queue.waiting == [second]
+        (True, True, True)
+        >>> first.sequence.commit(first.text)
+        >>> first.extend([7, 8])
+        >>> queue.make_room(first, 2), len(first.text)
+        (True, 6)
+        >>> queue.remove(first)
+        >>> queue.admit()
+        >>> queue.running == [second]
+        True
     """
 
     def __init__(
@@ -200,8 +211,11 @@ class RunQueue(Generic[J]):
         self._waits = Latencies(WAITS)
 
     def enter(self, job: J, *forks: J) -> None:
-        """Add ``job`` to the waiting jobs. ``forks`` get the next numbers of arrival; start each of them by
-        ``fork``. Raises BadInput for checkpoints behind the longest context."""
+        """Add ``job`` to the waiting jobs. ``forks`` get the next numbers of arrival; start each of them by ``fork``.
+
+        Raises:
+            BadInput: checkpoints behind the longest context.
+        """
         if job.asked is not None:
             breakpoints_of(job.asked, self.cache.max_context)
         for arrival in (job, *forks):
@@ -212,8 +226,9 @@ class RunQueue(Generic[J]):
     def admit(self) -> None:
         """Start the waiting jobs, oldest first, up to the first that does not fit.
 
-        Raises RetryLater if that job does not fit and no job runs: then users outside this queue hold the cache, and
-        waiting for jobs of the queue would not help.
+        Raises:
+            RetryLater: that job does not fit and no job runs: then users outside this queue hold the cache, and waiting
+                for jobs of the queue would not help.
         """
         while self.waiting:
             job = self.waiting[0]
@@ -259,7 +274,10 @@ class RunQueue(Generic[J]):
     def make_room(self, job: J, n: int) -> bool:
         """Make room for the next ``n`` tokens of the running ``job``; return False if ``job`` itself was preempted.
 
-        Preempts younger jobs while blocks are short. Raises OutOfBlocks without a policy, or if no other job runs.
+        Preempts younger jobs while blocks are short.
+
+        Raises:
+            OutOfBlocks: no room, and no policy or no other job that runs.
         """
         assert job.sequence is not None
         while True:
@@ -278,7 +296,8 @@ class RunQueue(Generic[J]):
     def preempt(self, job: J, mode: PreemptionMode | None = None) -> None:
         """Close or suspend the sequence of the running ``job``, which then waits again with its text so far.
 
-        ``mode``: None lets ``choose`` decide. A sequence that cannot be suspended is closed and recomputed.
+        Args:
+            mode: None lets ``choose`` decide. A sequence that cannot be suspended is closed and recomputed.
         """
         sequence = job.sequence
         assert sequence is not None

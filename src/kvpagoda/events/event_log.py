@@ -104,10 +104,15 @@ class Followed:
 
 
 class EventLog(CacheObserver):
-    """The changes of one cache, ``KVCache(events=EventLog())``, until ``take`` removes them.
+    """The changes of one cache, ``KVCache(events=EventLog())``, until ``take`` removes them. One thread may use the
+    cache while another calls ``take``.
 
-    ``capacity``: the most records that wait. One thread may use the cache while another calls ``take``. Raises
-    BadInput."""
+    Args:
+        capacity: the most records that wait.
+
+    Raises:
+        BadInput: a ``capacity`` out of range.
+    """
 
     def __init__(self, capacity: int = 65_536) -> None:
         if type(capacity) is not int or capacity < 1:
@@ -123,15 +128,22 @@ class EventLog(CacheObserver):
         self.is_watching = False  #: whether tiers tell what they keep
 
     def attach(self, view: CacheView, followed: Followed) -> None:
-        """Make this the log of the cache behind ``view``, in which nothing is cached yet. Raises BadInput if it is the log of
-        a cache already."""
+        """Make this the log of the cache behind ``view``, in which nothing is cached yet.
+
+        Raises:
+            BadInput: it is the log of a cache already.
+        """
         if self._followed is not None:
             raise BadInput("this log belongs to a cache already; make a new EventLog for each cache", needed="log")
         self._view, self._followed = view, followed
 
     @property
     def followed(self) -> Followed:
-        """What a follower must know of the cache. Raises BadInput if the log has no cache yet."""
+        """What a follower must know of the cache.
+
+        Raises:
+            BadInput: the log has no cache yet.
+        """
         if self._followed is None:
             raise BadInput("this log has no cache yet; make one first: KVCache(..., events=log)", needed="cache")
         return self._followed

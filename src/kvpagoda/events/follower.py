@@ -30,7 +30,8 @@ _MOST_WAITING = 4096
 def namespace_name(namespace: Namespace | str | bytes | None = None, secret: bytes = b"") -> bytes:
     """Return the digest, 32 bytes, by which events name ``namespace``.
 
-    Raises BadInput, also for a namespace with an epoch: events describe only the newest weights.
+    Raises:
+        BadInput: a namespace with an epoch: events describe only the newest weights.
     """
     if isinstance(namespace, Namespace) and namespace.epoch is not None:
         text = f"events describe only the newest weights; ask without epoch {namespace.epoch}"
@@ -39,12 +40,17 @@ def namespace_name(namespace: Namespace | str | bytes | None = None, secret: byt
 
 
 class Follower:
-    """Knows which blocks one cache has, from the messages of its publisher alone. ``secret``: that of its ``Identity``, at
-    most 64 bytes, otherwise BadInput.
+    """Knows which blocks one cache has, from the messages of its publisher alone.
 
     Pass every message to ``feed``. While ``wanted`` is a number, messages are missing: ask the publisher to replay from
     that number, and pass its answers to ``feed``. Until then the answers here are those of the last complete state. A
     restart of the publisher is detected from its batches. Not for use from several threads at once.
+
+    Args:
+        secret: that of its ``Identity``, at most 64 bytes.
+
+    Raises:
+        BadInput: a longer ``secret``.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
@@ -71,10 +77,15 @@ class Follower:
     def feed(self, sequence: int, payload: bytes) -> list[Name]:
         """Take batch number ``sequence``, live or replayed.
 
-        Returns the names of the blocks after which no text can be resumed any more (``BlockRemoved.lost``). Raises BadInput
-        for bytes that are not a batch of kvpagoda, and for a batch that contradicts those before it, of which the last may
-        have come before. Of a batch that is refused nothing is applied, and ``wanted`` asks for it again; if it is refused
-        once more, for all batches from the first on.
+        Of a batch that is refused nothing is applied, and ``wanted`` asks for it again; if it is refused once more, for
+        all batches from the first on.
+
+        Returns:
+            the names of the blocks after which no text can be resumed any more (``BlockRemoved.lost``).
+
+        Raises:
+            BadInput: bytes that are not a batch of kvpagoda or a batch that contradicts those before it, of which the
+                last may have come before.
         """
         number = whole_number(sequence, "the number of a batch")
         try:
@@ -116,7 +127,10 @@ class Follower:
     ) -> Resumable:
         """Return how many tokens of this prompt are cached, and how many of these a new request need not compute.
 
-        The numbers are those of ``KVCache.lookup``. O(n). Raises BadInput.
+        The numbers are those of ``KVCache.lookup``. O(n).
+
+        Raises:
+            BadInput: a wrong argument.
         """
         tokens, name = as_tokens(token_ids), namespace_name(namespace, self._secret)
         places = checked_media(media, len(tokens))

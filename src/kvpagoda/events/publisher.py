@@ -36,15 +36,25 @@ _LINGER = 200  # milliseconds that a closed socket may still use to send its mes
 
 
 class Publisher:
-    """Sends the events of the cache of ``log`` from a thread of its own, as vLLM's publisher does.
+    """Sends the events of one cache from a thread of its own, as vLLM's publisher does. Make it between calls of the
+    cache.
 
-    ``endpoint``: None: port 5557 of the loopback, bound. Others are bound, or connected to, as ``bind`` says; None: by
-    vLLM's rule, bound if it has ``*``, ``::`` or 0.0.0.0, or is ``ipc:`` or ``inproc:``, otherwise connected to.
-    Subscribers connect to endpoints that are bound. ``replay``: the endpoint, always bound, where subscribers ask for
-    batches again; None: no replay. A log line says what was bound and connected to. Who can connect reads the tokens of all
-    prompts: serve other hosts ("tcp://*:5557") only where nobody else reaches the port. ``interval``: the most seconds
-    between two batches. ``keep``: how many batches can be replayed. ``rank``: that of data parallelism. ``encoding``: see
-    ``EventStream``. Make it between calls of the cache. Raises BadInput, also for an endpoint that ZMQ refuses.
+    Who can connect reads the tokens of all prompts: serve other hosts ("tcp://*:5557") only where nobody else reaches
+    the port. A log line says what was bound and connected to.
+
+    Args:
+        log: the events of the cache.
+        endpoint: None: port 5557 of the loopback, bound. Subscribers connect to endpoints that are bound.
+        replay: the endpoint, always bound, where subscribers ask for batches again; None: no replay.
+        bind: whether ``endpoint`` is bound or connected to; None: by vLLM's rule, bound if it has ``*``, ``::`` or
+            0.0.0.0, or is ``ipc:`` or ``inproc:``, otherwise connected to.
+        interval: the most seconds between two batches.
+        keep: how many batches can be replayed.
+        rank: that of data parallelism.
+        encoding: see ``EventStream``.
+
+    Raises:
+        BadInput: an argument out of range, or an endpoint that ZMQ refuses.
     """
 
     def __init__(
@@ -141,9 +151,15 @@ class Publisher:
 
 class Subscriber:
     """Receives the messages of a ``Publisher``, asks for missing ones, and feeds them to ``follower``, which you query.
+    For use from one thread.
 
-    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which may start later. ``context``: whose sockets it
-    uses; None: one of its own. For use from one thread. Raises BadInput for an endpoint that ZMQ refuses.
+    Args:
+        endpoint: that of the publisher, which may start later.
+        replay_endpoint: the publisher's ``replay``.
+        context: whose sockets it uses; None: one of its own.
+
+    Raises:
+        BadInput: an endpoint that ZMQ refuses.
     """
 
     def __init__(
@@ -177,7 +193,8 @@ class Subscriber:
     def poll(self, timeout: float = 0.0) -> list[Name]:
         """Receive messages for at most ``timeout`` seconds, until some come; return what ``Follower.feed`` returns.
 
-        Raises BadInput for the first message that is refused, after the others are taken and what is missing is asked for.
+        Raises:
+            BadInput: the first message that is refused, after the others are taken and what is missing is asked for.
         """
         lost, end, refused = list[Name](), monotonic() + timeout, list[BadInput]()
         while ready := self._poller.poll(max(0, round(1000 * (end - monotonic())))):

@@ -83,10 +83,16 @@ class Worker:
 
 
 class Router:
-    """Follows the publishers of ``workers``, name -> (endpoint, replay endpoint), in a thread of its own.
+    """Follows the publishers of ``workers``, name -> (endpoint, replay endpoint), in a thread of its own. Any thread
+    may ask.
 
-    ``secret``: that of their ``Identity``. ``topic``: that of their publishers. ``interval``: seconds between two polls.
-    Any thread may ask. Raises BadInput for an endpoint that ZMQ refuses, and if there are no workers.
+    Args:
+        secret: that of their ``Identity``.
+        topic: that of their publishers.
+        interval: seconds between two polls.
+
+    Raises:
+        BadInput: an endpoint that ZMQ refuses, or no workers.
     """
 
     def __init__(
@@ -119,9 +125,13 @@ class Router:
         *,
         media: Mapping[int, bytes] | None = None,
     ) -> dict[str, Resumable]:
-        """Return by worker how many tokens of this prompt are cached, and how many a new request there need not compute.
+        """Return by worker how many tokens of this prompt are cached, and how many a new request there need not
+        compute.
 
-        As ``Follower.resumable``. O(n) for each worker. Raises BadInput.
+        As ``Follower.resumable``. O(n) for each worker.
+
+        Raises:
+            BadInput: a wrong argument.
         """
         found, tokens = {}, as_tokens(token_ids)
         for name, worker in self.workers.items():

@@ -31,8 +31,11 @@ _log = logging.getLogger(__name__)
 class RouterServer:
     """Serves ``router`` on ``host`` and ``port`` (0: a free one) in a thread of its own, until ``close``.
 
-    There is no authentication, and who may ask for scores learns which texts are cached: serve other hosts only behind a
-    proxy that has one. Raises BadInput for an address that cannot be bound.
+    There is no authentication, and who may ask for scores learns which texts are cached: serve other hosts only behind
+    a proxy that has one.
+
+    Raises:
+        BadInput: an address that cannot be bound.
     """
 
     def __init__(self, router: Router, host: str = "127.0.0.1", port: int = 0) -> None:

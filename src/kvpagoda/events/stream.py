@@ -40,9 +40,16 @@ class _InTier(NamedTuple):
 class EventStream:
     """The events of one ``log``, from the first on.
 
-    ``keep``: batches that can be replayed. ``rank``: of data parallelism. ``encoding``: how batches are written: "map",
-    "array", or an ``Encoding``. Raises BadInput. It keeps an index of all blocks of the cache,
-    from which it makes snapshots. Use it from one thread, and make it between calls of the cache.
+    It keeps an index of all blocks of the cache, from which it makes snapshots. Use it from one thread, and make it
+    between calls of the cache.
+
+    Args:
+        keep: batches that can be replayed.
+        rank: of data parallelism.
+        encoding: how batches are written: "map", "array", or an ``Encoding``.
+
+    Raises:
+        BadInput: a wrong argument.
     """
 
     def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int = 0, encoding: str | Encoding = "map") -> None:

@@ -87,14 +87,15 @@ class CacheInfo(msgspec.Struct, frozen=True):
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Consecutive blocks of a text were stored in one group.
 
-    ``token_ids``: those of all blocks; 0 where a medium begins; the last block of a text may be partial. ``extra_keys``:
-    None, or for each block None or what its name depends on besides its tokens: (digest in hexadecimal, offset in the
-    block) of each medium that begins in it, and in the first block of a text its ``cache_salt``. ``group_idx``: None if
-    only the text is known, for a model in which no group keeps all tokens. ``lora_name``: the adapter of the namespace.
-
-    ``instance``: in the first event of each batch, the number that the publisher drew when it started. ``namespace``: in
-    events that begin a text, the digest of its namespace, see ``kvpagoda.events.namespace_name``. ``cache_salt``, SGLang's
-    name: the same in hexadecimal, if the namespace has a salt or names weights.
+    Attributes:
+        token_ids: those of all blocks; 0 where a medium begins; the last block of a text may be partial.
+        lora_name: the adapter of the namespace.
+        extra_keys: None, or for each block None or what its name depends on besides its tokens: (digest in hexadecimal,
+            offset in the block) of each medium that begins in it, and in the first block of a text its ``cache_salt``.
+        group_idx: None if only the text is known, for a model in which no group keeps all tokens.
+        instance: in the first event of each batch, the number that the publisher drew when it started.
+        namespace: in events that begin a text, the digest of its namespace, see ``kvpagoda.events.namespace_name``.
+        cache_salt: SGLang's name for the digest, in hexadecimal, if the namespace has a salt or names weights.
     """
 
     block_hashes: list[Name]
@@ -121,8 +122,10 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks were removed from one group.
 
-    ``lost``: the positions at which a text could be resumed until now, each named by the last block before it: after
-    these blocks, and after other blocks whose resumption needed them. ``instance``: see ``BlockStored``.
+    Attributes:
+        instance: see ``BlockStored``.
+        lost: the positions at which a text could be resumed until now, each named by the last block before it: after
+            these blocks, and after other blocks whose resumption needed them.
     """
 
     block_hashes: list[Name]
@@ -138,7 +141,10 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """All blocks were removed. A batch that begins with it is a snapshot: it stores all blocks that the cache has.
-    ``instance``: see ``BlockStored``."""
+
+    Attributes:
+        instance: see ``BlockStored``.
+    """
 
     instance: int | None = None
     cache: CacheInfo | None = None
@@ -149,10 +155,13 @@ replace = msgspec.structs.replace
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """The events since the batch before. ``ts``: seconds since the epoch.
+    """The events since the batch before.
 
     A batch without blocks only says that the publisher is alive; its sequence number is that of the last batch with
     events.
+
+    Attributes:
+        ts: seconds since the epoch.
     """
 
     ts: float
@@ -178,9 +187,14 @@ _any_decoder = msgspec.msgpack.Decoder()
 class Encoding:
     """How a stream is written.
 
-    ``form``: "map" or "array", of an event. ``names``: "int" or "bytes": names of ``NAME_BITS`` bits, or the whole digest of
-    32 bytes. ``own_fields``: write the fields of kvpagoda, without which a ``Follower`` cannot read the stream; vllm-router
-    refuses events that have them. Raises BadInput.
+    Args:
+        form: "map" or "array", of an event.
+        names: "int" or "bytes": names of ``NAME_BITS`` bits, or the whole digest of 32 bytes.
+        own_fields: write the fields of kvpagoda, without which a ``Follower`` cannot read the stream; vllm-router
+            refuses events that have them.
+
+    Raises:
+        BadInput: a wrong argument.
     """
 
     form: str = "map"

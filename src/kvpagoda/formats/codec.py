@@ -29,22 +29,31 @@ CHUNK = 1 << 17
 
 
 def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
-    """Encode ``x`` ``[..., dim]`` and return its parts.
+    """Encode ``x`` and return its parts, new tensors on its device. O(elements).
 
-    The parts are the tensors that ``encoding.parts((dim,), dtype)`` lists, each with the leading axes of ``x`` in
-    front: new tensors on the device of ``x``. ``x`` is bfloat16, float16 or float32; ``raw`` takes any dtype and
-    returns ``x`` itself. Packed formats encode ``x`` rounded to bfloat16, from which engines write them; their dialect
-    decides about inf and NaN. In other encodings a group that holds inf or NaN gets codes of 0 and a NaN scale. The
-    kept elements are bit-exact if ``x`` is bfloat16. Raises BadInput for a wrong dtype, SchemaError for an unknown
-    encoding or a dim that does not divide into groups, LayoutError for one that a packed format does not hold.
-    O(elements).
+    Packed formats encode ``x`` rounded to bfloat16, from which engines write them; their dialect decides about inf and
+    NaN. In other encodings a group that holds inf or NaN gets codes of 0 and a NaN scale. The kept elements are
+    bit-exact if ``x`` is bfloat16.
 
-    >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
-    >>> codes, inverse_scale = encode(Encoding("fp8"), x)
-    >>> codes.tolist(), inverse_scale.tolist()
-    ([[56, 192, 126, 48]], [1.0])
-    >>> decode(Encoding("fp8"), (codes, inverse_scale), torch.float32).tolist()
-    [[1.0, -2.0, 448.0, 0.5]]
+    Args:
+        encoding: of the rows.
+        x: ``[..., dim]``, bfloat16, float16 or float32; ``raw`` takes any dtype and returns ``x`` itself.
+
+    Returns:
+        the tensors that ``encoding.parts((dim,), dtype)`` lists, each with the leading axes of ``x`` in front.
+
+    Raises:
+        BadInput: a wrong dtype.
+        SchemaError: an unknown encoding, or a dim that does not divide into groups.
+        LayoutError: a dim that a packed format does not hold.
+
+    Examples:
+        >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
+        >>> codes, inverse_scale = encode(Encoding("fp8"), x)
+        >>> codes.tolist(), inverse_scale.tolist()
+        ([[56, 192, 126, 48]], [1.0])
+        >>> decode(Encoding("fp8"), (codes, inverse_scale), torch.float32).tolist()
+        [[1.0, -2.0, 448.0, 0.5]]
     """
     if encoding.name == "raw":
         return (x,)
@@ -78,16 +87,27 @@ def encode_by(rule: Rule, encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Decode ``parts``, as ``encode`` returned them, to a tensor ``[..., dim]`` of ``dtype`` on their device.
+    """Decode parts to a tensor ``[..., dim]`` on their device. O(elements).
 
-    Each value is code times scale, computed in float32. A group that held inf or NaN decodes to NaN. The result is a
-    new tensor, except that ``raw`` may return its part itself. Raises BadInput for parts of the wrong number, dtype or
-    shape, SchemaError for an unknown encoding. O(elements).
+    Each value is code times scale, computed in float32. A group that held inf or NaN decodes to NaN.
 
-    >>> from kvpagoda.formats.encoding import MXFP4
-    >>> x = torch.arange(32.0)
-    >>> decode(MXFP4, encode(MXFP4, x), torch.float32)[24:].tolist()  # steps of 8: a 4-bit code and a scale of 8
-    [24.0, 24.0, 24.0, 24.0, 32.0, 32.0, 32.0, 32.0]
+    Args:
+        encoding: of the rows.
+        parts: as ``encode`` returned them.
+        dtype: of the result.
+
+    Returns:
+        a new tensor, except that ``raw`` may return its part itself.
+
+    Raises:
+        BadInput: parts of the wrong number, dtype or shape.
+        SchemaError: an unknown encoding.
+
+    Examples:
+        >>> from kvpagoda.formats.encoding import MXFP4
+        >>> x = torch.arange(32.0)
+        >>> decode(MXFP4, encode(MXFP4, x), torch.float32)[24:].tolist()  # steps of 8: a 4-bit code and a scale of 8
+        [24.0, 24.0, 24.0, 24.0, 32.0, 32.0, 32.0, 32.0]
     """
     lead, dim = _check_parts(encoding, parts)
     if encoding.name == "raw":

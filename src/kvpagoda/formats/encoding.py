@@ -45,30 +45,35 @@ class Encoding:
     ``nvfp4``      E2M1 codes, two per byte, with one E4M3 scale for each 16 elements.
     ``int8``       integers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one per row).
 
-    The last three may leave their last ``kept`` elements unencoded too. The parts of such a row are arrays of their own.
+    The last three may leave their last ``kept`` elements unencoded too. The parts of such a row are arrays of their
+    own.
 
     Two have one ``scale`` for all rows, for example all K rows of a layer, and keep the shape of a row:
 
     ``fp8_e4m3``   float8_e4m3fn codes, the nearest to x / scale; magnitudes above 448 become 448, and NaN stays NaN.
     ``fp8_e5m2``   float8_e5m2 codes, the same with 57344.
 
-    The scale (None: 1.0) is held as the nearest float32. It is part of the identity of rows. Raises SchemaError unless
-    it is a finite number above 0.
+    The scale (None: 1.0) is held as the nearest float32. It is part of the identity of rows.
 
     Or it is the packed format of a kernel (``dialects.DIALECTS``), which has places for all parts in one page. Then
     ``dialect`` names the engine whose rules write the rows ("": the default of the format), ``head_dim`` the elements
     of a head in formats with heads (None: 64), and the format decides ``kept`` and ``group``. Format and dialect are
-    part of the identity of rows: engines whose dialects differ, even by a floor, cannot share rows. Raises BadInput for
-    an unknown dialect, and LayoutError for a ``head_dim`` that the format cannot have.
+    part of the identity of rows: engines whose dialects differ, even by a floor, cannot share rows.
 
-    >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
-    (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
-    >>> packed = Encoding("v32_656", dialect="flashmla")
-    >>> packed.parts((1, 576), "bfloat16")
-    (('_fp8', (1, 512), 'uint8'), ('_rope', (1, 64), 'bfloat16'), ('_inv_scale', (1, 4), 'float32'))
-    >>> nbytes, places = packed.arrange(64, (1, 576))
-    >>> nbytes, places[2]  # scales: offset, and the strides of rows and axes, in bytes
-    (41984, (512, (656, 656, 4)))
+    Raises:
+        SchemaError: a scale that is not finite or not above 0.
+        BadInput: an unknown dialect.
+        LayoutError: a ``head_dim`` that the format cannot have.
+
+    Examples:
+        >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
+        (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
+        >>> packed = Encoding("v32_656", dialect="flashmla")
+        >>> packed.parts((1, 576), "bfloat16")
+        (('_fp8', (1, 512), 'uint8'), ('_rope', (1, 64), 'bfloat16'), ('_inv_scale', (1, 4), 'float32'))
+        >>> nbytes, places = packed.arrange(64, (1, 576))
+        >>> nbytes, places[2]  # scales: offset, and the strides of rows and axes, in bytes
+        (41984, (512, (656, 656, 4)))
     """
 
     name: str = "raw"
@@ -126,7 +131,11 @@ class Encoding:
         return self.name == "raw" or self.is_scaled
 
     def with_scale(self, scale: float) -> Encoding:
-        """Return this encoding with ``scale`` for the whole tensor. Raises SchemaError unless it is finite and above 0."""
+        """Return this encoding with ``scale`` for the whole tensor.
+
+        Raises:
+            SchemaError: a scale that is not finite or not above 0.
+        """
         return replace(self, scale=scale)
 
     @property
@@ -141,7 +150,11 @@ class Encoding:
 
     @property
     def rule(self) -> Rule:
-        """How groups become scales and codes. Raises SchemaError for "raw", which has no rule, and unknown names."""
+        """How groups become scales and codes.
+
+        Raises:
+            SchemaError: "raw", which has no rule, or an unknown name.
+        """
         if self.is_packed:
             return self.rules.rule
         if self.name not in INLINE:
@@ -156,8 +169,9 @@ class Encoding:
     def packing(self, dim: int) -> Packing:
         """Return the geometry of a vector of ``dim`` elements. Not for "raw".
 
-        Raises SchemaError for an unknown encoding, or a ``dim`` that does not divide into groups, and LayoutError for
-        a ``dim`` that a packed format does not hold.
+        Raises:
+            SchemaError: an unknown encoding, or a ``dim`` that does not divide into groups.
+            LayoutError: a ``dim`` that a packed format does not hold.
         """
         return _packing(self, dim)
 
@@ -218,7 +232,8 @@ class Encoding:
     def geometry(self, shape: tuple[int, ...]) -> tuple[Packing, int]:
         """Return the geometry of packed rows of ``shape``, with as many cells as these rows have, and their heads.
 
-        Raises LayoutError for a ``shape`` that the format does not hold.
+        Raises:
+            LayoutError: a ``shape`` that the format does not hold.
         """
         packing = self.rules.packing
         if not packing.has_heads:

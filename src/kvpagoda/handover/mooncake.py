@@ -21,12 +21,21 @@ _KIND, _LEAST_LANDING = "mooncake", 16 << 20
 
 
 class MooncakeEngine:
-    """A ``Transfer`` over Mooncake's transfer engine. ``nbytes``: of the exported memory, as a number or as text; 0 on a side
-    that only receives. ``host``: the name by which others reach this machine. ``protocol``: "tcp", or "rdma" with
-    ``devices``. ``metadata``: the address of a metadata server, or "P2PHANDSHAKE" for none.
+    """A ``Transfer`` over Mooncake's transfer engine.
 
-    Raises BadInput if the engine cannot be set up, and MissingExtra without it. The engine knows no deadlines: a read from
-    a host that hangs returns when its own timeouts end it (``kvpagoda.tiers.mooncake.TIMEOUTS``)."""
+    The engine knows no deadlines: a read from a host that hangs returns when its own timeouts end it
+    (``kvpagoda.tiers.mooncake.TIMEOUTS``).
+
+    Args:
+        nbytes: of the exported memory, as a number or as text; 0 on a side that only receives.
+        host: the name by which others reach this machine.
+        protocol: "tcp", or "rdma" with ``devices``.
+        metadata: the address of a metadata server, or "P2PHANDSHAKE" for none.
+
+    Raises:
+        BadInput: the engine cannot be set up.
+        MissingExtra: the engine is not installed.
+    """
 
     def __init__(
         self, nbytes: int | str = 0, *, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "",

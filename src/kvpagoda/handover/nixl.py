@@ -25,11 +25,18 @@ _AT_ONCE = 200e-6
 
 
 class NixlAgent:
-    """A ``Transfer`` over an agent of NIXL. ``nbytes``: of the exported memory, as a number or as text; 0 on a side that only
-    receives. ``backend``: a plugin of NIXL for memory of the host. ``timeout``: seconds after which a read or write that has
-    not ended is an OSError. Which network UCX uses, its own variables say (``UCX_TLS``, ``UCX_NET_DEVICES``).
+    """A ``Transfer`` over an agent of NIXL. Which network UCX uses, its own variables say (``UCX_TLS``,
+    ``UCX_NET_DEVICES``).
 
-    Raises BadInput if the agent cannot be made, and MissingExtra without NIXL."""
+    Args:
+        nbytes: of the exported memory, as a number or as text; 0 on a side that only receives.
+        backend: a plugin of NIXL for memory of the host.
+        timeout: seconds after which a read or write that has not ended is an OSError.
+
+    Raises:
+        BadInput: the agent cannot be made.
+        MissingExtra: NIXL is not installed.
+    """
 
     def __init__(self, nbytes: int | str = 0, *, backend: str = "UCX", timeout: float = 30.0) -> None:
         size, self._timeout = parse_bytes(nbytes) if nbytes else 0, real_number(timeout, "the timeout, in seconds,")

@@ -22,9 +22,15 @@ _MOST_OPEN = 16
 
 
 class SharedMemory:
-    """A ``Transfer`` over shared memory. ``nbytes``: of the exported memory, as a number or as text such as ``"1GiB"``; 0
-    on a side that only receives. The processes must see each other in ``/proc``: one user, one namespace of processes.
-    Raises BadInput on systems without ``memfd_create``."""
+    """A ``Transfer`` over shared memory. The processes must see each other in ``/proc``: one user, one namespace of
+    processes.
+
+    Args:
+        nbytes: of the exported memory, as a number or as text such as ``"1GiB"``; 0 on a side that only receives.
+
+    Raises:
+        BadInput: on systems without ``memfd_create``.
+    """
 
     def __init__(self, nbytes: int | str = 0) -> None:
         size = parse_bytes(nbytes) if nbytes else 0

@@ -60,13 +60,22 @@ class RankLease:
 class Ticket:
     """A request that waits to be continued elsewhere. ``Sequence.hand_over`` makes the ticket of one rank.
 
-    ``content``: see ``content_of``. ``weights``: the digest of the weights, hex. ``tokens``: int32, committed ones and the
-    rest of the prompt. ``length``: how many are committed, or will be when the leases are sealed. ``prompt_length``: how many
-    were given. ``media``: offset -> digest, hex. ``groups``: where fields lie in records. ``firsts``, ``counts``: for each
-    group the first column (block of the text) in the leases, and the number of columns. ``publishes``: whether others may
-    find the text at the receiver. ``expires``: seconds since 1970.
-    ``checksum``: the algorithm. ``by_layer``: whether the leases are written layer by layer, after the ticket was made.
-    ``ranks``: the lease of one source rank, or of all, by rank. ``key``: what ``to_json`` signs with; no part of the text.
+    Args:
+        content: see ``content_of``.
+        weights: the digest of the weights, hex.
+        tokens: int32, committed ones and the rest of the prompt.
+        length: how many are committed, or will be when the leases are sealed.
+        prompt_length: how many were given.
+        media: offset -> digest, hex.
+        groups: where fields lie in records.
+        firsts: for each group the first column (block of the text) in the leases, and the number of columns.
+        counts: as ``firsts``.
+        publishes: whether others may find the text at the receiver.
+        expires: seconds since 1970.
+        checksum: the algorithm.
+        by_layer: whether the leases are written layer by layer, after the ticket was made.
+        ranks: the lease of one source rank, or of all, by rank.
+        key: what ``to_json`` signs with; no part of the text.
     """
 
     content: str
@@ -87,8 +96,11 @@ class Ticket:
 
     @classmethod
     def joined(cls, tickets: Many[Ticket]) -> Ticket:
-        """Return one ticket for all source ranks from theirs, in any order. It expires with the first of them. Raises
-        TicketRefused unless all are of one request, and there is one of each rank."""
+        """Return one ticket for all source ranks from theirs, in any order. It expires with the first of them.
+
+        Raises:
+            TicketRefused: they are of several requests, or one of a rank is missing.
+        """
         if not tickets or any(len(one.ranks) != 1 for one in tickets):
             raise TicketRefused(f"join the tickets of 1 to {MOST_RANKS} ranks, one each; got {len(tickets)}")
         first, *others = by_rank = sorted(tickets, key=lambda one: one.ranks[0].rank)
@@ -144,8 +156,15 @@ class Ticket:
 
     @classmethod
     def from_json(cls, text: str | bytes, key: bytes = b"") -> Ticket:
-        """Return the ticket in ``text``. Raises TicketRefused unless it is one, of this version, and signed with ``key``;
-        without a key any signature is accepted."""
+        """Return the ticket in a text.
+
+        Args:
+            text: what ``to_json`` returned.
+            key: the one that it was signed with; without one any signature is accepted.
+
+        Raises:
+            TicketRefused: no ticket, another version, or a signature of another key.
+        """
         try:
             data = json.loads(text)
             signature = data.pop("signature")

@@ -104,50 +104,56 @@ class Piece(NamedTuple):
 class Generator:
     """Continuous batching over a transformers model, with the model's whole cache in kvpagoda.
 
-    ``model``: a transformers causal language model. It is put in eval mode and otherwise not changed between steps.
-    Where an answer ends, and what changes its logits (``repetition_penalty`` and others), is read from its
-    ``generation_config``, as its own ``generate`` does.
-    ``budget``: memory of the cache, bytes or text; ignored if ``cache_arguments`` have ``num_blocks``.
-    ``prefill_chunk``: the most prompt tokens of one request in one step.
-
-    ``lookup``: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass.
-    The output tokens are the same. Rejected tokens are never committed. In a model with recurrent or convolution states
-    a request has ``lookup`` more states, and a pass runs the modules that update them once for each token. None are
-    proposed where these modules are not known (RWKV, xLSTM, Inkling, Qwen4-Exp). ``num_proposed`` and ``num_accepted``
-    count tokens.
-
-    ``draft``: a small transformers model with the same vocabulary, which proposes the tokens instead: ``lookup`` at a
-    time, or ``DRAFTED`` if that is 0. The output tokens are the same. Its layers are draft layers of the same cache
-    (``Schema.drafted_by``), so what is found of a text is found of both.
-
-    ``preemption``: admit requests with room for their prompt only; when memory runs out, this policy chooses the
-    request to preempt. It starts again later, and its tokens stay the same. None: a request starts only when there is
-    room for all of it. ``preemption_mode``: maps expected costs to the way to preempt: compute again, suspend in part,
-    or suspend as a whole. The default takes the cheapest, from measured times of steps and copies. ``num_preempted``
-    counts preempted requests, ``num_swapped`` those of them that were suspended. A text that grows past a switch of the
-    model's position encodings (``rope_switch``) is computed again and counts as preempted too.
-
-    ``kv_format``, ``kv_scales`` and ``layout``: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and
-    ``calibrated_scales`` return scales. ``cache_arguments``: all other arguments of ``KVCache``. Of these
-    ``limits.step_checkpoints`` is 16 by default where the modules of a model that update states can run in pieces; other
-    models with states, and those with a ``draft``, take 0 or None. If other processes can read ``tiers``,
-    ``identity.weights`` is by default a digest of the whole model, which takes seconds for a large one.
-
     Before a step admits requests, it checks whether the model's weights changed. If they did, it invalidates what is
     cached, so that no request starts from rows of older weights. ``kvpagoda.hf.weights.WeightsWatch`` says which
     changes it notices; after others call ``invalidate``. Requests that run meanwhile keep the rows that they have.
 
-    Raises BadInput, SchemaError for a model with unknown layers, NeverFits for a budget too small for one request.
+    ``num_preempted`` counts preempted requests, ``num_swapped`` those of them that were suspended. A text that grows
+    past a switch of the model's position encodings (``rope_switch``) is computed again and counts as preempted too.
 
-    >>> from kvpagoda.hf.embedded import embedded_model
-    >>> generator = Generator(embedded_model(), "16MiB", max_requests=2)
-    >>> prompt = list(b"a prompt that is the same " * 10)
-    >>> [len(output) for output in generator.generate([prompt, prompt, [1, 2, 3]], max_new_tokens=2)]
-    [2, 2, 2]
-    >>> generator.generate([prompt], max_new_tokens=1)[0] == generator.generate([prompt], max_new_tokens=2)[0][:1]
-    True
-    >>> generator.stats().cached_tokens >= 128  # found, not computed
-    True
+    Args:
+        model: a transformers causal language model. It is put in eval mode and otherwise not changed between steps.
+            Where an answer ends, and what changes its logits (``repetition_penalty`` and others), is read from its
+            ``generation_config``, as its own ``generate`` does.
+        budget: memory of the cache, bytes or text; ignored if ``cache_arguments`` have ``num_blocks``.
+        prefill_chunk: the most prompt tokens of one request in one step.
+        lookup: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass;
+            the output stays the same, and rejected tokens are never committed. With recurrent or convolution states a
+            request has ``lookup`` more of them, and a pass runs the modules that update them once for each token; where
+            these are not known (RWKV, xLSTM, Inkling, Qwen4-Exp) none are proposed. ``num_proposed`` and
+            ``num_accepted`` count tokens.
+        draft: a small transformers model with the same vocabulary, which proposes the tokens instead: ``lookup`` at a
+            time, or ``DRAFTED`` if that is 0. The output tokens are the same. Its layers are draft layers of the same
+            cache (``Schema.drafted_by``), so what is found of a text is found of both.
+        preemption: admit requests with room for their prompt only; when memory runs out, this policy chooses the
+            request to preempt. It starts again later, and its tokens stay the same. None: a request starts only when
+            there is room for all of it.
+        preemption_mode: maps expected costs to the way to preempt: compute again, suspend in part, or suspend as a
+            whole. The default takes the cheapest, from measured times of steps and copies.
+        kv_format: see ``Schema.from_hf_config``.
+        kv_scales: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and ``calibrated_scales`` return
+            them.
+        layout: see ``Schema.from_hf_config``.
+        cache_arguments: all other arguments of ``KVCache``. Of these ``limits.step_checkpoints`` is 16 by default where
+            the modules of a model that update states can run in pieces; other models with states, and those with a
+            ``draft``, take 0 or None. If other processes can read ``tiers``, ``identity.weights`` is by default a
+            digest of the whole model, which takes seconds for a large one.
+
+    Raises:
+        BadInput: a wrong argument.
+        SchemaError: a model with unknown layers.
+        NeverFits: a budget too small for one request.
+
+    Examples:
+        >>> from kvpagoda.hf.embedded import embedded_model
+        >>> generator = Generator(embedded_model(), "16MiB", max_requests=2)
+        >>> prompt = list(b"a prompt that is the same " * 10)
+        >>> [len(output) for output in generator.generate([prompt, prompt, [1, 2, 3]], max_new_tokens=2)]
+        [2, 2, 2]
+        >>> generator.generate([prompt], max_new_tokens=1)[0] == generator.generate([prompt], max_new_tokens=2)[0][:1]
+        True
+        >>> generator.stats().cached_tokens >= 128  # found, not computed
+        True
     """
 
     def __init__(
@@ -209,9 +215,16 @@ class Generator:
         """Queue a prompt (ints, at least one) for ``n`` answers. It starts in a later ``step``, when there is room.
 
         The prompt is computed once. Then the other answers are forked from the first; without room for a fork, an
-        answer starts later from the cached prompt. ``namespace``: see ``KVCache.open``. ``checkpoints``: positions of the
-        prompt, in tokens, at which other texts should be able to resume, such as the end of a system prompt;
-        ``Request.checkpoints`` says what became of each. Raises BadInput and NeverFits at once.
+        answer starts later from the cached prompt.
+
+        Args:
+            namespace: see ``KVCache.open``.
+            checkpoints: positions of the prompt, in tokens, at which other texts should be able to resume, such as the
+                end of a system prompt; ``Request.checkpoints`` says what became of each.
+
+        Raises:
+            BadInput: a wrong argument.
+            NeverFits: the prompt and its answer do not fit into the empty cache.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
         if len(ids) == 0:
@@ -300,8 +313,13 @@ class Generator:
                 self._queue.remove(answer)
 
     def invalidate(self, weights: str | None = None) -> None:
-        """Stop reuse of all that is cached: the model computes other rows than before. Needed only after changes that
-        are not noticed, see the class. Requests that run continue. ``weights``: see ``KVCache.invalidate``."""
+        """Stop reuse of all that is cached, as the model computes other rows than before; requests that run continue.
+
+        Needed only after changes that are not noticed, see the class.
+
+        Args:
+            weights: see ``KVCache.invalidate``.
+        """
         self._weights.invalidate(weights)
 
     def stats(self) -> CacheStats:

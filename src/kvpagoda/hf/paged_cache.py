@@ -48,36 +48,43 @@ class PagedCache(Cache):  # type: ignore[misc]
     the batch or from earlier calls, are not computed again. Greedy tokens are those of ``generate`` without it.
     Sampling and beam search work; assisted generation, images and other inputs than token ids raise BadInput.
 
-    ``budget``: memory, bytes or text; ignored if ``cache_arguments``, the arguments of ``KVCache``, have
-    ``num_blocks``. The cache must hold all rows of a batch at once (with beam search twice as many rows), and
-    ``max_requests`` must allow them: else ``generate`` raises OutOfBlocks or RetryLater, and the cache stays usable.
-    ``prefill_chunk``: the most tokens of one text in one step. ``kv_format`` and ``kv_scales``: see
-    ``Schema.from_hf_config``. ``model``,
-    ``cache``: the model, and its ``KVCache``.
-
     Before it looks up a text it checks whether the model's weights changed. If they did, it invalidates what is cached,
     so that no row of older weights is used. ``kvpagoda.hf.weights.WeightsWatch`` says which changes it notices; after
     others call ``invalidate``. Rows of a batch that runs meanwhile continue, as they do in transformers' own caches.
 
     In your own loop, ``model(ids, cache=cache)``, the first call after ``reset`` starts texts, and each later call
     appends tokens to every row. ``logits`` are then ``[B, 1, vocab]``, those after the last token of each row, where
-    transformers' own caches give ``[B, S, vocab]``: compare with ``logits[:, -1:]`` of these. ``labels`` and a loss are not
-    supported.
-    ``get_seq_length`` is always 0, so that ``generate`` passes whole texts. The constructor replaces ``forward``,
-    ``prepare_inputs_for_generation`` and ``generate`` of this ``model`` object; with any other cache they do what they did
-    before. They take it as ``cache`` or ``past_key_values`` in every version of transformers.
-    Raises BadInput, SchemaError for a model with unknown layers, NeverFits.
+    transformers' own caches give ``[B, S, vocab]``: compare with ``logits[:, -1:]`` of these. ``labels`` and a loss are
+    not supported. ``get_seq_length`` is always 0, so that ``generate`` passes whole texts. The constructor replaces
+    ``forward``, ``prepare_inputs_for_generation`` and ``generate`` of this ``model`` object; with any other cache they
+    do what they did before. They take it as ``cache`` or ``past_key_values`` in every version of transformers.
 
-    >>> from kvpagoda.hf.embedded import embedded_model
-    >>> model = embedded_model()
-    >>> cache = PagedCache(model, "16MiB")
-    >>> prompt = torch.tensor([list(b"a prompt that is the same " * 10)])
-    >>> own = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    >>> for _ in range(2):
-    ...     ours = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, cache=cache)
-    ...     assert ours.tolist() == own.tolist()
-    >>> cache.stats().cached_tokens >= 128  # found, not computed
-    True
+    Args:
+        model: a transformers causal language model.
+        budget: memory, bytes or text; ignored if ``cache_arguments``, the arguments of ``KVCache``, have
+            ``num_blocks``. The cache must hold all rows of a batch at once (with beam search twice as many rows), and
+            ``max_requests`` must allow them: else ``generate`` raises OutOfBlocks or RetryLater, and the cache stays
+            usable.
+        prefill_chunk: the most tokens of one text in one step.
+        kv_format: see ``Schema.from_hf_config``.
+        kv_scales: see ``Schema.from_hf_config``.
+
+    Raises:
+        BadInput: a wrong argument.
+        SchemaError: a model with unknown layers.
+        NeverFits: a budget too small for one request.
+
+    Examples:
+        >>> from kvpagoda.hf.embedded import embedded_model
+        >>> model = embedded_model()
+        >>> cache = PagedCache(model, "16MiB")
+        >>> prompt = torch.tensor([list(b"a prompt that is the same " * 10)])
+        >>> own = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        >>> for _ in range(2):
+        ...     ours = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, cache=cache)
+        ...     assert ours.tolist() == own.tolist()
+        >>> cache.stats().cached_tokens >= 128  # found, not computed
+        True
     """
 
     def __init__(
@@ -145,8 +152,11 @@ class PagedCache(Cache):  # type: ignore[misc]
                 sequence.close()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``i`` continue the text of row ``beam_idx[i]``: blocks are shared, tails are copied. Raises
-        RetryLater without slots or room for the copies, and changes nothing."""
+        """Let row ``i`` continue the text of row ``beam_idx[i]``: blocks are shared, tails are copied.
+
+        Raises:
+            RetryLater: no slots or room for the copies; nothing changed.
+        """
         chosen, forks, used = [self._rows[i] for i in beam_idx.tolist()], list[Sequence](), set[Row]()
         rows = list[Row]()
         try:
@@ -187,8 +197,13 @@ class PagedCache(Cache):  # type: ignore[misc]
     # -- its steps ---------------------------------------------------------------------------------------------------
 
     def invalidate(self, weights: str | None = None) -> None:
-        """Stop reuse of all that is cached: the model computes other rows than before. Needed only after changes that
-        are not noticed, see the class. ``weights``: see ``KVCache.invalidate``."""
+        """Stop reuse of all that is cached, as the model computes other rows than before.
+
+        Needed only after changes that are not noticed, see the class.
+
+        Args:
+            weights: see ``KVCache.invalidate``.
+        """
         self._weights.invalidate(weights)
 
     def stats(self) -> CacheStats:
@@ -196,9 +211,18 @@ class PagedCache(Cache):  # type: ignore[misc]
         return self.cache.stats()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutputWithPast:
-        """Compute ``input_ids`` ``[B, S]``: whole texts if no batch runs, else the next tokens of each row.
-        ``attention_mask`` ``[B, S or more]``: 0 for padding on the left of whole texts. Returns this cache, and ``logits``
-        float ``[B, 1, vocab]`` after the last token of each row. Raises BadInput; on any error all rows end."""
+        """Compute whole texts if no batch runs, else the next tokens of each row. On any error all rows end.
+
+        Args:
+            input_ids: ``[B, S]``.
+            attention_mask: ``[B, S or more]``, 0 for padding on the left of whole texts.
+
+        Returns:
+            this cache, and ``logits`` float ``[B, 1, vocab]`` after the last token of each row.
+
+        Raises:
+            BadInput: a wrong argument.
+        """
         ids = input_ids.cpu().numpy()
         if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):
             raise BadInput(

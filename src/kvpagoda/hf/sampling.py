@@ -27,7 +27,10 @@ class Sampling:
     the probability.
 
     Answer ``i`` of a request has its own random stream, seeded with ``seed + i``, so it does not depend on the other
-    requests of a step. Without a seed each answer is different every time. Raises BadInput for invalid values.
+    requests of a step. Without a seed each answer is different every time.
+
+    Raises:
+        BadInput: a value out of range.
     """
 
     temperature: float = 0.0

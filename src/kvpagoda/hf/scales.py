@@ -34,12 +34,18 @@ _NOT_OF_TEXT = re.compile(r"(?:^|\.)(?:vision\w*|visual|audio\w*|mtp|draft\w*)\.
 
 
 def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
-    """Return the scales of K and V in the safetensors files of ``folder``, for the layers of ``schema`` with one scale a
-    tensor. Only the scales are read.
+    """Return the scales of K and V in the safetensors files of a folder. Only the scales are read.
 
-    A layer with a scale of K alone, or one for both (``kv_scale``), uses it for both, as vLLM does. Raises BadInput if there
-    are no such files, and SchemaError, with the layers and numbers, for missing scales, and for those that are not one
-    number, not finite or not above 0, or that two names give differently.
+    A layer with a scale of K alone, or one for both (``kv_scale``), uses it for both, as vLLM does.
+
+    Args:
+        folder: with the files.
+        schema: whose layers with one scale a tensor get scales.
+
+    Raises:
+        BadInput: there are no such files.
+        SchemaError: scales that are missing, not one number, not finite or not above 0, or that two names give
+            differently; with the layers and numbers.
     """
     files = sorted(path_of(folder, "the folder of a checkpoint").glob("*.safetensors"))
     if not files:
@@ -71,13 +77,18 @@ def checkpoint_scales(folder: str | PathLike[str], schema: Schema) -> Scales:
 def calibrated_scales(
     model: Any, texts: Iterable[TokenIds], kv_format: KVFormatNames = "fp8", *, step: int = 256
 ) -> Scales:
-    """Return the scales with which the largest |K| and |V| of each layer on ``texts`` become the largest code of
-    ``kv_format``: amax / 448 for e4m3, amax / 57344 for e5m2.
+    """Return the scales with which the largest |K| and |V| of each layer become the largest code of a format.
 
-    ``texts``: token ids of each text. They run through ``model`` over a cache with raw rows, ``step`` tokens at once. The
-    rows that other texts have may be larger: these saturate. Raises BadInput without texts, SchemaError for a format
-    without such rows, and with the layer and the number if a layer's K or V is 0 or not finite in all texts. O(tokens)
-    forward work.
+    The scale is amax / 448 for e4m3, amax / 57344 for e5m2. Rows of other texts may be larger: these saturate.
+    O(tokens) forward work.
+
+    Args:
+        texts: token ids of each text. They run through ``model`` over a cache with raw rows, ``step`` tokens at once.
+
+    Raises:
+        BadInput: no texts.
+        SchemaError: a format without such rows; or a layer's K or V that is 0 or not finite in all texts, with the
+            layer and the number.
     """
     check_model(model)
     dtype = str(model.dtype).removeprefix("torch.")

@@ -64,7 +64,11 @@ class WeightsWatch:
             self.invalidate()
 
     def invalidate(self, weights: str | None = None) -> None:
-        """Invalidate the cache: the weights are new. ``weights``: see ``KVCache.invalidate``."""
+        """Invalidate the cache: the weights are new.
+
+        Args:
+            weights: see ``KVCache.invalidate``.
+        """
         self._cache.invalidate(weights=weights)
         self._note()
 

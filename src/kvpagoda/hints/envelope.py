@@ -35,8 +35,10 @@ class Action:
 def read_envelope(envelope: object, most_actions: int = 64, most_nbytes: int = 1 << 20) -> tuple[str, list[Action]]:
     """Return (message id, actions) of an envelope: a mapping, JSON as text or bytes, or an object of an engine's class.
 
-    An action that is malformed has an ``action_id`` and a type as far as these can be read. Raises BadInput if there are
-    no actions to be read.
+    An action that is malformed has an ``action_id`` and a type as far as these can be read.
+
+    Raises:
+        BadInput: there are no actions to be read.
     """
     if isinstance(envelope, str | bytes | bytearray):
         if len(envelope) > most_nbytes:

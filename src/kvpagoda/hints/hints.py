@@ -48,20 +48,24 @@ class Text(NamedTuple):
 class Hints(CacheObserver):
     """The hints of one cache: ``KVCache(hints=Hints(..))``; without it the cache makes one when the first hint comes.
 
-    ``clock``: returns seconds, by which promises expire: real ones (default), or those of a trace. ``limits``: see
-    ``HintLimits``. No hint makes a call of the cache wait or fail. Hints are no state that can be lost: after ``reset``
-    and after a restart there are none.
+    No hint makes a call of the cache wait or fail. Hints are no state that can be lost: after ``reset`` and after a
+    restart there are none.
 
-    >>> from kvpagoda import KVCache, Schema
-    >>> config = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-    >>> cache = KVCache(Schema.from_hf_config(config), "64KiB", device="none", hints=Hints(clock=lambda: 0.0))
-    >>> with cache.open(range(40)) as sequence:
-    ...     sequence.commit(range(40))
-    >>> retain = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0",
-    ...           "payload": {"token_ids": [*range(40)], "seconds": 30}}
-    >>> (outcome,) = cache.apply({"protocol_version": "0.1", "message_id": "m", "actions": [retain]})
-    >>> outcome.status, outcome.tokens, outcome.until
-    ('accepted', 32, 30.0)
+    Args:
+        clock: returns seconds, by which promises expire: real ones (default), or those of a trace.
+        limits: see ``HintLimits``.
+
+    Examples:
+        >>> from kvpagoda import KVCache, Schema
+        >>> config = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+        >>> cache = KVCache(Schema.from_hf_config(config), "64KiB", device="none", hints=Hints(clock=lambda: 0.0))
+        >>> with cache.open(range(40)) as sequence:
+        ...     sequence.commit(range(40))
+        >>> retain = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0",
+        ...           "payload": {"token_ids": [*range(40)], "seconds": 30}}
+        >>> (outcome,) = cache.apply({"protocol_version": "0.1", "message_id": "m", "actions": [retain]})
+        >>> outcome.status, outcome.tokens, outcome.until
+        ('accepted', 32, 30.0)
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic, limits: HintLimits | None = None) -> None:
@@ -76,7 +80,11 @@ class Hints(CacheObserver):
         self._prefetched: dict[bytes, tuple[Prefetch, float]] = {}  # by namespace and text: the reading, its end
 
     def attach(self, core: Core, reuse: Reuse) -> None:
-        """Called by the cache that these hints are for. Raises BadInput if there was one before."""
+        """Called by the cache that these hints are for.
+
+        Raises:
+            BadInput: there was one before.
+        """
         if hasattr(self, "_core"):
             raise BadInput("these hints are those of another cache; make new ones", needed="hints")
         self._core, self._promises = core, Promises(core, reuse, self.limits, self.clock, self._tell)

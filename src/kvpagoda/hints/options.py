@@ -12,12 +12,21 @@ from kvpagoda.units import real_number, whole_number
 class HintLimits:
     """The limits of the hints of one cache. What is beyond one of them is clipped or rejected, with the figures.
 
-    ``seconds``: the longest promise. ``tenant_share``: the share, 0 to 1, that one namespace may have of the blocks that may
-    be promised (``Retention.pin_share`` of the cache), of ``promises``, ``sessions`` and ``session_tokens``.
-    ``tenant_tokens``: the most tokens that are promised to one namespace; None: no other limit. ``promises``: promises at
-    once. ``sessions``: sessions at once; of more, those that were used longest ago are forgotten. ``session_tokens``: tokens
-    of all their texts, four bytes each in host memory. ``actions``: in one envelope. ``nbytes``: of an envelope of JSON.
-    ``news``: outcomes that wait for ``Hints.ended``; of more, the oldest are dropped and counted. Raises BadInput."""
+    Args:
+        seconds: the longest promise.
+        tenant_share: the share, 0 to 1, that one namespace may have of the blocks that may be promised
+            (``Retention.pin_share`` of the cache), of ``promises``, ``sessions`` and ``session_tokens``.
+        tenant_tokens: the most tokens that are promised to one namespace; None: no other limit.
+        promises: promises at once.
+        sessions: sessions at once; of more, those that were used longest ago are forgotten.
+        session_tokens: tokens of all their texts, four bytes each in host memory.
+        actions: in one envelope.
+        nbytes: of an envelope of JSON.
+        news: outcomes that wait for ``Hints.ended``; of more, the oldest are dropped and counted.
+
+    Raises:
+        BadInput: a wrong argument.
+    """
 
     seconds: float = 3600.0
     tenant_share: float = 1.0

@@ -46,11 +46,15 @@ class TensorSpec:
 class Verdict:
     """What a kernel does with given tensors. ``judge`` returns verdicts.
 
-    ``expect``: "ok", "reject" (it refuses), "copy" (it silently copies the cache on each call) or "garbage" (it reads
-    wrong bytes without an error). ``rule``, ``reason``, ``source`` and ``remedy`` are those of the first demand that is
-    not met. ``assumed``: facts that shapes cannot tell and that were not declared; they are taken to be as the kernel
-    demands. ``unused``: declared facts that no demand of this kernel uses. ``key``: hashable, and equal only for equal
-    kernel, tensors (strides included), architecture and declared facts. A cache of kernel plans must use it as its key.
+    ``rule``, ``reason``, ``source`` and ``remedy`` are those of the first demand that is not met.
+
+    Args:
+        expect: "ok", "reject" (it refuses), "copy" (it silently copies the cache on each call) or "garbage" (it reads
+            wrong bytes without an error).
+        assumed: facts that shapes cannot tell and that were not declared; they are taken to be as the kernel demands.
+        unused: declared facts that no demand of this kernel uses.
+        key: hashable, and equal only for equal kernel, tensors (strides included), architecture and declared facts. A
+            cache of kernel plans must use it as its key.
     """
 
     kernel: str
@@ -80,18 +84,21 @@ def judge(
     arch: str = "any",
     declared: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """Return whether kernel ``name`` can take ``tensors``, by the table of demands.
+    """Return whether a kernel can take these tensors, by the table of demands. No kernel is loaded or run; O(demands).
 
-    ``tensors``   the kernel's name of a tensor -> a torch tensor, or another object with shape, stride(), dtype and
-                  data_ptr(); a TensorSpec; or {"shape": [..], "strides": [..] in elements, "dtype": "bfloat16",
-                  "base_alignment": bytes, "axes": [names]}, the last two only if known. Or a LayerView, whose
-                  ``kernel_tensors(name)`` are judged
-    ``arch``      "sm90", "sm100a", ..; "any": the demands of all architectures must be met
-    ``declared``  facts that shapes cannot tell: {"order": "VK"}, {"layout": "HND"}, {"dialect": "flashmla"}, ..; they
-                  may also be given in ``tensors``, under the key "declared"
+    Args:
+        name: the kernel.
+        tensors: the kernel's name of a tensor -> a torch tensor, or another object with shape, stride(), dtype and
+            data_ptr(); a TensorSpec; or {"shape": [..], "strides": [..] in elements, "dtype": "bfloat16",
+            "base_alignment": bytes, "axes": [names]}, the last two only if known. Or a LayerView, whose
+            ``kernel_tensors(name)`` are judged.
+        arch: "sm90", "sm100a", ..; "any": the demands of all architectures must be met.
+        declared: facts that shapes cannot tell: {"order": "VK"}, {"layout": "HND"}, {"dialect": "flashmla"}, ..; they
+            may also be in ``tensors``, under the key "declared".
 
-    No kernel is loaded or run. Raises BadInput for an unknown kernel, architecture, tensor or dtype, for a missing
-    tensor that the kernel needs, and for shapes and strides of different lengths. O(demands).
+    Raises:
+        BadInput: an unknown kernel, architecture, tensor or dtype, a missing tensor that the kernel needs, or shapes
+            and strides of different lengths.
     """
     row = kernel(name)
     if isinstance(tensors, type) or not (isinstance(tensors, Mapping) or hasattr(tensors, "kernel_tensors")):

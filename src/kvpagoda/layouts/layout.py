@@ -64,20 +64,27 @@ class View:
 class Layout:
     """The places of a cache's parts, in bytes from the start of an allocation.
 
-    ``expression``: order, packing and padding, in the layout language. ``axes``: the sizes of its axes, or the ranges
-    that a rank holds; the tokens ``T`` may fill their last page only partly. ``page_size``: tokens of a kernel page
-    (``N``). ``kernel_pages``: kernel pages of a block (``P``). ``format``: the encoding of rows (``"raw"``,
-    ``"dsv4_584"``, ..). ``dialect``: its rules of scale, floor and rounding. ``index``: the index array that kernels
-    take. ``offset``: bytes before the first block. ``name``: a label; layouts that differ only in it are equal and have
-    the same fingerprint.
+    Args:
+        expression: order, packing and padding, in the layout language.
+        axes: the sizes of its axes, or the ranges that a rank holds; the tokens ``T`` may fill their last page only
+            partly.
+        page_size: tokens of a kernel page (``N``).
+        kernel_pages: kernel pages of a block (``P``).
+        format: the encoding of rows (``"raw"``, ``"dsv4_584"``, ..).
+        dialect: its rules of scale, floor and rounding.
+        index: the index array that kernels take.
+        offset: bytes before the first block.
+        name: a label; layouts that differ only in it are equal and have the same fingerprint.
 
-    Raises LayoutError, which names the rule, for an expression that cannot be laid out.
+    Raises:
+        LayoutError: an expression that cannot be laid out; the message names the rule.
 
-    >>> layout = Layout.of("L B H N (k[D]:bfloat16 | v[D]:bfloat16)", L=2, B=3, N=4, H=2, D=4)
-    >>> layout.nbytes, layout.strides("v"), layout.place("v").offset
-    (768, {'L': 384, 'B': 128, 'H': 64, 'N': 16, 'D': 2}, 8)
-    >>> layout == Layout.from_json(layout.to_json())
-    True
+    Examples:
+        >>> layout = Layout.of("L B H N (k[D]:bfloat16 | v[D]:bfloat16)", L=2, B=3, N=4, H=2, D=4)
+        >>> layout.nbytes, layout.strides("v"), layout.place("v").offset
+        (768, {'L': 384, 'B': 128, 'H': 64, 'N': 16, 'D': 2}, 8)
+        >>> layout == Layout.from_json(layout.to_json())
+        True
     """
 
     expression: str
@@ -128,9 +135,11 @@ class Layout:
     ) -> Layout:
         """Return a whole layout from sizes by letter: ``Layout.of("L B N H k[D]:float16", L=2, B=3, N=16, H=8, D=64)``.
 
-        ``N`` and ``P`` are page_size and kernel_pages. Tokens are given as ``T``, or as ``B`` whole blocks. ``pieces``:
-        axis -> the most pieces into which tensor parallelism divides it (default: single heads ``H``). ``values``:
-        other fields.
+        ``N`` and ``P`` are page_size and kernel_pages. Tokens are given as ``T``, or as ``B`` whole blocks.
+
+        Args:
+            pieces: axis -> the most pieces into which tensor parallelism divides it (default: single heads ``H``).
+            values: other fields.
         """
         page, kernel_pages = sizes.pop("N", 1), sizes.pop("P", 1)
         for word, size in {"N": page, "P": kernel_pages, **sizes}.items():
@@ -184,14 +193,22 @@ class Layout:
         return sum(place.itemsize * int(np.prod([self.axis(name).size for name in place.axes])) for place in content)
 
     def axis(self, name: str) -> Axis:
-        """Return the axis ``name``. Raises LayoutError, which lists the known names."""
+        """Return the axis ``name``.
+
+        Raises:
+            LayoutError: it is unknown; the message lists the known names.
+        """
         if name not in self._sizes.axes:
             text = f"no axis {name!r}; there are {', '.join(self._sizes.axes)}"
             raise LayoutError.of("axis", text, needed=name, available=tuple(self._sizes.axes))
         return self._sizes.axes[name]
 
     def place(self, part: str) -> Place:
-        """Return the place of the part named ``part``. Raises LayoutError, which lists the known names."""
+        """Return the place of the part named ``part``.
+
+        Raises:
+            LayoutError: it is unknown; the message lists the known names.
+        """
         for place in self.places:
             if place.name == part:
                 return place
@@ -199,16 +216,23 @@ class Layout:
         raise LayoutError.of("part", text, needed=part)
 
     def strides(self, part: str) -> dict[str, int]:
-        """Return digit -> bytes from value to value, for the digits of a part, outermost first. Raises LayoutError."""
+        """Return digit -> bytes from value to value, for the digits of a part, outermost first.
+
+        Raises:
+            LayoutError: the part is unknown; the message lists the known names.
+        """
         return {fold.word: stride for fold, stride in self.place(part).strides}
 
     def view(self, part: str, *words: str, at: Mapping[str, int] | None = None) -> View:
         """Return a part as a tensor with the digits ``words`` as dimensions.
 
-        ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of layer 3. ``at``: values of digits that are not
-        dimensions; digits in neither are taken at 0.
+        ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of layer 3.
 
-        Raises LayoutError for a digit that the part does not have, or a value out of range.
+        Args:
+            at: values of digits that are not dimensions; digits in neither are taken at 0.
+
+        Raises:
+            LayoutError: a digit that the part does not have, or a value out of range.
         """
         place, fixed = self.place(part), dict(at or {})
         digits = {fold.word: (fold.count, stride) for fold, stride in place.strides}
@@ -246,7 +270,9 @@ class Layout:
         """Return this layout with other sizes, given as in ``of``.
 
         ``T`` tokens or ``B`` blocks, ``N`` tokens of a page, ``P`` kernel pages of a block, or the size of an axis.
-        Raises LayoutError for an axis of which this layout has only a rank's range.
+
+        Raises:
+            LayoutError: an axis of which this layout has only a rank's range.
         """
         page, kernel_pages = sizes.pop("N", self.page_size), sizes.pop("P", self.kernel_pages)
         if "B" in sizes:
@@ -266,7 +292,9 @@ class Layout:
         """Return the layout of each rank: ``pp`` stages of layers ``L`` with ``tp`` tensor-parallel ranks each.
 
         The ranks of the first stage come first. Axes without pieces (a latent, an indexer key) are whole on every rank.
-        Raises LayoutError if an axis cannot be divided.
+
+        Raises:
+            LayoutError: an axis cannot be divided.
         """
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         if pp > 1 and "L" not in {axis.name for axis in self.axes}:
@@ -322,8 +350,9 @@ class Layout:
     def from_json(cls, text: str) -> Layout:
         """Return the layout that ``to_json`` wrote. ``follows`` may be absent; if present, its values must be right.
 
-        Raises LayoutError with rule 'descriptor' for text that is not a layout, has another version, or has wrong
-        values in ``follows``.
+        Raises:
+            LayoutError: text that is not a layout, has another version or wrong values in ``follows`` (rule
+                'descriptor').
         """
         try:
             data = json.loads(text)

@@ -31,14 +31,20 @@ def named(
 ) -> Layout:
     """Return the layout ``name`` of a kernel or an engine: ``named("flashmla-dsv4", page_size=64)``.
 
-    ``sizes``: ``layers``, ``tokens`` or ``blocks``, ``page_size``, ``heads``, ``head_dim``, .. (default: 1 layer, 256
-    tokens, and the usual sizes of the kernel). ``dtype``: of rows that are not encoded. ``dialect``: rules of scale and
-    rounding of encoded rows (default: the kernel's own). ``block_stride``: bytes from block to block, if blocks are
-    padded. Raises LayoutError for an unknown name, size, dtype or dialect; the message lists the known ones.
+    Args:
+        dialect: rules of scale and rounding of encoded rows (default: the kernel's own).
+        dtype: of rows that are not encoded.
+        block_stride: bytes from block to block, if blocks are padded.
+        sizes: ``layers``, ``tokens`` or ``blocks``, ``page_size``, ``heads``, ``head_dim``, .. (default: 1 layer, 256
+            tokens, and the usual sizes of the kernel).
 
-    >>> layout = named("vllm-blhnc", layers=2, blocks=3, page_size=16, heads=8, head_dim=128)
-    >>> layout.expression, layout.strides("v")["B"]
-    ('B L H N (k[D]:bfloat16 | v[Dv]:bfloat16)', 131072)
+    Raises:
+        LayoutError: an unknown name, size, dtype or dialect; the message lists the known ones.
+
+    Examples:
+        >>> layout = named("vllm-blhnc", layers=2, blocks=3, page_size=16, heads=8, head_dim=128)
+        >>> layout.expression, layout.strides("v")["B"]
+        ('B L H N (k[D]:bfloat16 | v[Dv]:bfloat16)', 131072)
     """
     given = name.lower() if isinstance(name, str) else name
     given = table()["aliases"].get(given, given)
@@ -97,7 +103,11 @@ def read(text: str) -> tuple[Layout, ...]:
     """Return the layouts, one per rank, that a command-line argument describes.
 
     It is a name with sizes, ``"trtllm,page_size=32,tp=4,pp=2"``, or a file that ``to_json`` wrote,
-    ``"pool.json,tp=4"``. Raises LayoutError, and OSError for a file that cannot be read.
+    ``"pool.json,tp=4"``.
+
+    Raises:
+        LayoutError: text that is neither a known name with sizes nor a stored layout.
+        OSError: a file that cannot be read.
     """
     name, *given = text.split(",")
     sizes: dict[str, Any] = {}

@@ -38,15 +38,25 @@ def pack(
     head_dim: int | None = None,
     refuse_nan: bool = False,
 ) -> Tensor:
-    """Pack bfloat16 ``rows`` ``[pages, page_size, D]`` into uint8 ``[pages, payload of a page]``, on their device.
+    """Pack bfloat16 rows into the pages of a packed format, on their device. O(elements).
 
-    The format defines D: 576 for 656- and 352-byte rows (latent, then 64 RoPE dims), 512 for DSV4, 128 for indexer
-    keys. For ``gqa_*``, D is ``2 * heads * head_dim`` (``head_dim`` None: 64), K of all heads, then V of all heads; the
-    page stores head after head. ``dialect`` None: the format's default. Padding bytes inside the payload are 0.
+    Args:
+        rows: ``[pages, page_size, D]``. The format defines D: 576 for 656- and 352-byte rows (latent, then 64 RoPE
+            dims), 512 for DSV4, 128 for indexer keys; for ``gqa_*``, ``2 * heads * head_dim``, K of all heads, then V
+            of all heads.
+        format: of the pages; those of ``gqa_*`` store head after head.
+        page_size: tokens of a page.
+        dialect: rules of scale, floor and rounding; None: the format's default.
+        head_dim: of ``gqa_*``; None: 64.
+        refuse_nan: also raise if a reader of the pages would see inf or NaN (a dialect without a floor turns a group of
+            zeros into NaN).
 
-    Raises BadInput, before anything is allocated, for an unknown format or dialect, for another shape or dtype, and for
-    rows with inf or NaN if the dialect has no bytes for them. With ``refuse_nan`` it also raises if a reader of the
-    pages would see inf or NaN (a dialect without a floor turns a group of zeros into NaN). O(elements).
+    Returns:
+        uint8 ``[pages, payload of a page]``; padding bytes inside the payload are 0.
+
+    Raises:
+        BadInput: an unknown format or dialect, another shape or dtype, or rows with inf or NaN if the dialect has no
+            bytes for them; before anything is allocated.
     """
     chosen = dialect_for_heads(format, dialect, head_dim)
     encoding = packed_row(format, dialect, head_dim)
@@ -76,12 +86,21 @@ def unpack(
     dtype: torch.dtype = torch.float32,
     head_dim: int | None = None,
 ) -> Tensor:
-    """Return the rows ``[pages, page_size, D]`` of ``dtype`` that uint8 ``pages`` ``[pages, payload]`` hold; the payload
-    may also be several axes, such as ``[pages, page_size, 1, bytes of a row]``.
+    """Return the rows ``[pages, page_size, D]`` that packed pages hold. O(elements).
 
     An encoded element is code times scale, computed in float32; kept elements are returned unchanged. NaN stays NaN.
 
-    Raises BadInput for an unknown format or dialect, and for another shape or dtype. O(elements).
+    Args:
+        pages: uint8 ``[pages, payload]``; the payload may also be several axes, ``[pages, page_size, 1, bytes of a
+            row]``.
+        format: as in ``pack``.
+        page_size: tokens of a page.
+        dialect: as in ``pack``.
+        dtype: of the rows.
+        head_dim: as in ``pack``.
+
+    Raises:
+        BadInput: an unknown format or dialect, or another shape or dtype.
     """
     encoding = packed_row(format, dialect, head_dim)
     packing = encoding.rules.packing

@@ -41,9 +41,11 @@ Held = Mapping[str, Axis]
 class ReshardPlan:
     """The bytes to copy between every pair of ranks that share content. ``reshard`` returns plans.
 
-    ``moved``: pair of ranks -> the parts to copy. ``slots``: token slots of the source and of the target (None: all
-    tokens in order). ``recode``: None if both sides encode alike; else ``run`` recodes the rows into the target's
-    dialect, but the spans do not: after a copy by ``spans`` the target holds rows in the source's dialect.
+    Args:
+        moved: pair of ranks -> the parts to copy.
+        slots: token slots of the source and of the target (None: all tokens in order).
+        recode: None if both sides encode alike; else ``run`` recodes the rows into the target's dialect, but the spans
+            do not: after a copy by ``spans`` the target holds rows in the source's dialect.
     """
 
     sources: tuple[Layout, ...]
@@ -77,9 +79,15 @@ class ReshardPlan:
 
         Mooncake takes them as lists of buffers and sizes, NIXL as (address, length, device) on either side.
 
-        ``ranks``: the pair of ranks. ``source``, ``target``: the address of a rank's memory, or the addresses of the
-        equal pieces in which it is allocated (a tensor for each layer, or for K and V of each). ``most``: the most
-        bytes of one transfer. Raises BadInput for unknown ranks and for pieces that are not equal.
+        Args:
+            ranks: the pair of ranks.
+            source: the address of a rank's memory, or the addresses of the equal pieces in which it is allocated (a
+                tensor for each layer, or for K and V of each).
+            target: as ``source``.
+            most: the most bytes of one transfer.
+
+        Raises:
+            BadInput: unknown ranks or pieces that are not equal.
         """
         if not (0 <= ranks[0] < len(self.sources) and 0 <= ranks[1] < len(self.targets)):
             text = f"no ranks {ranks}; there are {len(self.sources)} sources and {len(self.targets)} targets"
@@ -106,11 +114,14 @@ class ReshardPlan:
         """Copy the bytes from ``sources`` to ``targets``: memory of this host, one for each rank.
 
         A side with one rank may be given without a list. Memories are numpy arrays, torch tensors on the CPU, or
-        buffers; targets must be writable. All other bytes of the targets stay as they are. ``threads``: threads that
-        share the copies (default: one for every 16 MiB, at most 4 and the number of cores).
+        buffers; targets must be writable. All other bytes of the targets stay as they are.
 
-        Raises BadInput, before anything is copied, for a wrong number of memories and for memory that is too short,
-        read-only, or overlaps.
+        Args:
+            threads: threads that share the copies (default: one for every 16 MiB, at most 4 and the number of cores).
+
+        Raises:
+            BadInput: a wrong number of memories, or memory that is too short, read-only or overlaps; before anything is
+                copied.
         """
         given = _memories(sources, self.sources, "source"), _memories(targets, self.targets, "target")
         for number, target in enumerate(given[1]):
@@ -174,14 +185,19 @@ def reshard(
     source_slots: Slots = None,
     target_slots: Slots = None,
 ) -> ReshardPlan:
-    """Plan the copy of everything that ``target`` holds from ``source``: layouts, or lists of layouts by rank.
+    """Plan the copy of everything that ``target`` holds from ``source``. O(parts * pairs of ranks + spans).
 
-    ``source_slots``, ``target_slots``: int ``[n]``, the token slot (block * tokens of a block + offset) of the i-th
-    token on that side, the same on every rank; default: all tokens in order.
+    Args:
+        source: a layout, or a list of layouts by rank.
+        target: a layout, or a list of layouts by rank.
+        source_slots: int ``[n]``, the token slot (block * tokens of a block + offset) of the i-th token on that side,
+            the same on every rank; default: all tokens in order.
+        target_slots: as ``source_slots``.
 
-    Raises LayoutError if the content differs (rule 'content': parts, dtypes, axes, sizes, format), if the ranks do not
-    hold everything exactly once ('shards'), or if the dialect cannot be changed ('dialect'). Raises BadInput for slots
-    out of range. O(parts * pairs of ranks + spans).
+    Raises:
+        LayoutError: the content differs (rule 'content': parts, dtypes, axes, sizes, format), the ranks do not hold
+            everything exactly once ('shards'), or the dialect cannot be changed ('dialect').
+        BadInput: slots out of range.
     """
     sources, targets = _ranks(source), _ranks(target)
     slots = _slots(source_slots, sources[0], "source_slots"), _slots(target_slots, targets[0], "target_slots")

@@ -31,14 +31,20 @@ class CacheCollector(Collector):
     front of one.
 
     All metrics have two labels: ``engine``, the number of the source, from 0 on, and ``model_name``.
-    ``namespaces``: names to show for namespaces. A salt is a secret, so by default a keyed digest is shown instead.
-    ``vllm``: the prefix of vLLM's metric names; set another one if vLLM's own metrics are in the same registry.
-    ``sample``: of so many cached blocks (128, for example; rounded up to a power of two) the life of one is followed, for
-    the metrics ``kvpagoda_kv_block_*``; 0: of none, and there are no such metrics.
-    A cache that has a collector already keeps its sample.
 
     Any thread may scrape it while the owner of a cache works. It takes no lock, so one metric may be some microseconds
-    older than the next. Counters never decrease, even when a sequence is rewound. Raises BadInput, MissingExtra.
+    older than the next. Counters never decrease, even when a sequence is rewound.
+
+    Args:
+        namespaces: names to show for namespaces. A salt is a secret, so by default a keyed digest is shown instead.
+        vllm: the prefix of vLLM's metric names; set another one if vLLM's own metrics are in the same registry.
+        sample: of so many cached blocks (128, for example; rounded up to a power of two) the life of one is followed,
+            for the metrics ``kvpagoda_kv_block_*``; 0: of none, and there are no such metrics. A cache that has a
+            collector already keeps its sample.
+
+    Raises:
+        BadInput: a wrong argument.
+        MissingExtra: ``prometheus_client`` is not installed.
     """
 
     def __init__(

@@ -101,10 +101,14 @@ def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tr
     """Put spans around the calls of ``cache`` until the returned ``Tracing`` is closed; closing removes them
     completely.
 
-    ``tracer``: makes the spans; by default a tracer of the provider that the process has set. ``every``: trace one
-    ``open`` and one ``receive`` in this many, with the calls inside, and every suspension. Use it for an engine with many
-    requests: a span costs tens of microseconds, even if a provider samples it away. Raises BadInput, also if the cache is
-    traced already, and MissingExtra.
+    Args:
+        tracer: makes the spans; by default a tracer of the provider that the process has set.
+        every: trace one ``open`` and one ``receive`` in this many, with the calls inside, and every suspension. Use it
+            for an engine with many requests: a span costs tens of microseconds, even if a provider samples it away.
+
+    Raises:
+        BadInput: a wrong argument, or the cache is traced already.
+        MissingExtra: the package is not installed.
     """
     return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)
 

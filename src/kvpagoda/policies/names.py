@@ -28,8 +28,9 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     Trees have LRU built in. An object is accepted once, because it knows the blocks of one tree. ``"auto"`` is LRU or
     ARC, whichever hits more often; ``"ttl"`` is ``"priority"`` with deadlines for priorities.
 
-    Raises BadInput for a name that is not in ``POLICY_NAMES``, for a ``capacity`` below 1 if the policy needs it, for an
-    object that lacks a method, and for an object that was passed before.
+    Raises:
+        BadInput: a name that is not in ``POLICY_NAMES``, a ``capacity`` below 1 if the policy needs it, an object that
+            lacks a method or an object that was passed before.
     """
     if not isinstance(policy, str):
         _check(policy)

@@ -183,9 +183,12 @@ class WorkingSet:
 
 
 def working_set(trace: Trace, window: float) -> WorkingSet:
-    """Count the different blocks that are used in each ``window`` of seconds, by arrival. Raises BadInput. O(refs).
+    """Count the different blocks that are used in each ``window`` of seconds, by arrival. O(refs).
 
     Denning, "The working set model for program behavior", CACM 11(5), 1968.
+
+    Raises:
+        BadInput: a wrong argument.
     """
     if not (window > 0 and math.isfinite(window)):
         raise BadInput(f"window must be a time in seconds above 0, got {window!r}", needed=window)

@@ -40,9 +40,12 @@ Told = Callable[[float, str], None]
 class ReplayResult:
     """The counts of one policy on one trace at one capacity, for the requests after the first ``warm_up_requests``.
 
-    ``token_refs`` and ``token_hits`` count each block by the tokens that it stands for. ``full_after``: the number of
-    requests, the warm-up included, after which the cache was full (None: it never was). The warm-up included, int64
-    ``[all requests]``: ``hits``: the blocks that each request hit; ``inserted``: the blocks inserted up to its end.
+    ``token_refs`` and ``token_hits`` count each block by the tokens that it stands for.
+
+    Args:
+        full_after: the number of requests, the warm-up included, after which the cache was full; None: it never was.
+        hits: int64 ``[all requests]``, the blocks that each request hit, the warm-up included.
+        inserted: int64 ``[all requests]``, the blocks inserted up to the end of each request, the warm-up included.
     """
 
     trace: str
@@ -172,13 +175,23 @@ def hit_rate_curve(
     on_progress: Told | None = None,
     on_result: Callable[[ReplayResult], object] | None = None,
 ) -> list[ReplayResult]:
-    """Return the results of ``replay`` at every capacity, in blocks, for every policy; capacities are the outer loop.
+    """Return the results of ``replay`` at every capacity for every policy; capacities are the outer loop.
 
-    ``policies``: names, or classes of your own, which are called for each capacity; an object serves one capacity alone.
     ``lru`` and ``opt`` are computed from the stretches of one pass; other policies run in ``jobs`` processes at once
-    (with more than one, a script needs ``if __name__ == "__main__"``). ``warm_up``: see ``replay``. ``reuse``: the
-    stretches of this trace, if they are known already. ``on_result`` is called with each result as it is there, in any
-    order: after an interrupt (Ctrl-C) these are what was done. Raises BadInput before anything runs.
+    (with more than one, a script needs ``if __name__ == "__main__"``).
+
+    Args:
+        capacities: in blocks.
+        policies: names, or classes of your own, which are called for each capacity; an object serves one capacity
+            alone.
+        warm_up: see ``replay``.
+        jobs: processes.
+        reuse: the stretches of this trace, if they are known already.
+        on_result: called with each result as it is there, in any order: after an interrupt (Ctrl-C) these are what was
+            done.
+
+    Raises:
+        BadInput: a wrong argument, before anything runs.
     """
     names, sizes = checked(policies, capacities, warm_up)
     asked = [(size, number) for size in sizes for number in range(len(names))]

@@ -98,15 +98,26 @@ def serve(
     on_request: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> ServeResult:
-    """Admit, compute, publish and close every request of a trace, in its order, with up to ``max_requests`` at once.
+    """Admit, compute, publish and close every request of a trace, in its order.
 
-    An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512), or for the number of tokens
-    that the trace gives for it. The rest of a prompt, and every output, are tokens that no other request has, since
-    traces do not contain outputs. A step computes at most ``step_tokens`` of each request. ``part``: the numbers of the
-    requests to serve (None: all). ``tiers``: below the cache; without memory behind the cache a record is one page.
-    ``events``: see ``KVCache``. ``record``: a file for trace events (see ``kvpagoda.recording``), where a step takes a
-    millisecond. ``on_request`` is called with the number of finished requests. ``policy`` and ``settings`` (block_size,
-    shared, checkpoints, checkpoint_every, checkpoint_format): see ``kvpagoda.replay.setup.Setup``. Raises BadInput, NeverFits.
+    The rest of a prompt, and every output, are tokens that no other request has, since traces do not contain outputs.
+
+    Args:
+        trace: a source of ``read_requests``, or a Trace.
+        tokens_per_id: tokens of an id (public Mooncake traces: 512), where the trace gives it no number of its own.
+        max_requests: the most that run at once.
+        step_tokens: the most of each request in a step.
+        policy: see ``kvpagoda.replay.setup.Setup``.
+        tiers: below the cache; without memory behind the cache a record is one page.
+        part: the numbers of the requests to serve; None: all.
+        events: see ``KVCache``.
+        record: a file for trace events (see ``kvpagoda.recording``), where a step takes a millisecond.
+        on_request: called with the number of finished requests.
+        settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
+
+    Raises:
+        BadInput: a wrong argument.
+        NeverFits: a request does not fit into the empty cache.
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
     columns, clock = Trace.read(trace), Clock()
@@ -163,13 +174,24 @@ def serve_multi_worker(
     on_request: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> list[ServeResult]:
-    """``serve`` a trace with ``workers`` processes at once, with ``budget`` each; worker i modulo ``workers`` serves
-    request i. Return one result for each worker.
+    """``serve`` a trace with several processes at once; worker i modulo ``workers`` serves request i.
 
-    ``store``: a tier that all workers share, as ``tier_from_text`` reads it. A block is a record in it, without the
-    bytes of rows. How many hits come from the store depends on the timing of the workers, as in production.
-    ``on_request`` is called with the number of finished requests. ``settings``: other arguments of ``serve``. Raises
-    BadInput, NeverFits.
+    How many hits come from the store depends on the timing of the workers, as in production.
+
+    Args:
+        budget: of each worker.
+        workers: processes.
+        store: a tier that all workers share, as ``tier_from_text`` reads it. A block is a record in it, without the
+            bytes of rows.
+        on_request: called with the number of finished requests.
+        settings: other arguments of ``serve``.
+
+    Returns:
+        one result for each worker.
+
+    Raises:
+        BadInput: a wrong argument.
+        NeverFits: a request does not fit into the empty cache.
     """
     workers = whole_number(workers, "workers", at_least=1, below=1025)
     from concurrent.futures import wait  # slow to load

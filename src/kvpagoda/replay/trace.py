@@ -47,15 +47,23 @@ class Skipped:
 class Trace:
     """The requests of a trace in the order in which they run. The arrays are shared and never changed.
 
-    ``ids`` int32 ``[refs]``: the chains of block ids, one after another; request ``i`` has ``ids[starts[i]:starts[i +
-    1]]``. They are the source's own numbers if those are small, else renumbered. ``starts`` int64 ``[requests + 1]``;
-    ``arrivals`` float64 ``[requests]``, seconds; ``input_lengths``, ``output_lengths`` int64 ``[requests]``, tokens. An
-    id stands for ``block_size`` tokens, or for ``block_tokens``, int32 ``[refs]``, if the source gives each id its own
-    number of tokens. ``sessions`` int64 ``[requests]``: the number of each request's conversation, -1 where the source
-    does not say; ``calls_tool`` bool ``[requests]``: see ``Request``; both None if it says nothing. ``out_of_order``:
-    how many requests the source named after one that arrived later; ``read`` ordered them, unless it was told to keep
-    the order. ``skipped``: the bad lines that ``read`` was told to leave out. ``agent_times``: from when the times of the
-    requests of agents counted, the "agent"'s entry or the beginning of the "conversation"; None without agents that tell it.
+    Args:
+        ids: int32 ``[refs]``, the chains of block ids, one after another; request ``i`` has ``ids[starts[i]:starts[i +
+            1]]``. The source's own numbers if those are small, else renumbered.
+        starts: int64 ``[requests + 1]``.
+        arrivals: float64 ``[requests]``, seconds.
+        input_lengths: int64 ``[requests]``, tokens.
+        output_lengths: int64 ``[requests]``, tokens.
+        block_size: tokens of an id.
+        block_tokens: int32 ``[refs]``, tokens of each id, if the source gives each its own number.
+        out_of_order: how many requests the source named after one that arrived later; ``read`` ordered them, unless it
+            was told to keep the order.
+        sessions: int64 ``[requests]``, the number of each request's conversation, -1 where the source does not say;
+            None if it says nothing.
+        calls_tool: bool ``[requests]``, see ``Request``; None if the source says nothing.
+        skipped: the bad lines that ``read`` was told to leave out.
+        agent_times: from when the times of the requests of agents counted, the "agent"'s entry or the beginning of the
+            "conversation"; None without agents that tell it.
     """
 
     name: str
@@ -83,13 +91,23 @@ class Trace:
         skip_bad: bool = False,
         agent_times: str | None = None,
     ) -> Trace:
-        """Read a source of ``read_requests``, at most its first ``limit`` requests, and order them by arrival if they are
-        not, which ``out_of_order`` counts and a log line says. ``keep_order``: leave them in the order of the source. A
-        Trace is left as it is. ``block_size``: tokens per id if the source does not say; None: 512. ``skip_bad``: leave
-        out lines that cannot be read, which ``skipped`` counts; else the first one raises BadLine. ``agent_times``: see
-        there; None: what most agents of the trace say. Where some conversations say otherwise the source is read a second
-        time, so it must be a path or a list. Raises BadInput. O(refs); the ids are in memory once, and a second time while
-        they are ordered.
+        """Read a source of ``read_requests`` and order its requests by arrival. A Trace is left as it is.
+
+        ``out_of_order`` counts requests that were not in order, and a log line says it. O(refs); the ids are in memory
+        once, and a second time while they are ordered.
+
+        Args:
+            source: see ``read_requests``.
+            limit: the most requests that are read.
+            block_size: tokens per id if the source does not say; None: 512.
+            keep_order: leave the requests in the order of the source.
+            skip_bad: leave out lines that cannot be read, which ``skipped`` counts.
+            agent_times: see there; None: what most agents of the trace say. Where some conversations say otherwise the
+                source is read a second time, so it must be a path or a list.
+
+        Raises:
+            BadInput: a wrong argument.
+            BadLine: the first line that cannot be read, without ``skip_bad``.
         """
         if limit is not None:
             whole_number(limit, "a limit of requests", at_least=1)

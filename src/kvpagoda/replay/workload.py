@@ -56,8 +56,12 @@ class Text:
 def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4, 0.2, 0.4)) -> Iterator[Request]:
     """Yield requests without end, in the order of their arrivals. The same arguments give the same requests.
 
-    ``block_size``: tokens per block. ``shares``: weights of chats, agents and shared prompts among the sessions. Raises
-    BadInput at the first request.
+    Args:
+        block_size: tokens per block.
+        shares: weights of chats, agents and shared prompts among the sessions.
+
+    Raises:
+        BadInput: an argument out of range, at the first request.
     """
     weights = np.asarray(shares, np.float64)
     if block_size < 1 or seed < 0:
@@ -90,7 +94,11 @@ def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4
 
 
 def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) -> Trace:
-    """Return the first ``num_requests`` of ``workload`` as a Trace. Raises BadInput."""
+    """Return the first ``num_requests`` of ``workload`` as a Trace.
+
+    Raises:
+        BadInput: a wrong argument.
+    """
     return replace(Trace.read(workload(seed, block_size), limit=num_requests), name=f"synthetic workload, seed {seed}")
 
 

@@ -61,17 +61,18 @@ class Rows:
     In a block there is one row for every ``tokens_per_row`` tokens. In a state there are ``count`` rows per request,
     which ``reset`` sets to ``fill``.
 
-    ``heads``: the runs of heads on the first axis, each (number of heads, elements of that axis per head). Tensor
-    parallelism divides each run separately, because a run of few heads is replicated while another is divided. Without
-    ``heads`` every rank keeps the whole row.
+    Args:
+        heads: the runs of heads on the first axis, each (number of heads, elements of that axis per head). Tensor
+            parallelism divides each run separately, because a run of few heads is replicated while another is divided.
+            Without ``heads`` every rank keeps the whole row.
+        page: an expression of ``kvpagoda.layouts.pages`` for the place of these rows in a page. Rows of a layer with
+            the same expression share the page; "" means a dense page of their own.
+        axes: the names of ``shape``'s axes in the expression.
 
-    ``page``: an expression of ``kvpagoda.layouts.pages`` for the place of these rows in a page. Rows of a layer with
-    the same expression share the page; "" means a dense page of their own. ``axes``: the names of ``shape``'s axes in
-    the expression.
-
-    >>> latent = Rows("latent", (1, 512), "bfloat16")
-    >>> latent.row_nbytes, [field.nbytes for field in latent.fields(16)]
-    (1024, [16384])
+    Examples:
+        >>> latent = Rows("latent", (1, 512), "bfloat16")
+        >>> latent.row_nbytes, [field.nbytes for field in latent.fields(16)]
+        (1024, [16384])
     """
 
     name: str
@@ -138,23 +139,25 @@ Spec = FullSpec | WindowSpec | StateSpec | CopySpec
 class Growth:
     """Which cached tokens the next token of a request reads: all, the last ``window``, or those of its ``chunk``.
 
-    ``slack``: how many of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the
-    window, so that the window is still complete after such a rewind.
-
     A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. With ``slack`` it is
     ``slack + 1`` such blocks, its *places*: the state after ``n`` tokens is in place ``n % places``, so that the states
-    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place. ``is_at_rest``: copies of
-    states in another encoding; requests hold none, checkpoints one each.
+    after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place.
 
-    ``is_optional``: a request can go on without these rows, because whoever reads them can compute them again. So a hit
-    never ends earlier for lack of them, no checkpoint keeps them, and what no request reads is evicted before all else.
+    Args:
+        slack: how many of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the
+            window, so that the window is still complete after such a rewind.
+        is_optional: a request can go on without these rows, because whoever reads them can compute them again. So a hit
+            never ends earlier for lack of them, no checkpoint keeps them, and what no request reads is evicted before
+            all else.
+        is_at_rest: copies of states in another encoding; requests hold none, checkpoints one each.
 
-    >>> window = Growth(window=4)
-    >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
-    ('window(4)', 7, 34)
-    >>> state = Growth(is_state=True, slack=3)
-    >>> state.places, state.most_blocks(WHOLE_TEXT, step=512), state.checkpoint_blocks(WHOLE_TEXT)
-    (4, 4, 1)
+    Examples:
+        >>> window = Growth(window=4)
+        >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
+        ('window(4)', 7, 34)
+        >>> state = Growth(is_state=True, slack=3)
+        >>> state.places, state.most_blocks(WHOLE_TEXT, step=512), state.checkpoint_blocks(WHOLE_TEXT)
+        (4, 4, 1)
     """
 
     window: int | None = None

@@ -56,7 +56,11 @@ class LayerKind(Protocol):
         return None
 
     def split(self, ways: int) -> LayerKind:
-        """Return this kind on one of ``ways`` tensor-parallel ranks. Raises SchemaError if heads do not divide."""
+        """Return this kind on one of ``ways`` tensor-parallel ranks.
+
+        Raises:
+            SchemaError: heads do not divide.
+        """
         return self
 
     def laid_out(self, choices: Choices) -> LayerKind:
@@ -64,7 +68,11 @@ class LayerKind(Protocol):
         return self
 
     def scaled(self, scales: tuple[float, float]) -> LayerKind:
-        """Return this kind with ``scales`` of K and V, if its rows have one scale a tensor. Raises SchemaError."""
+        """Return this kind with ``scales`` of K and V, if its rows have one scale a tensor.
+
+        Raises:
+            SchemaError: a scale is not finite or not above 0.
+        """
         return self
 
 
@@ -87,20 +95,22 @@ def split_heads(what: str, count: int, ways: int) -> int:
 class IndexKeys:
     """The keys of an indexer, which selects the tokens that a layer reads.
 
-    There is one key of ``dim`` elements for each K/V row, latent row or compressed entry. ``dtype``: of the keys; ""
-    means the dtype of the layer.
+    There is one key of ``dim`` elements for each K/V row, latent row or compressed entry.
 
-    ``pool``: one key is made of so many tokens. The keys of tokens whose pool is still open are rows ``index_tail`` of
-    the request's state, at their position modulo the number of rows; ``parts``: how many rows of ``dim`` elements a token
-    has there, for example its key and a gate. ``verify_width``: the newest tokens that ``rewind`` may remove, for which
-    there are more of these rows. ``projected``: keys of compressed entries are made of the entries themselves, without
-    a compressor of their own.
+    Args:
+        dtype: of the keys; "" means the dtype of the layer.
+        pool: one key is made of so many tokens. The keys of tokens whose pool is still open are rows ``index_tail`` of
+            the request's state, at their position modulo the number of rows.
+        parts: how many rows of ``dim`` elements a token has there, for example its key and a gate.
+        verify_width: the newest tokens that ``rewind`` may remove, for which there are more of these rows.
+        projected: keys of compressed entries are made of the entries themselves, without a compressor of their own.
 
-    >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
-    (128,)
-    >>> pooled = Latent(512, 0, "bfloat16", indexer=IndexKeys(128, pool=4, parts=2))
-    >>> pooled.block_rows()[-1].tokens_per_row, pooled.state_rows()[0].count, pooled.state_rows()[0].shape
-    (4, 4, (2, 128))
+    Examples:
+        >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
+        (128,)
+        >>> pooled = Latent(512, 0, "bfloat16", indexer=IndexKeys(128, pool=4, parts=2))
+        >>> pooled.block_rows()[-1].tokens_per_row, pooled.state_rows()[0].count, pooled.state_rows()[0].shape
+        (4, 4, (2, 128))
     """
 
     dim: int
@@ -135,24 +145,29 @@ class IndexKeys:
 class Attention(LayerKind):
     """Multi-head attention: one K row and one V row for every token.
 
-    A row has ``num_kv_heads`` heads of ``k_dim`` (K) or ``v_dim`` (V) elements. ``law``: which tokens stay in the cache
-    (all, a sliding window, or a chunk).
+    A row has ``num_kv_heads`` heads of ``k_dim`` (K) or ``v_dim`` (V) elements.
 
-    ``num_sinks``: how many first tokens of a request stay readable beside the window (arXiv 2309.17453, section 3.2).
-    Their rows are written twice: into blocks, and at their own positions into the rows ``sink_k`` and ``sink_v``
-    ``[num_sinks]`` of the request's state. A query reads its window from blocks, and the sinks that lie before the
-    window from the state. Raises SchemaError for sinks without a window.
+    Args:
+        law: which tokens stay in the cache (all, a sliding window, or a chunk).
+        num_sinks: how many first tokens of a request stay readable beside the window (arXiv 2309.17453, section 3.2).
+            Their rows are written twice: into blocks, and at their own positions into the rows ``sink_k`` and
+            ``sink_v`` ``[num_sinks]`` of the request's state. A query reads its window from blocks, and the sinks that
+            lie before the window from the state.
+        layout: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is
+            packed, both share one row, ``kv`` ``[2, heads, dim]``, and sinks are ``sink_kv``; K and V of different
+            widths are packed apart, as rows ``k`` and ``v``.
+        indexer: its keys, stored beside K and V, unencoded.
+        v_encoding: of V, where it differs from that of K in its scale alone (None: it does not differ).
 
-    ``layout``: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is
-    packed, both share one row, ``kv`` ``[2, heads, dim]``, and sinks are ``sink_kv``; K and V of different widths are
-    packed apart, as rows ``k`` and ``v``. ``v_encoding``: of V, where it differs from that of K in its scale alone (None:
-    it does not differ). ``indexer``: its keys, stored beside K and V, unencoded.
+    Raises:
+        SchemaError: sinks without a window.
 
-    >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
-    >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
-    [('k', (8, 128), 2048), ('v', (8, 128), 2048)]
-    >>> layer.split(4).num_kv_heads, layer.split(16).num_kv_heads  # fewer heads than ranks: each rank keeps one
-    (2, 1)
+    Examples:
+        >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
+        >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
+        [('k', (8, 128), 2048), ('v', (8, 128), 2048)]
+        >>> layer.split(4).num_kv_heads, layer.split(16).num_kv_heads  # fewer heads than ranks: each rank keeps one
+        (2, 1)
     """
 
     num_kv_heads: int
@@ -224,8 +239,9 @@ class Attention(LayerKind):
         """Return this kind in its layout of ``choices``. A packed layout decides the encoding too; others keep raw rows
         and those with a scale a tensor as they are encoded.
 
-        Raises LayoutError for heads of a width that a packed layout does not hold, and SchemaError for K and V of
-        different widths in one: its kernels read both from one row.
+        Raises:
+            LayoutError: heads of a width that a packed layout does not hold.
+            SchemaError: K and V of different widths in one: its kernels read both from one row.
         """
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("attention")) is None:
@@ -255,17 +271,18 @@ class Attention(LayerKind):
 class Latent(LayerKind):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): one latent row and one RoPE key for every token.
 
-    A model without position embeddings has no RoPE key: ``rope_dim`` is 0.
-
-    ``indexer``: the keys of an indexer, in models that select tokens. All heads share the latent, so every
+    A model without position embeddings has no RoPE key: ``rope_dim`` is 0. All heads share the latent, so every
     tensor-parallel rank keeps all of it.
 
-    ``layout``: name of the layout of latent and RoPE key in a page; most kernels read both as one row. If ``encoding``
-    is packed, both share one row, ``latent`` ``[1, latent_dim + rope_dim]``.
+    Args:
+        indexer: the keys of an indexer, in models that select tokens.
+        layout: name of the layout of latent and RoPE key in a page; most kernels read both as one row. If ``encoding``
+            is packed, both share one row, ``latent`` ``[1, latent_dim + rope_dim]``.
 
-    >>> layer = Latent(512, 64, "bfloat16")
-    >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
-    [('latent', (1, 512), 1024), ('k_rope', (1, 64), 128)]
+    Examples:
+        >>> layer = Latent(512, 64, "bfloat16")
+        >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
+        [('latent', (1, 512), 1024), ('k_rope', (1, 64), 128)]
     """
 
     latent_dim: int
@@ -301,7 +318,11 @@ class Latent(LayerKind):
         return None if self.indexer is None else self.indexer.rewinds()
 
     def laid_out(self, choices: Choices) -> Latent:
-        """Return this kind in its layout of ``choices``. Raises LayoutError for packed rows of other sizes."""
+        """Return this kind in its layout of ``choices``.
+
+        Raises:
+            LayoutError: packed rows of other sizes.
+        """
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("latent")) is None:
             return laid
@@ -319,12 +340,13 @@ class Latent(LayerKind):
 class Recurrent(LayerKind):
     """Recurrent layers: state tensors of fixed size, for example convolution tails and recurrent matrices.
 
-    A state covers the whole request, so no token can be removed from it. ``rewind`` goes back to an older state instead:
-    with ``verify_width`` v a request has v + 1 places for its states, and each new token writes the next one.
+    A state covers the whole request, so no token can be removed from it. ``rewind`` goes back to an older state
+    instead: with ``verify_width`` v a request has v + 1 places for its states, and each new token writes the next one.
 
-    >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),), verify_width=3)
-    >>> layer.split(4).state_rows()[0].shape, layer.rewinds(), layer.state_places()
-    ((8, 128, 128), 3, 4)
+    Examples:
+        >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),), verify_width=3)
+        >>> layer.split(4).state_rows()[0].shape, layer.rewinds(), layer.state_places()
+        ((8, 128, 128), 3, 4)
     """
 
     states: tuple[Rows, ...]
@@ -367,8 +389,9 @@ class Recurrent(LayerKind):
 class Shared(LayerKind):
     """A layer that reads the rows of layer ``owner`` and keeps no rows itself.
 
-    >>> Shared(owner=3).block_rows()
-    ()
+    Examples:
+        >>> Shared(owner=3).block_rows()
+        ()
     """
 
     owner: int
@@ -394,11 +417,12 @@ class Compressed(LayerKind):
     rows more than the least size, and streams a of c = 1 + ceil(v / ratio) closed entry windows are kept, because a
     rewind may reopen some of them.
 
-    >>> layer = Compressed(512, 128, "bfloat16", ratio=4, indexer=IndexKeys(128))
-    >>> [(rows.name, rows.tokens_per_row) for rows in layer.block_rows()]
-    [('entries', 4), ('indexer_keys', 4)]
-    >>> {rows.name: rows.count for rows in layer.state_rows()}["swa"]
-    128
+    Examples:
+        >>> layer = Compressed(512, 128, "bfloat16", ratio=4, indexer=IndexKeys(128))
+        >>> [(rows.name, rows.tokens_per_row) for rows in layer.block_rows()]
+        [('entries', 4), ('indexer_keys', 4)]
+        >>> {rows.name: rows.count for rows in layer.state_rows()}["swa"]
+        128
     """
 
     dim: int

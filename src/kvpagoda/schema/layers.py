@@ -16,16 +16,17 @@ from kvpagoda.schema.layout import ALIGN, RowLayout, pages_of
 class Layer:
     """One layer: its index in the model, ``label`` (its type as the model names it), and its kinds (usually one).
 
-    ``is_draft``: whether it belongs to a draft (an MTP or EAGLE layer, or a layer of a smaller model), which proposes
-    tokens of the same text; see ``Schema.drafted_by``.
+    Args:
+        num_query_heads: how many heads its attention divides over tensor-parallel ranks; None: unknown, or no
+            attention. They keep nothing, so layers that differ in it alone are equal.
+        is_draft: whether it belongs to a draft (an MTP or EAGLE layer, or a layer of a smaller model), which proposes
+            tokens of the same text; see ``Schema.drafted_by``.
 
-    ``num_query_heads``: how many heads its attention divides over tensor-parallel ranks; None: unknown, or no attention.
-    They keep nothing, so layers that differ in it alone are equal.
-
-    >>> from kvpagoda.schema import Attention
-    >>> layer = Layer(0, "full_attention", (Attention(8, 128, 128, "bfloat16"),))
-    >>> layer.growth.name, [rows.name for rows in layer.block_rows()], layer.rewinds
-    ('full', ['k', 'v'], None)
+    Examples:
+        >>> from kvpagoda.schema import Attention
+        >>> layer = Layer(0, "full_attention", (Attention(8, 128, 128, "bfloat16"),))
+        >>> layer.growth.name, [rows.name for rows in layer.block_rows()], layer.rewinds
+        ('full', ['k', 'v'], None)
     """
 
     index: int
@@ -35,7 +36,11 @@ class Layer:
     is_draft: bool = field(default=False, repr=False)
 
     def split(self, ways: int) -> Layer:
-        """Return this layer on one of ``ways`` tensor-parallel ranks. Raises SchemaError if heads do not divide."""
+        """Return this layer on one of ``ways`` tensor-parallel ranks.
+
+        Raises:
+            SchemaError: heads do not divide.
+        """
         kinds, queries = tuple(kind.split(ways) for kind in self.kinds), self.num_query_heads
         if queries is None:
             return replace(self, kinds=kinds)
@@ -46,7 +51,11 @@ class Layer:
 
     @cached_property
     def growth(self) -> Growth | None:
-        """Growth law of its block rows; None if it keeps nothing per token. Raises SchemaError if kinds differ."""
+        """Growth law of its block rows; None if it keeps nothing per token.
+
+        Raises:
+            SchemaError: kinds differ.
+        """
         laws = {law for kind in self.kinds if (law := kind.growth()) is not None}
         if len(laws) > 1:
             text = f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}"
@@ -94,11 +103,14 @@ class Group:
     def block_layout(
         self, block_size: int = 1, kernel_page: int | None = None, order: str = "block", multiple: int = ALIGN
     ) -> RowLayout:
-        """Return the record of one block: the layers one after another, repeated for each kernel page of the block.
+        """Return the record of one block: the layers one after another, repeated for each kernel page of the block. A
+        group of states ignores both sizes: its record is the state of one request, 0 bytes if no layer has a state.
 
-        ``block_size``: tokens of the block. ``kernel_page``: tokens of one kernel page (None: the block is one page). A
-        group of states ignores both: its record is the state of one request, 0 bytes if no layer has a state. ``order``
-        and ``multiple``: see ``RowLayout.of``.
+        Args:
+            block_size: tokens of the block.
+            kernel_page: tokens of one kernel page (None: the block is one page).
+            order: see ``RowLayout.of``.
+            multiple: see ``RowLayout.of``.
         """
         if self.growth.is_state:
             states = (pages_of(layer.index, layer.state_rows(), lambda rows: rows.count) for layer in self.layers)

@@ -20,8 +20,9 @@ ALIGN = 16
 class Place:
     """The place of one field of one layer.
 
-    ``offset``: bytes from the start of its page (in ``RowLayout.places``: of the record). ``strides``: bytes from row
-    to row, then along each axis of the field's shape.
+    Args:
+        offset: bytes from the start of its page (in ``RowLayout.places``: of the record).
+        strides: bytes from row to row, then along each axis of the field's shape.
     """
 
     layer: int
@@ -58,12 +59,17 @@ _AXES = {"": "one", "H": "head", "K": "key", "V": "value", "R": "dstate", "C": "
 class Page:
     """Rows of one layer that share a byte range of a record, of one kernel page of a block or of one state.
 
-    ``offset``, ``nbytes``: start and length of the range in the record. ``rows``: names of the rows in it. ``places``:
-    their fields. ``multiple``: kernels demand that the bytes from page to page are a multiple of it. ``axes``: kernels'
-    names for the axes of a row. ``packed``: the shape of packed rows in bytes; () for other rows.
-
     If a layout has heads outside of blocks or layers, the page is cut into ``heads`` equal pieces, ``step`` bytes
     apart, and the arena must have this ``order``. Otherwise there is one piece and ``order`` is "".
+
+    Args:
+        rows: names of the rows in it.
+        nbytes: length of its range in the record.
+        places: their fields.
+        multiple: kernels demand that the bytes from page to page are a multiple of it.
+        offset: start of its range in the record, in bytes.
+        axes: kernels' names for the axes of a row.
+        packed: the shape of packed rows in bytes; () for other rows.
     """
 
     rows: tuple[str, ...]
@@ -175,12 +181,14 @@ class RowLayout:
         record  | kernel page 0: layer 0: page, page, .. | layer 1: .. | .. | pad | kernel page 1: .. |
                 0                                                         nbytes / kernel_pages    nbytes
 
-    ``pages``: those of the first of the ``kernel_pages``; each starts at a multiple of ``ALIGN``. ``nbytes``: of the
-    whole record. The bytes from kernel page to kernel page are a multiple of ``multiple``.
+    Args:
+        pages: those of the first of the ``kernel_pages``; each starts at a multiple of ``ALIGN``.
+        nbytes: of the whole record. The bytes from kernel page to kernel page are a multiple of ``multiple``.
 
-    >>> layout = RowLayout.build([(0, Field("scales", 3, (4,), "uint8")), (0, Field("k", 3, (8,), "bfloat16"))])
-    >>> [(place.field.name, place.offset) for place in layout.places], layout.nbytes, layout.payload_nbytes
-    ([('scales', 0), ('k', 16)], 64, 60)
+    Examples:
+        >>> layout = RowLayout.build([(0, Field("scales", 3, (4,), "uint8")), (0, Field("k", 3, (8,), "bfloat16"))])
+        >>> [(place.field.name, place.offset) for place in layout.places], layout.nbytes, layout.payload_nbytes
+        ([('scales', 0), ('k', 16)], 64, 60)
     """
 
     pages: tuple[Page, ...]

@@ -107,25 +107,34 @@ Groups = tuple[GroupPlan, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """How many blocks of every group a budget holds, and which requests fit.
+    """How many blocks of every group a budget holds, and which requests fit. ``Schema.plan`` returns plans.
 
-    ``Schema.plan`` returns plans. ``str(plan)`` is a table of the figures, ``to_dict()`` the same as plain data.
+    ``str(plan)`` is a table of the figures, ``to_dict()`` the same as plain data.
 
-    ``schema_name``, ``layers`` and ``max_positions`` (the longest context in tokens; None: no known limit) are the
-    schema's. ``block_size``: tokens of one block. ``max_requests``: the most requests that run at once.
-    ``num_checkpoints``: the most checkpoints that are kept. ``lengths``: context lengths in tokens; ``to_dict`` counts
-    the requests that fit for each. ``budget``: in bytes. If groups share memory, the memory is ``num_sectors`` sectors
-    of ``sector_nbytes`` bytes; both are 0 if each group has its own share. ``order``: of the arenas. ``kernel_page``:
-    tokens of one page that kernels see.
-    ``kernel_notes``: what was chosen for the kernels given to ``Schema.plan``. ``checkpoint_format``: of the copies of states
-    in checkpoints; None: that of running requests. ``kv_scheme``: the schema's.
+    Args:
+        schema_name: the schema's.
+        layers: the schema's.
+        max_positions: the longest context in tokens, the schema's; None: no known limit.
+        block_size: tokens of one block.
+        max_requests: the most requests that run at once.
+        num_checkpoints: the most checkpoints that are kept.
+        lengths: context lengths in tokens; ``to_dict`` counts the requests that fit for each.
+        budget: in bytes.
+        num_sectors: of the memory that groups share; 0 if each group has its own share.
+        sector_nbytes: bytes of a sector; 0 if each group has its own share.
+        order: of the arenas.
+        kernel_page: tokens of one page that kernels see.
+        kernel_notes: what was chosen for the kernels given to ``Schema.plan``.
+        checkpoint_format: of the copies of states in checkpoints; None: that of running requests.
+        kv_scheme: the schema's.
 
-    >>> from kvpagoda.schema import Attention, Layer, Schema
-    >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
-    >>> plan.nbytes, plan.bytes_per_token, plan.longest_context  # 100 blocks and one for padding
-    (413696, 256.0, 1600)
-    >>> plan.fits(4, 400), plan.requests_at(800), plan.blocks_wanted(1000)
-    (True, 2, [63])
+    Examples:
+        >>> from kvpagoda.schema import Attention, Layer, Schema
+        >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
+        >>> plan.nbytes, plan.bytes_per_token, plan.longest_context  # 100 blocks and one for padding
+        (413696, 256.0, 1600)
+        >>> plan.fits(4, 400), plan.requests_at(800), plan.blocks_wanted(1000)
+        (True, 2, [63])
     """
 
     schema_name: str
@@ -208,11 +217,16 @@ class Plan:
         return largest_below(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
     def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
-        """Return the most blocks of each group that a request of ``num_tokens`` tokens holds.
+        """Return the most blocks of each group that a request holds. O(groups).
 
-        ``room``: tokens that it writes at once. ``longest``: the most tokens that the caller accepts (None: no limit).
-        Raises NeverFits if ``num_tokens`` is more than the model has positions or more than ``longest``, or if the
-        empty cache cannot hold that many. The last two errors carry the numbers needed and available. O(groups).
+        Args:
+            num_tokens: of the request.
+            room: tokens that it writes at once.
+            longest: the most tokens that the caller accepts; None: no limit.
+
+        Raises:
+            NeverFits: more tokens than the model has positions or than ``longest``, or than the empty cache can hold;
+                the last two with the numbers needed and available.
         """
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise NeverFits(
@@ -322,8 +336,9 @@ class Plan:
     def text(self, width: int | None = None) -> str:
         """Return its figures as tables and lines of text.
 
-        ``width``: the most columns of a line (None: no limit). In a table that is wider, the values of a row are listed
-        one below the other.
+        Args:
+            width: the most columns of a line (None: no limit). In a table that is wider, the values of a row are listed
+                one below the other.
         """
         figures = self.to_dict()
         groups = {"group": "name", "layers": "num_layers"}

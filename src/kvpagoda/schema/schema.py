@@ -38,17 +38,22 @@ MAX_CHECKPOINTS = 2**16
 class Schema:
     """What a model keeps in the cache for its requests, layer by layer.
 
-    ``name``: the model type, for error messages. ``max_positions`` (tokens) and ``vocab_size`` are the model's own
-    limits; None if its config names none. ``kv_scheme``: what the config says of the format of its rows, and what came of
-    it, as text; None if it says nothing, or a ``kv_format`` was given.
+    Args:
+        layers: one ``Layer`` each, in the model's order; those of a draft come last.
+        name: the model type, for error messages.
+        max_positions: the model's own limit in tokens; None if its config names none.
+        vocab_size: the model's own; None if its config names none.
+        kv_scheme: what the config says of the format of its rows, and what came of it, as text; None if it says
+            nothing, or a ``kv_format`` was given.
 
-    >>> llama = dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    >>> schema = Schema.from_hf_config(llama, dtype="float32")
-    >>> schema.bytes_per_token  # K and V, 2 layers, 2 heads of 16 elements, 4 bytes each
-    512.0
-    >>> plan = schema.plan("1MiB", max_requests=8)
-    >>> plan.block_size, plan.groups[0].num_blocks, plan.longest_context
-    (16, 127, 2032)
+    Examples:
+        >>> llama = dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+        >>> schema = Schema.from_hf_config(llama, dtype="float32")
+        >>> schema.bytes_per_token  # K and V, 2 layers, 2 heads of 16 elements, 4 bytes each
+        512.0
+        >>> plan = schema.plan("1MiB", max_requests=8)
+        >>> plan.block_size, plan.groups[0].num_blocks, plan.longest_context
+        (16, 127, 2032)
     """
 
     layers: tuple[Layer, ...]
@@ -69,31 +74,33 @@ class Schema:
         verify_width: int = 0,
         draft: object = None,
     ) -> Schema:
-        """Return the schema of a transformers config, or of a dict read from ``config.json``. Needs no torch.
+        """Return the schema of a transformers config. Needs no torch.
 
-        ``config`` may also be the path of a ``config.json``, a folder that holds one, or the name of a preset
-        (``kvpagoda.schema.presets.presets``) or of its model on the Hugging Face hub, as text or a ``Path``.
+        Formats, for ``kv_format``. ``raw``: all rows as the model computes them. ``auto``: as the config's quantisation
+        says (``kv_scheme`` tells), else ``raw``. ``fp8``: heads as ``fp8_e4m3``; latents and entries as the packed rows
+        of FlashMLA and DeepGEMM, or, for other sizes or another dtype, as codes and scales in separate arrays.
+        ``fp8_e4m3``, ``fp8_e5m2``: heads as one byte an element, one scale for all K rows of a layer and one for all V
+        rows. ``mxfp4``, ``nvfp4``, ``int8``: codes with one scale for 32, 16, and (latents and entries) 64 or 128
+        elements or (heads) a head. ``fp8_per_token_head``, ``int8_per_token_head``: vLLM's packed heads, a scale for
+        each. Rows that have no such form stay raw; ``formats`` tells.
 
-        ``dtype``: of the cached rows as they are written and read back; None: the dtype that the config names, else
-        bfloat16. ``kv_format``: how the rows of K/V heads, MLA latents and DeepSeek-V4 entries are encoded: one name for
-        all layers that have such a form, or names by layer kind, ``{"full": "fp8", "window": "raw"}``
-        (``kv_format.LAYER_KINDS``; kinds that are not named are raw). What has no such form stays as the model computes
-        it; ``formats`` tells. ``auto``: as the config's quantisation says (``kv_scheme`` tells), else ``raw``, which
-        stores all rows so. ``fp8``: for heads ``fp8_e4m3``; for latents and entries the
-        packed rows of FlashMLA and DeepGEMM, or, for rows of other sizes or another dtype, codes and scales in separate
-        arrays. ``fp8_e4m3`` and ``fp8_e5m2`` store heads as one byte an element, with one scale for all K rows of a layer
-        and one for all V rows. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32, 16, and (latents and
-        entries) 64 or 128 elements or (heads) a head. ``fp8_per_token_head`` and ``int8_per_token_head`` are vLLM's packed
-        heads, with a scale for each. ``kv_scales``: see ``scaled``; None: 1.0. ``layout``: see ``laid_out``; it decides the
-        format and dialect of packed rows.
-        ``verify_width``: how many of the newest tokens ``rewind`` may remove, and how many tokens of a step may stay
-        uncommitted; see ``rewindable``.
+        Args:
+            config: a transformers config or a dict of one; or, as text or a ``Path``, a ``config.json``, its folder, or
+                the name of a preset (``kvpagoda.schema.presets.presets``) or of its model on the Hugging Face hub.
+            dtype: of the rows as they are written and read back; None: the config's, else bfloat16.
+            kv_format: of K/V heads, MLA latents and DeepSeek-V4 entries: one name, or names by layer kind
+                (``kv_format.LAYER_KINDS``; the others are raw), ``{"full": "fp8", "window": "raw"}``.
+            kv_scales: see ``scaled``; None: 1.0.
+            layout: see ``laid_out``; it decides the format and dialect of packed rows.
+            verify_width: how many of the newest tokens ``rewind`` may remove, and how many of a step may stay
+                uncommitted; see ``rewindable``.
+            draft: adds its layers (``drafted_by``): the config of an EAGLE head or an ordinary model, given as
+                ``config`` is, or "mtp" (or True) for ``config``'s multi-token prediction layers. They have ``dtype``
+                too; MTP layers have ``kv_format``, other drafts raw rows.
 
-        ``draft``: also the layers of a draft, see ``drafted_by``: its config (of an EAGLE head or of an ordinary model),
-        given as ``config`` is; or "mtp" (or True) for the multi-token prediction layers that ``config`` names. ``dtype``
-        and, for MTP layers, ``kv_format`` hold for them too; other drafts have raw rows.
-
-        Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
+        Raises:
+            SchemaError: a field is missing, out of range or unknown; the message names it.
+            LayoutError: a layout that is unknown or holds rows of other sizes.
         """
         verify_width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
         name, config = config_named(config) if isinstance(config, str | PathLike) else (None, config)
@@ -122,20 +129,26 @@ class Schema:
         _ = self.groups, self.state_growth  # raise for layers that mix growth laws, or ways to go back
 
     def drafted_by(self, draft: Schema) -> Schema:
-        """Return this schema with the layers of ``draft``, a smaller model or an EAGLE head that proposes tokens of the
-        same text; their indices follow those of this model's own layers. They are its ``draft_layers``.
+        """Return this schema with the layers of ``draft`` after its own, as its ``draft_layers``.
 
-        Layers whose growth law a layer of this model has lie in the same blocks, so they are found and evicted together.
-        Others have a group of their own, which is optional (``Growth.is_optional``): a hit never ends earlier for lack of
-        its blocks. Raises SchemaError if ``draft`` has another vocabulary, or keeps states and this model does not: its
-        hits would end at checkpoints, which the model itself does not need; or if this schema has drafts already.
+        Layers whose growth law a layer of this model has lie in the same blocks, so they are found and evicted
+        together. Others have a group of their own, which is optional (``Growth.is_optional``): a hit never ends earlier
+        for lack of its blocks.
 
-        >>> from kvpagoda.schema import Attention
-        >>> model = Schema((Layer(0, "attention", (Attention(8, 128, 128, "bfloat16"),)),))
-        >>> head = Schema((Layer(0, "attention", (Attention(2, 64, 64, "bfloat16"),)),))
-        >>> both = model.drafted_by(head)
-        >>> [(layer.index, layer.is_draft) for layer in both.layers], len(both.groups)
-        ([(0, False), (1, True)], 1)
+        Args:
+            draft: a smaller model or an EAGLE head that proposes tokens of the same text.
+
+        Raises:
+            SchemaError: another vocabulary; a draft with states for a model without, whose hits would end at
+                checkpoints that the model does not need; or drafts that are there already.
+
+        Examples:
+            >>> from kvpagoda.schema import Attention
+            >>> model = Schema((Layer(0, "attention", (Attention(8, 128, 128, "bfloat16"),)),))
+            >>> head = Schema((Layer(0, "attention", (Attention(2, 64, 64, "bfloat16"),)),))
+            >>> both = model.drafted_by(head)
+            >>> [(layer.index, layer.is_draft) for layer in both.layers], len(both.groups)
+            ([(0, False), (1, True)], 1)
         """
         instance_of(draft, Schema, "a draft")
         if None not in (self.vocab_size, draft.vocab_size) and self.vocab_size != draft.vocab_size:
@@ -176,8 +189,14 @@ class Schema:
         return replace(self, layers=tuple(layer for layer in self.layers if not layer.is_draft))
 
     def draft_alone(self, name: str) -> Schema:
-        """Return the schema of its draft's layers, numbered from 0, for the draft model of type ``name``. Raises SchemaError
-        if it has none."""
+        """Return the schema of its draft's layers, numbered from 0.
+
+        Args:
+            name: the model type of the draft.
+
+        Raises:
+            SchemaError: it has no draft.
+        """
         if not self.draft_layers:
             raise SchemaError(f"{self.name} has no draft layers; drafted_by adds those of a draft")
         first = self.draft_layers[0].index
@@ -199,7 +218,11 @@ class Schema:
         return {layer.index: layer for layer in self.layers}
 
     def owner_of(self, index: SupportsIndex) -> Layer:
-        """Return the layer whose rows layer ``index`` reads: itself, or the layer that it shares. Raises BadInput."""
+        """Return the layer whose rows layer ``index`` reads: itself, or the layer that it shares.
+
+        Raises:
+            BadInput: no layer has this index.
+        """
         number = whole_number(index, "a layer's index")
         if number not in self.by_index:
             text = f"layer {number} is not in this schema; it has {sorted(self.by_index)}"
@@ -213,8 +236,11 @@ class Schema:
 
     @cached_property
     def state_growth(self) -> Growth:
-        """The growth law of the states: with ``slack`` if they have several places in turn. Raises SchemaError if only
-        some layers' states have."""
+        """The growth law of the states: with ``slack`` if they have several places in turn.
+
+        Raises:
+            SchemaError: only some layers' states have several places.
+        """
         layers = {
             kind.state_places(): f"layer {layer.index} ({layer.label})"
             for layer in self.layers[::-1]
@@ -243,7 +269,8 @@ class Schema:
     def block_size(self, wanted: int | None = None) -> int:
         """Return the tokens of one block: ``wanted``; None: the least number from 16 on that suits every layer.
 
-        Raises BadInput unless ``wanted`` is a positive multiple of ``tokens_per_row``.
+        Raises:
+            BadInput: ``wanted`` is not a positive multiple of ``tokens_per_row``.
         """
         unit = self.tokens_per_row
         if wanted is None:
@@ -270,9 +297,14 @@ class Schema:
         return hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()
 
     def cast(self, dtype: str) -> Schema:
-        """Return this schema with K, V, latent and entry rows in ``dtype``, a name or a torch dtype; states keep theirs.
+        """Return this schema with K, V, latent and entry rows in another dtype; states keep theirs.
 
-        Raises SchemaError."""
+        Args:
+            dtype: a name or a torch dtype.
+
+        Raises:
+            SchemaError: a dtype that rows cannot have.
+        """
         name = dtype_name(dtype)
 
         def cast(kind: LayerKind) -> LayerKind:
@@ -281,11 +313,16 @@ class Schema:
         return self._with_kinds(cast)
 
     def scaled(self, kv_scales: Mapping[int, tuple[float, float]]) -> Schema:
-        """Return this schema with ``kv_scales``, layer index -> (scale of K, scale of V), in all layers whose heads have
-        one scale a tensor. Scales of other layers are ignored: a checkpoint may have them for every layer.
+        """Return this schema with these scales in all layers whose heads have one scale a tensor. Stored is x / scale.
 
-        Stored is x / scale. The scales are part of the rows' identity, so caches with other scales share no records.
-        Raises SchemaError if a layer lacks its scales, a scale is not finite or not above 0, or no layer takes any.
+        The scales are part of the rows' identity, so caches with other scales share no records.
+
+        Args:
+            kv_scales: layer index -> (scale of K, scale of V); those of other layers are ignored, as a checkpoint may
+                have them for every layer.
+
+        Raises:
+            SchemaError: a layer lacks its scales, a scale is not finite or not above 0, or no layer takes any.
         """
         takers = [layer for layer in self.layers if any(rows.encoding.is_scaled for rows in layer.rows())]
         if not takers:
@@ -314,12 +351,14 @@ class Schema:
     def laid_out(self, layout: LayoutNames) -> Schema:
         """Return this schema with its rows stored and encoded as in the named layout (``kvpagoda.layouts.names``).
 
-        ``layout``: one name (``"trtllm"``), several, or names by kind of rows (``kvpagoda.layouts.pages.KINDS``), for
-        example ``{"latent": "flashmla-v32", "indexer": "deepgemm-indexer"}``. ``"vllm-dsv4:flashmla"`` names the
-        dialect too. Layers of other kinds stay as they are.
+        Args:
+            layout: one name (``"trtllm"``), several, or names by kind of rows (``kvpagoda.layouts.pages.KINDS``), for
+                example ``{"latent": "flashmla-v32", "indexer": "deepgemm-indexer"}``. ``"vllm-dsv4:flashmla"`` names
+                the dialect too. Layers of other kinds stay as they are.
 
-        Raises SchemaError for a layout that no layer can have, and LayoutError for one that is unknown or holds rows of
-        other sizes.
+        Raises:
+            SchemaError: a layout that no layer can have.
+            LayoutError: one that is unknown or holds rows of other sizes.
         """
         choices = choices_of(layout)
         laid = self._with_kinds(lambda kind: kind.laid_out(choices))
@@ -335,12 +374,17 @@ class Schema:
         return laid
 
     def rewindable(self, verify_width: int) -> Schema:
-        """Return this schema with rings, windows and states that let ``rewind`` remove the ``verify_width`` newest tokens.
+        """Return this schema with rings, windows and states that let ``rewind`` remove the newest tokens.
 
-        These are the draft tokens of one step of speculative decoding. Rings and windows keep that many tokens more, and
-        a request has that many more places for recurrent and convolution states; other kinds stay as they are. Raises
-        SchemaError unless ``verify_width`` is a whole number of at least 0, and for a model that keeps such states beside
-        states that are written in place (rings, sinks), unless it is 0.
+        Rings and windows keep ``verify_width`` tokens more, and a request has that many more places for recurrent and
+        convolution states; other kinds stay as they are.
+
+        Args:
+            verify_width: tokens, the draft tokens of one step of speculative decoding.
+
+        Raises:
+            SchemaError: ``verify_width`` is not a whole number of at least 0; or it is not 0 and the model keeps such
+                states beside states that are written in place (rings, sinks).
         """
         width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
 
@@ -361,11 +405,20 @@ class Schema:
         return replace(self, layers=layers)
 
     def split(self, *, tp: int = 1, pp: int = 1, rank: int = 0) -> Schema:
-        """Return the schema of one rank of ``tp`` tensor-parallel ranks in pipeline stage ``rank`` of ``pp`` stages.
+        """Return the schema of one rank. Heads and channels are divided over the tensor-parallel ranks, layers over the
+        stages.
 
-        Heads and channels are divided over the tensor-parallel ranks, layers over the stages. Stages get equal runs of
-        layers; if these do not divide evenly, the first stages get one more. The draft is in the last stage. Raises
-        BadInput for numbers out of range, SchemaError for heads that do not divide.
+        Stages get equal runs of layers; if these do not divide evenly, the first stages get one more. The draft is in
+        the last stage.
+
+        Args:
+            tp: tensor-parallel ranks of a stage.
+            pp: pipeline stages.
+            rank: the pipeline stage, from 0.
+
+        Raises:
+            BadInput: numbers out of range.
+            SchemaError: heads that do not divide.
         """
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         rank = whole_number(rank, "rank", at_least=0)
@@ -394,23 +447,32 @@ class Schema:
         order: str | None = None,
         checkpoint_format: str | None = None,
     ) -> Plan:
-        """Return the plan for ``budget`` (bytes, or text such as "40GiB"), or for ``num_blocks`` blocks of every group.
+        """Return the plan for a budget, or for a number of blocks of every group; exactly one of the two is given.
 
-        Exactly one of the two is given. ``max_requests``: the most requests that run at once. ``block_size``: tokens of
-        one block; None: the smallest from 16 on that suits the model. ``step_tokens``: the most tokens of one request
-        that are written between two commits (a prefill chunk); window groups keep blocks for them. ``lengths``: context
-        lengths in tokens for which the plan counts the requests that fit. ``checkpoints``: the most checkpoints of
-        windows and states (None: as many as memory holds, or ``max_requests`` if each group has its own memory).
-        ``shared``: groups share the memory, cut into sectors; with False or ``num_blocks`` each has its own.
-        ``kernels``: the kernels that read and write the cache (``kvpagoda.layouts.demands.kernels``), for all kinds of
-        rows or by kind: ``"flashmla-sparse-sm100"``. Padding, ``kernel_page`` (tokens of a kernel page) and
-        ``block_size`` are chosen to suit them unless given. ``order``: of the ``Arena`` (None: the layout's, else
-        block); groups never share layer-major arenas. ``checkpoint_format``: how checkpoints keep float32 states, see
-        ``Retention``.
+        Args:
+            budget: bytes, or text such as "40GiB".
+            max_requests: the most requests that run at once.
+            block_size: tokens of one block; None: the smallest from 16 on that suits the model.
+            num_blocks: of every group, each of which then has its own memory.
+            step_tokens: the most tokens of one request that are written between two commits (a prefill chunk); window
+                groups keep blocks for them.
+            lengths: context lengths in tokens for which the plan counts the requests that fit.
+            checkpoints: the most checkpoints of windows and states; None: as many as memory holds, or ``max_requests``
+                if each group has its own memory.
+            shared: groups share the memory, cut into sectors; False: each has its own.
+            kernels: those that read and write the cache (``kvpagoda.layouts.demands.kernels``), for all kinds of rows
+                or by kind: ``"flashmla-sparse-sm100"``. What is not given of padding, ``kernel_page`` and
+                ``block_size`` is chosen to suit them.
+            kernel_page: tokens of a kernel page.
+            order: of the ``Arena``; None: the layout's, else block. Groups never share layer-major arenas.
+            checkpoint_format: how checkpoints keep float32 states, see ``Retention``.
 
-        Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError if a kernel would refuse,
-        copy or misread the cache, with the kernel's rule, what would satisfy it, and the layouts that fit, which are its
-        ``available``."""
+        Raises:
+            BadInput: a wrong argument.
+            NeverFits: not even one block of one request fits.
+            SchemaError: a kernel would refuse, copy or misread the cache: the kernel's rule, what would satisfy it, and
+                the layouts that fit (its ``available``).
+        """
         if (budget is None) == (num_blocks is None):
             text = "give either a budget in bytes or num_blocks: exactly one of them"
             raise BadInput(text, needed=1, available=0 if budget is None else 2)

@@ -168,15 +168,21 @@ def disk_driver(
     direct: bool = False,
     admit_all: bool = False,
 ) -> SlotDriver:
-    """Return a driver that keeps records in a file of at most ``nbytes`` in ``folder``.
+    """Return a driver that keeps records in a file, which the next process that opens it finds again.
 
-    The next process that opens the file finds the records again. ``direct``: bypass the page cache (O_DIRECT). Most
-    blocks are used once, so a full file admits a record in place of another only when it is stored a second time;
-    ``admit_all`` admits every record. The file is preallocated, so opening it may take a moment; opening reads one
-    header for each record.
+    Most blocks are used once, so a full file admits a record in place of another only when it is stored a second time.
+    The file is preallocated, so opening it may take a moment; opening reads one header for each record.
 
-    Raises BadInput if another user owns the file or can open it, if it has a second name, if another process uses it,
-    or if there is no room, no write access or no O_DIRECT.
+    Args:
+        folder: of the file.
+        buffer: the records.
+        nbytes: the most bytes of the file.
+        direct: bypass the page cache (O_DIRECT).
+        admit_all: a full file admits every record.
+
+    Raises:
+        BadInput: another user owns the file or can open it, it has a second name, another process uses it, or there is
+            no room, no write access or no O_DIRECT.
     """
     slab = SlabFile(path_of(folder, "the folder of a disk tier"), buffer, parse_bytes(nbytes), direct=direct)
     return SlotDriver(slab, remember=0 if admit_all else slab.num_slots)

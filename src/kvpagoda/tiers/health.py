@@ -25,10 +25,13 @@ Outcomes = Mapping[str, tuple[bytes, Status] | None]
 
 @dataclass(frozen=True)
 class Histogram:
-    """Values, such as the durations of calls in seconds: ``counts[i]`` of them are at most ``bounds[i]`` and more than the
-    bound before.
+    """Values, such as the durations of calls in seconds: ``counts[i]`` of them are at most ``bounds[i]`` and more than
+    the bound before.
 
-    The last count, for which there is no bound, is of values above all bounds. ``total``: the sum of all values.
+    The last count, for which there is no bound, is of values above all bounds.
+
+    Args:
+        total: the sum of all values.
     """
 
     bounds: tuple[float, ...]
@@ -74,11 +77,16 @@ class Latencies:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Keys by the status that the caller got. ``latencies``: for each kind of call, the time from the request to the
-    answer, at most until its deadline, without calls that were refused at once. ``last_error``: what the driver raised
-    last, although it must not. ``last_fault``: the kind of the last call that failed, and why. ``is_available``: whether
-    no call is refused. ``unavailable_shards``: the parts of the store for whose keys calls are refused, where the driver
-    knows such parts."""
+    """Keys by the status that the caller got.
+
+    Args:
+        is_available: whether no call is refused.
+        last_error: what the driver raised last, although it must not.
+        last_fault: the kind of the last call that failed, and why.
+        latencies: for each kind of call, the time from the request to the answer, at most until its deadline, without
+            calls that were refused at once.
+        unavailable_shards: the parts of the store for whose keys calls are refused, where the driver knows such parts.
+    """
 
     stores: dict[Status, int]
     lookups: dict[Status, int]

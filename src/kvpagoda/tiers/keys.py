@@ -19,9 +19,12 @@ def layout_fingerprint(
 ) -> bytes:
     """Return 32 bytes that differ whenever the bytes of a record mean something else. Shapes alone would not tell.
 
-    ``weights``: a digest of the weights and their epoch. ``schema``: what the layers keep. ``formats``: how rows are
-    encoded, with digests of scales. ``layout``: version of the record's own layout. ``rank`` of ``num_ranks``: the
-    parallel part.
+    Args:
+        weights: a digest of the weights and their epoch.
+        schema: what the layers keep.
+        formats: how rows are encoded, with digests of scales.
+        layout: version of the record's own layout.
+        rank: the parallel part, of ``num_ranks``.
     """
     return _digest(b"layout", json.dumps([weights, schema, formats, layout, block_size, rank, num_ranks]).encode())
 
@@ -29,8 +32,10 @@ def layout_fingerprint(
 def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
     """Return the hash, 32 bytes, with which the hash chains of ``namespace`` begin.
 
-    With a ``secret`` of at most 64 bytes, only processes that know it can compute the hashes of a prompt. Raises
-    BadInput.
+    With a ``secret`` of at most 64 bytes, only processes that know it can compute the hashes of a prompt.
+
+    Raises:
+        BadInput: a longer ``secret``, or no namespace.
     """
     if not isinstance(secret, bytes):
         raise BadInput(f"a secret is bytes, got {type(secret).__name__}", field="secret", needed=type(secret).__name__)
@@ -43,11 +48,18 @@ def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
 def prefix_hashes(
     root: bytes, tokens: npt.NDArray[np.int32], block_size: int, extras: Mapping[int, bytes] | None = None
 ) -> list[bytes]:
-    """Return a chained hash of 32 bytes for each full block of ``tokens``, int32 ``[n]``.
+    """Return a chained hash of 32 bytes for each full block of a text. O(n).
 
-    Two blocks have the same hash if their tokens and everything before them are the same. ``root``: the result of
-    ``prefix_root``, or the hash of the block before the first. ``extras``: block number -> digest of other content of
-    that block, such as an image. Raises BadInput. O(n).
+    Two blocks have the same hash if their tokens and everything before them are the same.
+
+    Args:
+        root: the result of ``prefix_root``, or the hash of the block before the first.
+        tokens: int32 ``[n]``.
+        block_size: tokens of a block.
+        extras: block number -> digest of other content of that block, such as an image.
+
+    Raises:
+        BadInput: a wrong argument.
     """
     if block_size < 1 or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise BadInput(

@@ -53,8 +53,10 @@ class RecordIdentity:
 class CallStats:
     """The calls of one kind to a tier.
 
-    ``outcomes``: number of records by the value of their ``Status``. ``nbytes``: bytes of the records that were OK.
-    ``seconds``: durations of the calls, from the request to the answer.
+    Args:
+        outcomes: number of records by the value of their ``Status``.
+        nbytes: bytes of the records that were OK.
+        seconds: durations of the calls, from the request to the answer.
     """
 
     call: str
@@ -67,9 +69,12 @@ class CallStats:
 class LevelStats:
     """What a tier holds, and the outcomes of its calls, in records.
 
-    ``loaded``: loads that verified. ``failed``: calls that were late, unavailable or corrupt, stores included.
-    ``dropped``: records not stored because staging memory was short or the tier rejected them. ``last_fault``: the kind
-    of the last call that failed, and why. ``is_available``: whether no call is refused.
+    Args:
+        loaded: loads that verified.
+        failed: calls that were late, unavailable or corrupt, stores included.
+        dropped: records not stored because staging memory was short or the tier rejected them.
+        is_available: whether no call is refused.
+        last_fault: the kind of the last call that failed, and why.
     """
 
     name: str

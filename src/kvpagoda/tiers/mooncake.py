@@ -162,17 +162,25 @@ def mooncake_driver(
     buffer: RecordBuffer, master: str, *, segment: int | str = 0, host: str = "127.0.0.1",
     protocol: str = "tcp", devices: str = "", metadata: str = "P2PHANDSHAKE",
 ) -> MooncakeDriver:  # fmt: skip
-    """Return a driver for the Mooncake Store of ``master``: "host:port", or "etcd://.." for several masters.
+    """Return a driver for a Mooncake Store. It keeps trying in the background while the master does not answer.
 
-    ``segment``: how much memory this process adds to the store; 0 adds none and only uses the store. Records in the
-    segment are lost when the process ends. ``host``: the name by which other machines reach this one. ``protocol``:
-    "tcp", or "rdma" with ``devices``. **All its ports are open, on all addresses, to every host that reaches them**:
-    read the top of this file before using it.
+    **All its ports are open, on all addresses, to every host that reaches them**: read the top of this file before
+    using it.
 
-    The buffer is registered once. If the master does not answer, the driver tries again in the background, and all
-    calls are UNAVAILABLE until it does. A call can last seconds longer than its deadline, as the engine's timeouts
-    allow (they are set here unless the environment sets them): use it through a ``Tier``. Raises BadInput, and MissingExtra
-    if the engine is not installed, naming what is missing.
+    The buffer is registered once. Until the master answers, all calls are UNAVAILABLE. A call can last seconds longer
+    than its deadline, as the engine's timeouts allow (they are set here unless the environment sets them): use it
+    through a ``Tier``.
+
+    Args:
+        buffer: the records.
+        master: "host:port", or "etcd://.." for several masters.
+        segment: memory that this process adds to the store, lost with the process; 0 adds none and only uses the store.
+        host: the name by which other machines reach this one.
+        protocol: "tcp", or "rdma" with ``devices``.
+
+    Raises:
+        BadInput: a wrong argument.
+        MissingExtra: the engine is not installed; the message names what is missing.
     """
     try:
         segment_nbytes = parse_bytes(segment) if segment else 0

@@ -98,17 +98,20 @@ def _fields(header: bytes) -> tuple[Any, ...] | None:
 
 
 class RecordBuffer:
-    """``num_records`` records, each on pages of its own, that drivers read and write.
+    """``num_records`` records, each on pages of its own, that drivers read and write. Thread-safe.
 
-    ``memory``: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, page-locked for example; or a
-    function that returns so many bytes; allocated here by default. ``acquire`` takes records and ``release`` returns them, at
-    any time: a record that a driver still uses is handed out again only after the driver has finished with it. Thread-safe.
+    ``acquire`` takes records and ``release`` returns them, at any time: a record that a driver still uses is handed out
+    again only after the driver has finished with it.
 
-    A record lies at a *place* of ``records``, at first the place of its number. A driver that keeps records in memory of this
-    process has the buffer ``extend`` by as many places as it keeps, and then copies none: it keeps the place of a record
-    that is stored (``exchange``), and shows the one of a record that is loaded (``show``).
+    A record lies at a *place* of ``records``, at first the place of its number. A driver that keeps records in memory
+    of this process has the buffer ``extend`` by as many places as it keeps, and then copies none: it keeps the place of
+    a record that is stored (``exchange``), and shows the one of a record that is loaded (``show``).
 
         places   | 0 .. n - 1: records at first | n ..: idle at first |      each has as many users as rows and slots show it
+
+    Args:
+        memory: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, page-locked for example;
+            or a function that returns so many bytes; allocated here by default.
     """
 
     def __init__(
@@ -176,8 +179,12 @@ class RecordBuffer:
         return True
 
     def exchange(self, row: int, place: int | None) -> int:
-        """Keep the place of record ``row``, with its bytes, and return it; the record gets an idle one. ``place``: was kept
-        until now (None: nothing), and is idle when no record shows it any more. O(1), but for the first use of a place."""
+        """Keep the place of record ``row``, with its bytes, and return it; the record gets an idle one. O(1), but for
+        the first use of a place.
+
+        Args:
+            place: the one that was kept until now, idle when no record shows it any more; None: there was none.
+        """
         with self._lock:
             kept = self._places[row]
             if self._users[kept] > 1:  # shown, not its own: kept elsewhere
@@ -223,7 +230,12 @@ class RecordBuffer:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def acquire(self, n: int, owner: object = "the caller") -> list[int]:
-        """Take ``n`` records for ``owner`` (see ``owners``). Raises OutOfBlocks or BadInput, taking none. O(n)."""
+        """Take ``n`` records for ``owner`` (see ``owners``). O(n).
+
+        Raises:
+            OutOfBlocks: fewer are free; none is taken.
+            BadInput: ``n`` is out of range; none is taken.
+        """
         count = whole_number(n, "the number of records to take")
         with self._lock:
             rows: list[int] = self._free.acquire(count).tolist()
@@ -240,13 +252,21 @@ class RecordBuffer:
         self._lock = Lock()
 
     def release(self, rows: Sequence[int]) -> None:
-        """Return ``rows``. Raises NotOwned if one is not acquired or is named twice; then none is returned. O(n)."""
+        """Return ``rows``. O(n).
+
+        Raises:
+            NotOwned: one is not acquired or is named twice; then none is returned.
+        """
         with self._lock:
             self._prove_out(rows)
             self._release(rows)
 
     def give_to(self, owner: object, rows: Sequence[int]) -> None:
-        """Let ``owner`` be the one of ``rows``. Raises NotOwned like ``release``. O(n)."""
+        """Let ``owner`` be the one of ``rows``. O(n).
+
+        Raises:
+            NotOwned: one is not acquired or is named twice; then nothing changes.
+        """
         with self._lock:
             self._prove_out(rows)
             self._owners.update(dict.fromkeys(rows, owner))
@@ -264,8 +284,11 @@ class RecordBuffer:
     def hold(self, rows: Sequence[int]) -> bool:
         """Mark ``rows`` as in use by an operation, until ``drop``.
 
-        Returns False, and marks none, if another operation still uses one of them.
-        Raises NotOwned for a record that is not acquired.
+        Returns:
+            False, and marks none, if another operation still uses one of them.
+
+        Raises:
+            NotOwned: a record that is not acquired.
         """
         with self._lock:
             self._prove_out(rows)
@@ -283,7 +306,11 @@ class RecordBuffer:
                 self._in_use[row] = False
 
     def check(self) -> None:
-        """Prove that each record is free, acquired, or released and still in use. Raises CheckFailed."""
+        """Prove that each record is free, acquired, or released and still in use.
+
+        Raises:
+            CheckFailed: a record is none of these.
+        """
         with self._lock:
             self._free.check()
             held = set(self._free.held_ids().tolist())

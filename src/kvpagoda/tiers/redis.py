@@ -264,14 +264,20 @@ def _status(reply: Any, is_ours: bool, other: Status) -> Status:
 
 
 def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
-    """Return a driver that keeps records of ``buffer`` in the Redis or Valkey at ``url``; connects on the first call.
+    """Return a driver that keeps records in Redis or Valkey; it connects on the first call.
 
-    ``redis://user:password@host:port/database``, ``rediss://`` with TLS, ``unix:///path``, or, for the master that
-    sentinels call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``. For a cluster, give
-    any of its servers; while one of them fails, the keys of the others are served. Options of redis-py follow a ``?``:
-    ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system resolves host names without a deadline; a ``Tier`` above the
-    driver still answers in time. Raises BadInput for another URL, for records of more than 512 MiB, and MissingExtra
-    without the package redis.
+    The system resolves host names without a deadline; a ``Tier`` above the driver still answers in time. While a server
+    of a cluster fails, the keys of the others are served.
+
+    Args:
+        buffer: the records, of at most 512 MiB each.
+        url: ``redis://user:password@host:port/database``, ``rediss://`` with TLS, ``unix:///path``, or, for the master
+            that sentinels call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``; for a
+            cluster any of its servers. Options of redis-py follow a ``?``: ``rediss://host?ssl_ca_certs=/etc/ca.pem``.
+
+    Raises:
+        BadInput: another URL, or longer records.
+        MissingExtra: the package redis is not installed.
     """
     if buffer.record_nbytes > _MOST_NBYTES:
         text = f"a value is at most {format_bytes(_MOST_NBYTES)}, a record is {format_bytes(buffer.record_nbytes)}"

@@ -314,6 +314,7 @@ class HostMemory:
 def host_driver(buffer: RecordBuffer, nbytes: int | str) -> SlotDriver:
     """Return a driver that keeps records in at most ``nbytes`` of host memory and evicts the least recently used first.
 
-    Raises BadInput if not even one record fits.
+    Raises:
+        BadInput: not even one record fits.
     """
     return SlotDriver(HostMemory(buffer, parse_bytes(nbytes)))

@@ -37,13 +37,21 @@ class TierSpec:
     """The settings of one tier of ``KVCache(tiers=[...])``, where the fastest comes first.
 
     ``host_tier``, ``disk_tier`` and others return one. ``make(buffer)`` returns the driver: any driver that passes
-    ``kvpagoda.testing``. ``write``: which blocks the cache stores there: all that are published
-    (``"commit"``), those that it evicts (``"evict"``), or those that a second request reuses (``"reuse"``).
-    ``record_nbytes``: the least bytes of a record; several blocks of a small model share one. ``staging``: host memory
-    for records that are being stored or loaded (None: 64 MiB, or more if two checkpoints need it). ``timeout``: the
-    most seconds that one ``open`` spends in this tier in all, and that one store takes. ``workers``: threads that call
-    the driver. ``checksum``: whether payloads have one; only a tier with ``is_private``, whose records are in memory of
-    this process, may do without. Raises BadInput.
+    ``kvpagoda.testing``.
+
+    Args:
+        write: which blocks the cache stores there: all that are published (``"commit"``), those that it evicts
+            (``"evict"``), or those that a second request reuses (``"reuse"``).
+        record_nbytes: the least bytes of a record; several blocks of a small model share one.
+        staging: host memory for records that are being stored or loaded (None: 64 MiB, or more if two checkpoints need
+            it).
+        timeout: the most seconds that one ``open`` spends in this tier in all, and that one store takes.
+        workers: threads that call the driver.
+        checksum: whether payloads have one; only a tier with ``is_private``, whose records are in memory of this
+            process, may do without.
+
+    Raises:
+        BadInput: a setting out of range.
     """
 
     name: str
@@ -118,8 +126,10 @@ def redis_tier(url: str, **settings: Unpack[TierSettings]) -> TierSpec:
 def mooncake_tier(master: str, **settings: Any) -> TierSpec:
     """Return a tier on the Mooncake Store of ``master``: the memory of many machines as one store.
 
-    **Its ports are open to all hosts that can reach them**: see ``kvpagoda.tiers.mooncake``. ``settings``: those of
-    ``mooncake_driver`` and of ``TierSpec``.
+    **Its ports are open to all hosts that can reach them**: see ``kvpagoda.tiers.mooncake``.
+
+    Args:
+        settings: those of ``mooncake_driver`` and of ``TierSpec``.
     """
     from kvpagoda.tiers.mooncake import mooncake_driver
 
@@ -129,10 +139,15 @@ def mooncake_tier(master: str, **settings: Any) -> TierSpec:
 
 
 def tier_from_text(text: str, **settings: Any) -> TierSpec:
-    """Return the tier that ``text`` describes on a command line. Raises BadInput.
+    """Return the tier that a text on a command line describes.
 
-    ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``redis+sentinel://..``,
-    ``mooncake://HOST:PORT``.
+    Args:
+        text: ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``,
+            ``redis+sentinel://..``, ``mooncake://HOST:PORT``.
+        settings: those of ``TierSpec``.
+
+    Raises:
+        BadInput: another text, or a setting out of range.
     """
     kind, _, rest = name_of(text, "a tier, as on a command line,").partition(":")
     if kind == "host":

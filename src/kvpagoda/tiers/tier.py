@@ -78,11 +78,14 @@ class Tier:
     Calls that exceed ``in_flight`` bytes in all are REJECTED, not queued. A store or load that is UNAVAILABLE is tried
     once more. After ``faults`` failed or late calls of one kind in a row, calls of that kind are UNAVAILABLE at once;
     other kinds go on, so a full disk can still be read. If the driver names shards (``Driver.shard_of``), this holds
-    for each shard by itself: only keys of a failing shard are UNAVAILABLE. The tier probes lookups and loads, in threads
-    of their own, every ``pause`` seconds; one store or discard of the caller passes ``pause`` seconds later and at
-    intervals that double, or as soon as a probe succeeded. One success ends this. ``checksum``: whether payloads get
-    one; only records in memory of this process may do without. Callbacks of futures run in the tier's threads and must
-    be short. In a forked child the tier is closed.
+    for each shard by itself: only keys of a failing shard are UNAVAILABLE. The tier probes lookups and loads, in
+    threads of their own, every ``pause`` seconds; one store or discard of the caller passes ``pause`` seconds later and
+    at intervals that double, or as soon as a probe succeeded. One success ends this.
+
+    Callbacks of futures run in the tier's threads and must be short. In a forked child the tier is closed.
+
+    Args:
+        checksum: whether payloads get one; only records in memory of this process may do without.
     """
 
     def __init__(
@@ -117,7 +120,11 @@ class Tier:
     ) -> Future[list[Status]]:
         """Write the headers of records ``rows``, whose payloads have ``nbytes`` (default: all), and store the records.
 
-        Parents come before children. One status per key. Raises BadInput and NotOwned, before anything is done.
+        Parents come before children. One status per key.
+
+        Raises:
+            BadInput: a wrong argument.
+            NotOwned: rows that are not acquired, before anything is done.
         """
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
@@ -126,18 +133,30 @@ class Tier:
         return self._start("store", keys, rows, deadline, work)
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
-        """Find which ``keys`` have records, and hold these for ``hold`` seconds. Raises BadInput."""
+        """Find which ``keys`` have records, and hold these for ``hold`` seconds.
+
+        Raises:
+            BadInput: a wrong argument.
+        """
         return self._start("lookup", keys, None, deadline, lambda keys, _, until: self.driver.lookup(keys, until, hold))
 
     def load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> Future[list[Status]]:
         """Read and verify the records of ``keys``; where the status is OK, ``buffer.payloads[rows]`` has the payload.
 
-        CORRUPT records are discarded. Raises BadInput and NotOwned, before anything is done.
+        CORRUPT records are discarded.
+
+        Raises:
+            BadInput: a wrong argument.
+            NotOwned: rows that are not acquired, before anything is done.
         """
         return self._start("load", keys, rows, deadline, partial(self._load, self.fingerprint))
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
-        """Delete the records of ``keys``. Raises BadInput."""
+        """Delete the records of ``keys``.
+
+        Raises:
+            BadInput: a wrong argument.
+        """
         return self._start("discard", keys, None, deadline, lambda keys, _, until: self.driver.discard(keys, until))
 
     def stats(self) -> TierStats:

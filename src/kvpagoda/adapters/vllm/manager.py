@@ -51,12 +51,15 @@ class UnchangedUntil(NamedTuple):
 
 
 class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
-    """vLLM's ``KVCacheManager``, with all its arguments. ``options``: see ``Options``; None for the default.
+    """vLLM's ``KVCacheManager``, with all its arguments.
 
     Differences, where prefixes are cached. Every whole block that was computed can be found until it is used again. Of
-    groups with windows, chunks or states, blocks that left their window are used again sooner, but for those at positions
-    where a text stays resumable: where a request ended, until another one goes on there; where texts part, or one was
-    resumed in the middle; and after every ``checkpoint_every`` tokens. These are evicted with the texts.
+    groups with windows, chunks or states, blocks that left their window are used again sooner, but for those at
+    positions where a text stays resumable: where a request ended, until another one goes on there; where texts part, or
+    one was resumed in the middle; and after every ``checkpoint_every`` tokens. These are evicted with the texts.
+
+    Args:
+        options: see ``Options``; None for the default.
     """
 
     def __init__(self, *args: Any, options: Options | None = None, **kwargs: Any) -> None:
@@ -339,7 +342,11 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         return is_reset
 
     def check(self) -> None:
-        """Prove that the free blocks are those that nobody uses, in their order. Raises CheckFailed. O(blocks)."""
+        """Prove that the free blocks are those that nobody uses, in their order. O(blocks).
+
+        Raises:
+            CheckFailed: something is wrong; the message says what.
+        """
         pool = self.block_pool
         queue = pool.free_block_queue
         if isinstance(queue, EvictionQueue):

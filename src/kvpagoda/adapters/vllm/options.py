@@ -22,10 +22,13 @@ OF_THE_CONNECTOR = ("tiers", "weights", "record_nbytes", "checkpoint_tokens", "l
 
 @dataclass(frozen=True)
 class Options:
-    """How the cache behaves. ``policy``: which cached text is evicted first, by name. ``checkpoint_every``: keep what
-    resuming needs after every so many tokens too, not only where texts end and part; None: what vLLM's
-    ``--prefix-cache-retention-interval`` says, whose default 0 means nowhere else. ``promised``: the share of the blocks, 0
-    to 1, that hints (``kv_hints`` of requests) may keep.
+    """How the cache behaves.
+
+    Args:
+        policy: which cached text is evicted first, by name.
+        checkpoint_every: keep what resuming needs after every so many tokens too, not only where texts end and part;
+            None: what vLLM's ``--prefix-cache-retention-interval`` says, whose default 0 means nowhere else.
+        promised: the share of the blocks, 0 to 1, that hints (``kv_hints`` of requests) may keep.
     """
 
     policy: str = "lru"
@@ -49,8 +52,10 @@ class Options:
     def of(cls, additional_config: Any) -> Options:
         """Return the options under the key "kvpagoda" of vLLM's ``additional_config``.
 
-        Raises BadInput for unknown ones, and for those of ours that stand beside that key. Other names there are other
-        programs'.
+        Other names there are other programs'.
+
+        Raises:
+            BadInput: unknown ones or those of ours that stand beside that key.
         """
         config = additional_config if isinstance(additional_config, Mapping) else {}
         known = tuple(field.name for field in fields(cls))

@@ -28,7 +28,8 @@ def installed(options: Options | None = None) -> Iterator[None]:
 class Scheduler(scheduler.Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with our ``KVCacheManager``; where vLLM schedules asynchronously, an ``AsyncScheduler``.
 
-    Raises BadInput for a version of vLLM or an option that is not supported, before anything is served.
+    Raises:
+        BadInput: a version of vLLM or an option that is not supported, before anything is served.
     """
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:

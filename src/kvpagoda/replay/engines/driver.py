@@ -59,8 +59,14 @@ class Manager(Protocol):
 @dataclass(frozen=True)
 class Schedule:
     """How many requests run at once, and how many tokens of each a step computes at most (None: a whole prompt, then a
-    whole output). ``shared``: of all requests together, and of an output one token a step, as engines do. Raises
-    BadInput."""
+    whole output).
+
+    Args:
+        shared: of all requests together, and of an output one token a step, as engines do.
+
+    Raises:
+        BadInput: a wrong argument.
+    """
 
     at_once: int = 1
     step_tokens: int | None = None

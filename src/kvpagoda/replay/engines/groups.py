@@ -17,8 +17,12 @@ Marks = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers with blocks of its own: full attention, a sliding ``window`` or a ``chunk`` of ``size`` tokens, or a
-    recurrent ``state``, which is kept where a computed chunk ends. Raises BadInput."""
+    """A group of layers with blocks of its own: full attention, a sliding ``window`` or a ``chunk`` of ``size`` tokens,
+    or a recurrent ``state``, which is kept where a computed chunk ends.
+
+    Raises:
+        BadInput: a wrong argument.
+    """
 
     kind: Literal["full", "window", "chunk", "state"] = "full"
     size: int = 0
@@ -31,10 +35,14 @@ class Group:
 
     @classmethod
     def from_text(cls, text: str) -> tuple[Group, ...]:
-        """Return the groups that ``text`` names: "full+5*window:1024". Raises BadInput.
+        """Return the groups that ``text`` names: "full+5*window:1024".
 
-        >>> Group.from_text("full+2*state")
-        (Group(kind='full', size=0), Group(kind='state', size=0), Group(kind='state', size=0))
+        Raises:
+            BadInput: a wrong argument.
+
+        Examples:
+            >>> Group.from_text("full+2*state")
+            (Group(kind='full', size=0), Group(kind='state', size=0), Group(kind='state', size=0))
         """
         groups: list[Group] = []
         for part in text.split("+"):
@@ -58,8 +66,12 @@ class Group:
         return ceil_div(self.size - 1, block_size)
 
     def find(self, is_cached: Marks, num_tokens: int, block_size: int) -> tuple[int, int]:
-        """Return (first, end): the blocks that are needed to resume after block ``end``, the last such place at or before
-        ``num_tokens``. ``is_cached``: bool ``[num_tokens // block_size]``. O(blocks)."""
+        """Return (first, end): the blocks that are needed to resume after block ``end``, the last such place at or
+        before ``num_tokens``. O(blocks).
+
+        Args:
+            is_cached: bool ``[num_tokens // block_size]``.
+        """
         num = num_tokens // block_size
         if self.kind == "state":
             cached = np.flatnonzero(is_cached[:num])

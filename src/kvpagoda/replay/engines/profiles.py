@@ -12,14 +12,19 @@ from kvpagoda.errors import unknown_name
 class Profile:
     """The settings of one engine's manager of the cache.
 
-    ``engine``: the package and its version whose manager this is. ``store``: "queue": single blocks, which are used again
-    in the order in which they became free, a request's last block first; "edges": texts in a tree, of which whole edges
-    are evicted, with windows or states too; "tree": our prefix tree. The others are settings of the queue. ``recomputes``:
-    how many tokens at the end of a known text are computed even if they are cached. ``reserves``: what must fit for a request
-    to be admitted: its "prompt", its first "chunk", or its "total", prompt and output, beside the total of all that run.
-    ``shares``: when other requests can find a whole block: from the moment when its "chunk" has room, or when the request is
-    complete ("end"). ``watermark``: the share of the memory that stays free when a request is admitted beside others.
-    ``moves_states``: of groups it has full attention with states, of which a request moves one along (``moved_states``).
+    Args:
+        engine: the package and its version whose manager this is.
+        store: "queue": single blocks, which are used again in the order in which they became free, a request's last
+            block first; "edges": texts in a tree, of which whole edges are evicted, with windows or states too; "tree":
+            our prefix tree. The others are settings of the queue.
+        recomputes: how many tokens at the end of a known text are computed even if they are cached.
+        reserves: what must fit for a request to be admitted: its "prompt", its first "chunk", or its "total", prompt
+            and output, beside the total of all that run.
+        shares: when other requests can find a whole block: from the moment when its "chunk" has room, or when the
+            request is complete ("end").
+        watermark: the share of the memory that stays free when a request is admitted beside others.
+        moves_states: of groups it has full attention with states, of which a request moves one along
+            (``moved_states``).
     """
 
     engine: str

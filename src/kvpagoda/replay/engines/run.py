@@ -28,10 +28,12 @@ from kvpagoda.units import whole_number
 class EngineResult:
     """What the requests of a trace find in the cache of an engine.
 
-    ``never_fit``: requests that did not fit into an empty cache, which find nothing; and those that fitted at first, were
-    preempted, and had outgrown it. ``preempted``: how often a running request had to give its memory to another; what it
-    finds when it starts again is not counted. ``per_request`` int64 ``[requests]``: the tokens of its prompt that each
-    request found.
+    Args:
+        never_fit: requests that did not fit into an empty cache, which find nothing; and those that fitted at first,
+            were preempted, and had outgrown it.
+        preempted: how often a running request had to give its memory to another; what it finds when it starts again is
+            not counted.
+        per_request: int64 ``[requests]``, the tokens of its prompt that each request found.
     """
 
     trace: str
@@ -72,24 +74,32 @@ def replay_engine(
     retention: int | None = 0,
     on_request: Callable[[int], None] | None = None,
 ) -> EngineResult:
-    """Serve a trace with the cache of ``engine``, a name of ``PROFILES``, of ``capacity_blocks`` blocks of ``block_size``
-    tokens.
+    """Serve a trace with the cache of an engine, and count what each prompt finds.
 
-    ``groups``: the groups of layers of the model, which share the blocks (default: full attention). vLLM has all kinds; SGLang
-    windows of one size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
-    ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its ``state_cache`` of so many blocks.
-    ``retention``: vLLM's ``prefix_cache_retention_interval``: of windows and states only what is needed to resume where a
-    prompt ends, where texts part, and after multiples of this many tokens is kept for others (0: nowhere else; None: all).
+    Requests run in their order; their times are not used. The rest of a prompt that has no id, and every output, are
+    tokens that no other request has.
 
-    Requests run in their order, ``at_once`` of them at once, of each ``step_tokens`` tokens in a step, or of all of them if
-    ``shared`` (see ``Schedule``); their times are not used. The rest of a prompt that has no id, and every output, are tokens
-    that no other request has. ``on_request`` is called after each step with the number of finished requests. Raises BadInput
-    before anything runs.
+    Args:
+        engine: a name of ``PROFILES``.
+        capacity_blocks: of ``block_size`` tokens each.
+        at_once: requests that run at once.
+        step_tokens: tokens of each in a step, or of all of them if ``shared``; see ``Schedule``.
+        groups: of layers, which share the blocks; default: full attention. vLLM has all kinds; SGLang windows of one
+            size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
+            ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its ``state_cache`` of so many
+            blocks.
+        retention: vLLM's ``prefix_cache_retention_interval``: of windows and states others find only what resumes where
+            a prompt ends, where texts part, and after multiples of so many tokens (0: nowhere else; None: all).
+        on_request: called after each step with the number of finished requests.
 
-    >>> chains = [1, 2], [1, 2], [1, 3]
-    >>> records = [{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": ids} for ids in chains]
-    >>> replay_engine(records, "vllm-0.33", capacity_blocks=100).per_request.tolist()  # the last token is computed again
-    [0, 1008, 512]
+    Raises:
+        BadInput: a wrong argument, before anything runs.
+
+    Examples:
+        >>> chains = [1, 2], [1, 2], [1, 3]
+        >>> records = [{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": ids} for ids in chains]
+        >>> replay_engine(records, "vllm-0.33", capacity_blocks=100).per_request.tolist()  # the last token is computed again
+        [0, 1008, 512]
     """
     profile(engine)
     schedule = Schedule(at_once, step_tokens, shared)

@@ -39,7 +39,11 @@ PER_SECOND = 10**12
 
 @dataclass(frozen=True)
 class TierCosts:
-    """Seconds to load ``n`` bytes from a tier: ``latency + n * byte``. Raises BadInput."""
+    """Seconds to load ``n`` bytes from a tier: ``latency + n * byte``.
+
+    Raises:
+        BadInput: a wrong argument.
+    """
 
     latency: float = 0.0
     byte: float = 0.0
@@ -50,11 +54,17 @@ class TierCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step and of its parts, see the module. ``tiers``: kind of a tier (``"host"``, ..) -> its costs. All
-    0: everything happens at once. Raises BadInput.
+    """Seconds of a step and of its parts, see the module. All 0: everything happens at once.
 
-    >>> round(Costs.of("h100", "llama-3.1-8b").prefill_token * 1e6, 2)  # microseconds
-    36.89
+    Args:
+        tiers: kind of a tier (``"host"``, ..) -> its costs.
+
+    Raises:
+        BadInput: a wrong argument.
+
+    Examples:
+        >>> round(Costs.of("h100", "llama-3.1-8b").prefill_token * 1e6, 2)  # microseconds
+        36.89
     """
 
     step: float = 0.0
@@ -68,8 +78,11 @@ class Costs:
 
     @classmethod
     def of(cls, gpu: str, model: str, gpus: int = 1) -> Costs:
-        """Return defaults for ``model`` on ``gpus`` GPUs that divide the work evenly. Raises BadInput for names that
-        ``costs.json`` does not have."""
+        """Return defaults for ``model`` on ``gpus`` GPUs that divide the work evenly.
+
+        Raises:
+            BadInput: names that ``costs.json`` does not have.
+        """
         table, gpus = public_figures(), whole_number(gpus, "gpus", at_least=1)
         chip, parameters = _named(table["gpus"], gpu, "GPU"), _named(table["models"], model, "model of public costs")
         compute = gpus * chip["flops"] * table["efficiency"]["compute"]["value"]
@@ -80,8 +93,16 @@ class Costs:
 
     @classmethod
     def read(cls, text: str, model: str) -> Costs:
-        """Return the costs that ``text`` names: ``none``; ``h100``, ``h100:llama-3.1-8b`` or ``4xh100:llama-3.1-70b``, of
-        the ``model`` if it names none; or a JSON file with the fields of this class. Raises BadInput."""
+        """Return the costs that a text names.
+
+        Args:
+            text: ``none``; ``h100``, ``h100:llama-3.1-8b`` or ``4xh100:llama-3.1-70b``; or a JSON file with the fields
+                of this class.
+            model: where the text names none.
+
+        Raises:
+            BadInput: an unknown name, or a file that holds no costs.
+        """
         if text == "none":
             return cls()
         if text.endswith(".json"):
@@ -92,7 +113,12 @@ class Costs:
 
     @classmethod
     def from_file(cls, path: Path) -> Costs:
-        """Return the costs in a JSON file. Raises BadInput, and OSError."""
+        """Return the costs in a JSON file.
+
+        Raises:
+            BadInput: a wrong argument.
+            OSError: the file cannot be read.
+        """
         try:
             given = json.loads(text_in(path))
             tiers = {name: TierCosts(**costs) for name, costs in given.pop("tiers", {}).items()}

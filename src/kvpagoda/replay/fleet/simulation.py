@@ -28,8 +28,11 @@ from kvpagoda.schema import Schema
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """The counts of one worker. ``busy``: the share of the time, from the first arrival to the last end, in which it
-    computed."""
+    """The counts of one worker.
+
+    Args:
+        busy: the share of the time, from the first arrival to the last end, in which it computed.
+    """
 
     requests: int
     prompt_tokens: int
@@ -103,24 +106,39 @@ def simulate(
     on_request: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> SimulateResult:
-    """Serve a trace at its times of arrival with ``workers`` caches of ``budget`` each, and count hits and times.
+    """Serve a trace at its times of arrival with several caches, and count hits and times.
 
-    ``costs``: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names. ``routing``: one
-    of ``kvpagoda.replay.fleet.routing.RULES``; ``seed``: of the random one. A step of a worker computes at most
-    ``step_tokens`` tokens, of at most ``max_requests`` requests (see ``kvpagoda.replay.fleet.worker``). ``tiers``: below each
-    cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts. ``engine``: whose cache the
-    workers have, a name of ``PROFILES``; another engine's (see ``replay_engine``, also for ``retention``) evicts, shares and
-    preempts by its own rules, and has no policy, tiers or other settings but ``block_size``. For ``tokens_per_id``, ``policy``
-    and ``settings`` (block_size, shared, checkpoints, checkpoint_every, checkpoint_format) see ``Setup`` in
-    ``kvpagoda.replay.setup``. ``on_request`` is called with the number of requests that ended. Raises BadInput, NeverFits.
+    Args:
+        trace: a source of ``read_requests``, or a Trace.
+        schema: of the model.
+        budget: of each cache.
+        costs: a ``Costs``, or a text that ``Costs.read`` takes, for the model that ``schema`` names.
+        workers: caches, one each.
+        routing: one of ``kvpagoda.replay.fleet.routing.RULES``.
+        tokens_per_id: see ``kvpagoda.replay.setup.Setup``.
+        max_requests: the most in a step of a worker (see ``kvpagoda.replay.fleet.worker``).
+        step_tokens: the most that a step of a worker computes.
+        policy: see ``Setup``.
+        engine: whose cache the workers have, a name of ``PROFILES``; another engine's evicts, shares and preempts by
+            its own rules, and has no policy, tiers or other settings but ``block_size``.
+        retention: see ``replay_engine``.
+        tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
+        seed: of random routing.
+        on_request: called with the number of requests that ended.
+        settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
 
-    >>> from kvpagoda.replay import synthetic
-    >>> trace = synthetic(50)
-    >>> from kvpagoda.schema.presets import presets
-    >>> schema = Schema.from_hf_config(presets()["llama-3.1-8b"]["config"])
-    >>> result = simulate(trace, schema, "20GiB", costs="h100:llama-3.1-8b", tokens_per_id=64)
-    >>> result.finished, round(result.hit_rate, 2), result.first_token["p50"] > 0.01
-    (50, 0.71, True)
+    Raises:
+        BadInput: a wrong argument.
+        NeverFits: a request does not fit into the empty cache.
+
+    Examples:
+        >>> from kvpagoda.replay import synthetic
+        >>> trace = synthetic(50)
+        >>> from kvpagoda.schema.presets import presets
+        >>> schema = Schema.from_hf_config(presets()["llama-3.1-8b"]["config"])
+        >>> result = simulate(trace, schema, "20GiB", costs="h100:llama-3.1-8b", tokens_per_id=64)
+        >>> result.finished, round(result.hit_rate, 2), result.first_token["p50"] > 0.01
+        (50, 0.71, True)
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
     fleet = Fleet(costs, workers, routing, engine, retention, tiers or {}, seed)

@@ -24,9 +24,13 @@ class HitBound:
     """What is found of the prompts of one trace in a budget: here, and at most. Tokens; the properties are shares of
     ``prompt_tokens``, 0 to 1.
 
-    ``nbytes``: the budget. ``served_tokens``: what the cache of this library finds, with LRU. ``bound_tokens``: no cache
-    finds more. ``packed_tokens``: the most that was seen to fit, which a better bound could come down to.
-    ``unlimited_tokens``: what a cache without limits finds in the same steps."""
+    Args:
+        nbytes: the budget.
+        served_tokens: what the cache of this library finds, with LRU.
+        packed_tokens: the most that was seen to fit, which a better bound could come down to.
+        bound_tokens: no cache finds more.
+        unlimited_tokens: what a cache without limits finds in the same steps.
+    """
 
     trace: str
     schema: str
@@ -85,27 +89,33 @@ def hit_bound(
     rounds: int = ROUNDS,
     on_request: Callable[[int], None] | None = None,
 ) -> HitBound:
-    """Return the most prompt tokens that any cache with the layers of ``schema`` finds in ``budget`` bytes, if it knows
-    the whole trace.
+    """Return the most prompt tokens that any cache with these layers finds in a budget, if it knows the whole trace.
 
-    The arguments are those of ``serve``, which is run with LRU to know the steps. With ``max_requests=1`` the bound is that
-    of every cache that ends a request before it admits the next; else that of every cache that admits and ends the requests
-    in the same steps as here, where after each step a request has as many tokens as here, or as many as it found. What the
-    running requests hold is not room for others.
+    With ``max_requests=1`` the bound is that of every cache that ends a request before it admits the next; else that of
+    every cache that admits and ends the requests in the same steps as here, where after each step a request has as many
+    tokens as here, or as many as it found. What the running requests hold is not room for others.
 
-    The bound may lie above what is possible: it ignores that blocks are whole, that memory is cut into sectors, and how a
-    copy of the states came to be where it is, lets a reuse be kept by a fraction, and counts nothing for rows that are
-    optional or chunked (``Needs``). A cache that keeps its copies of states in a smaller format could find more.
+    The bound may lie above what is possible: it ignores that blocks are whole, that memory is cut into sectors, and how
+    a copy of the states came to be where it is, lets a reuse be kept by a fraction, and counts nothing for rows that
+    are optional or chunked (``Needs``). A cache that keeps its copies of states in a smaller format could find more.
 
-    ``rounds``: of the search for a low bound; any number gives a bound. ``on_request`` is called with how far it is, in
-    requests of the trace. O(references) Python, O(reuses + steps) array work a round. Raises BadInput, also if the ids of the
-    trace stand for different numbers of tokens, and NeverFits.
+    O(references) Python, O(reuses + steps) array work a round. Other arguments are those of ``serve``, which is run
+    with LRU to know the steps.
 
-    >>> chain = {"timestamp": 0, "input_length": 2048, "output_length": 1, "hash_ids": [1, 2, 3, 4]}
-    >>> other = {**chain, "hash_ids": [5, 6, 7, 8]}
-    >>> found = hit_bound([chain, other] * 3, Schema.from_hf_config("qwen3-8b"), "450MiB", max_requests=1)
-    >>> found.prompt_tokens, round(found.bound_tokens), round(found.unlimited_tokens)
-    (12288, 4613, 8188)
+    Args:
+        rounds: of the search for a low bound; any number gives a bound.
+        on_request: called with how far it is, in requests of the trace.
+
+    Raises:
+        BadInput: a wrong argument, or a trace whose ids stand for different numbers of tokens.
+        NeverFits: a request does not fit into the empty cache.
+
+    Examples:
+        >>> chain = {"timestamp": 0, "input_length": 2048, "output_length": 1, "hash_ids": [1, 2, 3, 4]}
+        >>> other = {**chain, "hash_ids": [5, 6, 7, 8]}
+        >>> found = hit_bound([chain, other] * 3, Schema.from_hf_config("qwen3-8b"), "450MiB", max_requests=1)
+        >>> found.prompt_tokens, round(found.bound_tokens), round(found.unlimited_tokens)
+        (12288, 4613, 8188)
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, checkpoint_every=checkpoint_every)
     rounds = whole_number(rounds, "rounds", at_least=0)

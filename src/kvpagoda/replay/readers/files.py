@@ -129,13 +129,18 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def read_requests(source: Source, *, on_bad: OnBad | None = None, times: AgentTimes | None = None) -> Iterator[Request]:
-    """Yield the requests of a file of any known form, of all files of a folder in the order of their names, or of an
-    iterable of Requests or records, one at a time. The first line tells the form; ``docs/replay.md`` lists the forms.
-    ``times``: from when the times of agents count; each conversation tells by itself (``Trace.read``: all together).
+    """Yield the requests of a source, one at a time. The first line tells the form; ``docs/replay.md`` lists the forms.
 
-    Raises BadLine with the file, the line (or the record's number) and the field for a record that is malformed or
-    incomplete, after the requests before it were yielded; with ``on_bad`` it is called with that error instead, and the
-    next record is read. Raises BadInput if there is no trace, or if no record of it could be read.
+    Args:
+        source: a file of any known form, a folder, whose files are read in the order of their names, or an iterable of
+            Requests or records.
+        on_bad: called with the BadLine of a bad record, after which the next one is read; None: it is raised.
+        times: from when the times of agents count; each conversation tells by itself (``Trace.read``: all together).
+
+    Raises:
+        BadLine: a record is malformed or incomplete: with the file, the line (or the record's number) and the field,
+            after the requests before it were yielded.
+        BadInput: there is no trace, or no record of it could be read.
     """
     counts = _Counts(on_bad)
     if not isinstance(source, str | Path):

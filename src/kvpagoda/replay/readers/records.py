@@ -21,13 +21,17 @@ LONGEST = 1e15  # seconds; a larger number is a time in another unit
 class Request:
     """One request of a trace.
 
-    ``arrival``: seconds since the trace began. ``input_length``, ``output_length``: tokens (bytes in the forms that hold
-    texts). ``block_ids``: int64 ``[n]``, the chain of blocks of its prompt. Equal ids after equal chains are equal
-    blocks. It is empty if the trace has only lengths. ``block_tokens``: the number of tokens that an id stands for (the
-    last id stands for the rest of the prompt), or int64 ``[n]``, one number for each id; None if the trace does not say.
-    The caller owns the arrays. ``session``: the number of its conversation; -1 if the trace does not say.
-    ``calls_tool``: whether its answer ended for another reason than the end of a turn, so that the next request of the
-    session comes without a user.
+    Args:
+        arrival: seconds since the trace began.
+        input_length: tokens (bytes in the forms that hold texts).
+        output_length: tokens (bytes in the forms that hold texts).
+        block_ids: int64 ``[n]``, the chain of blocks of its prompt. Equal ids after equal chains are equal blocks. It
+            is empty if the trace has only lengths.
+        block_tokens: the number of tokens that an id stands for (the last id stands for the rest of the prompt), or
+            int64 ``[n]``, one number for each id; None if the trace does not say. The caller owns the arrays.
+        session: the number of its conversation; -1 if the trace does not say.
+        calls_tool: whether its answer ended for another reason than the end of a turn, so that the next request of the
+            session comes without a user.
     """
 
     arrival: float
