@@ -108,7 +108,7 @@ def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tr
 
     Raises:
         BadInput: a wrong argument, or the cache is traced already.
-        MissingExtra: the package is not installed.
+        MissingExtra: ``opentelemetry`` is not installed.
     """
     return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)
 
