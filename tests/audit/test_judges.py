@@ -28,7 +28,8 @@ RARE = (
     "stale after churn",
     "the answer before",
 )
-NUM_CLEAN = 100
+NUM_CLEAN, NUM_LONG = 100, 24
+"""Clean servers; those of them that ``make long`` audits, ``make slow`` the others."""
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -65,7 +66,9 @@ def test_a_fault_is_found_above_noise(name: str, noise: dict[str, float]) -> Non
     assert report.code == 1 and report.audit.results.noise.most > 0, (fault.told, [*report.lines()][:8])
 
 
-@pytest.mark.parametrize("seed", range(NUM_CLEAN))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= NUM_LONG)) for seed in range(NUM_CLEAN)]
+)
 def test_a_clean_server_has_no_findings(seed: int) -> None:
     options = clean_server(seed)
     report = audited(seed=seed, max_requests=250, **options)
