@@ -58,14 +58,16 @@ def command(option: str) -> list[str]:
 
 
 @contextmanager
-def server(model: str, log: Path, *options: str) -> Iterator[str]:
-    """vLLM's server, as the page starts it where ``vllm serve`` does not work; its address."""
+def server(model: str, log: Path, *options: str, path: str = "") -> Iterator[str]:
+    """vLLM's server, as the page starts it where ``vllm serve`` does not work; its address. ``path``: what more it may
+    import from."""
     (words,) = re.findall(r"^(python -m vllm\.\S+ --model) MODEL", PAGE, re.MULTILINE)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     start = [sys.executable, *shlex.split(words)[1:], model, *options, "--enforce-eager", "--port", str(port)]
-    with log.open("w") as out, subprocess.Popen(start, env=ENVIRONMENT, stdout=out, stderr=out) as process:
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{path}"}
+    with log.open("w") as out, subprocess.Popen(start, env=environment, stdout=out, stderr=out) as process:
         address, until = f"http://127.0.0.1:{port}", monotonic() + START_SECONDS
         try:
             while True:
