@@ -211,3 +211,24 @@ def test_it_costs_nothing_when_off() -> None:
     assert cache.core.sanitizer is None and type(cache.core.memory).__name__ == "DeviceMemory"
     with pytest.raises(ValueError, match="sanitize"):
         KVCache(WINDOW, num_blocks=40, sanitize=2)  # type: ignore[arg-type]
+
+
+def test_moved_blocks_are_nobodys_where_they_were() -> None:
+    cache = cache_of(Schema.from_hf_config(dict(_BASE, model_type="llama", num_hidden_layers=2), dtype="float32"))
+    text = tokens(1, 40)
+    sequence = cache.open(text)
+    compute(cache, sequence, text)
+    step(cache, sequence)
+    group = cache.core.groups[0]
+    source, target = group.held_places(sequence._request.slot)[:1], group.free.peek(1)
+    cache.core.memory.move(group.index, source, target)  # but the table still shows the old place
+    with pytest.raises(CheckFailed) as raised:
+        cache.batch([sequence], [1])
+    assert raised.value.available == "nobody's"
+
+
+def test_what_goes_to_a_tier_allocates_no_swap() -> None:
+    cache = cache_of(WINDOW, tiers=[host_tier("4MiB", write="commit")], limits=Limits(swap="1MiB"))
+    with cache.open(tokens(1, 64)) as sequence:
+        compute(cache, sequence, tokens(1, 64), write=True)
+    assert cache.core.swap._table is None and cache.flush(5.0)

@@ -61,7 +61,7 @@ class Sanitizer:
         """Watch the requests of ``core``, whose memory is ``memory``."""
         self._core = core
         core.sanitizer = self
-        self.memory.swap = core.swap.table
+        self.memory.is_swap = core.swap.is_table
 
     def _follow_all(self) -> None:
         """Note what running requests committed since the last call."""
@@ -258,7 +258,7 @@ class Watched:
     def __init__(self, own: NoMemory, plan: Plan, words: list[Words], follow: Callable[[], None]) -> None:
         self._own, self._words, self._follow = own, words, follow
         self._nbytes = [group.layout.nbytes for group in plan.groups]
-        self.swap: Callable[[], Bytes] | None = None
+        self.is_swap: Callable[[Bytes], bool] = lambda _: False
         self._swapped: dict[tuple[int, int], Words] = {}  # row of the swap, block in it -> provenance of a block
         self._records: dict[bytes, Words] = {}  # digest of a record below the device -> its provenance
 
@@ -271,6 +271,7 @@ class Watched:
 
     def move(self, group: int, sources: Ids, targets: Ids) -> None:
         self._moved(group, sources, group, targets)
+        self._words[group]["position"][sources] = FREE  # another group gets their memory
         self._own.move(group, sources, targets)
 
     def convert(self, group: int, sources: Ids, other: int, targets: Ids) -> None:
@@ -285,9 +286,6 @@ class Watched:
         self._words[group][ids] = np.zeros(1, WORD)
         self._own.reset(group, ids)
 
-    def clear_sectors(self, sectors: Ids) -> None:
-        self._own.clear_sectors(sectors)
-
     def freed(self, group: int, ids: Ids) -> None:
         self._words[group]["position"][ids] = FREE
         self._own.freed(group, ids)
@@ -296,7 +294,7 @@ class Watched:
         self._follow()
         self._own.to_host(group, ids, table, rows, layer)
         words = self._words[group][ids].copy()
-        if table is self._swap_table():
+        if self.is_swap(table):
             for index, cell in enumerate(self._cells(group, len(ids), table, rows)):
                 self._swapped[cell] = words[index]
         elif layer is None and self._own.has_memory:
@@ -321,7 +319,7 @@ class Watched:
         """Give blocks ``ids`` the provenance of what lies in ``rows`` of ``table``, as far as that is known."""
         words = self._words[group]
         words[ids] = _unknown(words[ids])
-        if table is self._swap_table():
+        if self.is_swap(table):
             known = [self._swapped.get(cell) for cell in self._cells(group, len(ids), table, rows)]
         elif self._own.has_memory:
             known = [self._records.get(digest) for digest in self._digests(group, len(ids), table, rows)]
@@ -343,9 +341,6 @@ class Watched:
         self._own.get_again()
         for words in self._words:
             words["position"] = UNKNOWN
-
-    def _swap_table(self) -> Bytes | None:
-        return None if self.swap is None else self.swap()
 
     def _cells(self, group: int, count: int, table: Bytes, rows: Many[int]) -> list[tuple[int, int]]:
         """Return where each of ``count`` blocks of ``group`` begins in ``rows`` of ``table``: the row, and which of its

@@ -90,6 +90,14 @@ class Guard:
         self.is_torn = False
         return result
 
+    def end(self, lock: Any) -> None:
+        """Have observers told what is noted, unless a change stopped halfway, and release ``lock``."""
+        try:
+            if not self.is_torn:
+                self.tell()
+        finally:
+            lock.release()
+
     def raise_refused(self, call: str) -> None:
         """Raise what says why ``lock`` could not be taken. ``call``: the name of the refused method."""
         if isinstance(self.lock, Telling):
@@ -137,10 +145,9 @@ def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G,
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            try:
-                if guard.noted and not guard.is_torn:
-                    guard.tell()
-            finally:
+            if guard.noted:
+                guard.end(guard.lock)
+            else:
                 guard.lock.release()
 
     return guarded
@@ -167,10 +174,9 @@ def _at_any_time(method: Callable[Concatenate[G, P], T], *, even_torn: bool = Fa
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            try:
-                if guard.noted and not guard.is_torn:
-                    guard.tell()
-            finally:
+            if guard.noted:
+                guard.end(guard.own)
+            else:
                 guard.own.release()
 
     return guarded

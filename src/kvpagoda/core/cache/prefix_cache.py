@@ -547,10 +547,7 @@ class PrefixCache:
 
     def evict_end(self, match: Match) -> Freed:
         """Evict the blocks at the end of ``match`` that no other text, request or pin uses, whatever their age."""
-        freed = self.removed(self.tree.evict_end(match))
-        for number, names in freed.blocks:
-            self.num_evicted[number] += len(names)
-        return freed
+        return self._counted(self.removed(self.tree.evict_end(match)))
 
     def evict(self, group: Group, n: int) -> Freed:
         """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable: as its kind does, else one checkpoint."""
@@ -564,7 +561,10 @@ class PrefixCache:
 
     def evict_texts(self, n: int) -> Freed:
         """Evict ``n`` blocks of texts in the policy's order, none ahead, and what other groups have of these. O(n)."""
-        freed = self.removed(self.tree.evict(n))
+        return self._counted(self.removed(self.tree.evict(n)))
+
+    def _counted(self, freed: Freed) -> Freed:
+        """Count the blocks that are ``freed`` as evicted, in all groups, and return it."""
         for number, ids in freed.blocks:
             self.num_evicted[number] += len(ids)
         return freed

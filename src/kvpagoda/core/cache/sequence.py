@@ -38,10 +38,9 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
                 self._request.check_running()
             return method(self, *args, **kwargs)
         finally:
-            try:
-                if guard.noted and not guard.is_torn:
-                    guard.tell()
-            finally:
+            if guard.noted:
+                guard.end(guard.lock)
+            else:
                 guard.lock.release()
 
     return guarded

@@ -180,6 +180,10 @@ class Swap:
             for group, all_of_it in zip(self._groups, are_whole)
         ]
 
+    def is_table(self, table: Bytes) -> bool:
+        """Return whether ``table`` is this host memory, which may not be allocated yet."""
+        return table is self._table
+
     def table(self) -> Bytes:
         """Return the host memory: uint8 ``[num_rows, width]``; where nothing is stored it takes no memory. Raises OutOfBlocks
         if it cannot be allocated."""
