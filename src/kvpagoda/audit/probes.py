@@ -43,10 +43,12 @@ class Texts:
     Args:
         draw: where symbols come from.
         profile: the server's.
+        beyond: for how many tokens requests go on after they have filled the memory.
     """
 
     draw: Draw
     profile: Profile
+    beyond: int = 4
 
     @property
     def unit(self) -> int:
@@ -82,14 +84,14 @@ def hits(texts: Texts, n: int) -> Case:
     draw, u = texts.draw, texts.unit
     p = texts.new(n)
     longer = p + draw.text(draw.number(1, u + 1))
-    cut = p[: max(1, n - draw.number(1, u + 1))]
+    cut, front = p[: max(1, n - draw.number(1, u + 1))], p[: draw.number(u + 1, max(u + 1, n // 2))]
     middle = max(1, min(n - 1, draw.number(1, max(1, n // u)) * u + draw.number(-1, 1)))
     branch = p[:middle] + draw.text(draw.number(2, u + 2))
     start = max(1, min(u, n // 2))
     other = texts.new(start) + p[start:]
     asks = [
         texts.ask(p), texts.ask(p, "repeat"), texts.ask(longer, "extend"), texts.ask(cut, "cut"),
-        texts.ask(branch, "branch"), texts.ask(other, "other beginning"), texts.ask(p, "repeat"),
+        texts.ask(branch, "branch"), texts.ask(other, "other beginning"), texts.ask(front, "cut"), texts.ask(p, "repeat"),
         texts.ask(longer, "extend"), texts.ask(branch, "branch"),
     ]  # fmt: skip
     return Case("hits", one(*asks))
@@ -197,20 +199,29 @@ def _before_and_after(texts: Texts, n: int, what: str, step: Step, count: int = 
 
 
 def loaded(texts: Texts, n: int) -> Case:
-    """So many long prompts at once that the server has to preempt some; then each again."""
-    profile = texts.profile
+    """So many long prompts at once that the server has to preempt some; then each again. They go on until the memory is just
+    full, so that little of a preempted one is evicted before it begins again."""
+    profile, draw = texts.profile, texts.draw
     most = min(96, profile.longest // 3)  # they fit when they begin, and not when they have grown
-    size = (profile.longest + 48 - most) * texts.draw.number(7, 10) // 10
+    size = (profile.longest + 48 - most) * draw.number(7, 10) // 10
     if profile.num_blocks_tokens:
         size = min(size, profile.num_blocks_tokens * 9 // 40)
     size = max(8, size // profile.per_symbol)
-    prompts = [texts.new(size - texts.draw.number(0, texts.unit)) for _ in range(4)]
+    prompts = [texts.new(size - draw.number(0, texts.unit)) for _ in range(4)]
+    most = min(most, _until_full([len(p) * profile.per_symbol for p in prompts], most, profile) + texts.beyond)
     crowd = Step("together", tuple(texts.ask(p, "under load", most=most) for p in prompts))
     after = [texts.ask(p, "after load") for p in prompts]
     if not profile.is_chat:  # what was written while it ran, too
         y = Part(texts.draw.text(3))
         after += [Ask((Part(p), Part(answer=i), y), "after load") for i, p in enumerate(prompts[-2:], 2)]
     return Case("load", (crowd, *one(*after)))
+
+
+def _until_full(lengths: list[int], most: int, profile: Profile) -> int:
+    """Return after how many tokens prompts of ``lengths`` have filled the memory; at most ``most``."""
+    unit, room = max(1, profile.unit), profile.num_blocks_tokens
+    needed = (sum(-(-(length + n) // unit) for length in lengths) * unit for n in range(1, most))
+    return next((n for n, tokens in enumerate(needed, 1) if tokens > room), most) if room else most
 
 
 def salts(texts: Texts, n: int) -> Case:
