@@ -439,7 +439,7 @@ class Audit:
     def _kept(self, is_waiting: bool) -> int:
         """Return how many requests are kept for what comes after the rounds."""
         wrong = self.results.miscounts or any(trial.is_wrong for trial in self.results.trials)
-        return (self.server.max_requests // _RESERVE if wrong else 0) + 40 * is_waiting
+        return (self.server.max_requests // _RESERVE if wrong or is_waiting else 0) + 40 * is_waiting
 
     def _preempted(self) -> float:
         return num_preempted(page(self.server, "/metrics")) or 0

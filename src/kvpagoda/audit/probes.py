@@ -12,6 +12,7 @@ KINDS = {
     "repeat": "the same prompt, asked again,",
     "extend": "a prompt that goes on where an earlier one ended",
     "cut": "the beginning of an earlier prompt",
+    "front": "a beginning of an earlier prompt, of less than half of it,",
     "branch": "a prompt that leaves an earlier one in its middle",
     "turn": "a prompt that goes on after the answer to an earlier one",
     "other beginning": "a prompt with another beginning than an earlier one, and the same rest,",
@@ -32,7 +33,7 @@ KINDS = {
     "extend after wait": "after the wait, a prompt that goes on where an earlier one ended",
 }
 """Kind of a judged request -> what it is, in words; the simplest first."""
-PLAIN = ("repeat", "extend", "cut", "branch", "turn", "in turn")
+PLAIN = ("repeat", "extend", "cut", "front", "branch", "turn", "in turn")
 """Kinds of plain hits. A fault in these shows in most others too."""
 
 
@@ -91,7 +92,7 @@ def hits(texts: Texts, n: int) -> Case:
     other = texts.new(start) + p[start:]
     asks = [
         texts.ask(p), texts.ask(p, "repeat"), texts.ask(longer, "extend"), texts.ask(cut, "cut"),
-        texts.ask(branch, "branch"), texts.ask(other, "other beginning"), texts.ask(front, "cut"), texts.ask(p, "repeat"),
+        texts.ask(branch, "branch"), texts.ask(other, "other beginning"), texts.ask(front, "front"), texts.ask(p, "repeat"),
         texts.ask(longer, "extend"), texts.ask(branch, "branch"),
     ]  # fmt: skip
     return Case("hits", one(*asks))
