@@ -416,7 +416,7 @@ class Audit:
                 keep = self._kept(waiting is not None)
                 if self.server.num_left <= keep + self._cost_of_pending():
                     break
-                if number and name in ("salts", "pictures", "tools") and number % 2:
+                if number and name in ("salts", "roles", "pictures", "tools") and number % 2:
                     continue
                 before, preempted = len(results.trials), self._preempted() if name == "load" else 0
                 self._try(probe, texts, next(lengths), keep)

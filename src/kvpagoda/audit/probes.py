@@ -19,6 +19,7 @@ KINDS = {
     "in turn": "two prompts, asked in turn,",
     "chat turn": "the next turn of a chat",
     "tool turn": "a turn with a tool's result",
+    "other role": "a chat whose text was asked with another role",
     "other salt": "the same prompt under another cache_salt",
     "other adapter": "the same prompt for another adapter",
     "other picture": "the same text with another picture",
@@ -136,6 +137,14 @@ def chat(texts: Texts, n: int) -> Case:
     return Case("chat", one(*asks))
 
 
+def roles(texts: Texts, n: int) -> Case:
+    """A chat, and one with the same text that somebody else says."""
+    p, q = texts.new(texts.in_chat(texts.unit) + 3), texts.draw.text(texts.in_chat(n))
+    system, user = ((Part(p, role), Part(q)) for role in ("system", "user"))
+    asks = [Ask(system, chat=True), Ask(user, "other role", chat=True), Ask(system, "other role", chat=True)]
+    return Case("roles", one(*asks))
+
+
 def tools(texts: Texts, n: int) -> Case:
     """A chat in which a tool's result follows."""
     draw = texts.draw
@@ -150,7 +159,7 @@ def tools(texts: Texts, n: int) -> Case:
 
 
 def at_once(texts: Texts, n: int) -> Case:
-    """Two prompts at the same moment: of one beginning, of none in common, the same new one; then each again."""
+    """Two prompts at the same moment: of one beginning, of none in common, one new text twice beside another; then again."""
     draw, u = texts.draw, texts.unit
     p, q, new = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n)
     left, right = p + draw.text(draw.number(1, u + 2)), p + draw.text(draw.number(1, u + 2))
@@ -158,7 +167,7 @@ def at_once(texts: Texts, n: int) -> Case:
         *one(texts.ask(p), texts.ask(q)),
         Step("together", (texts.ask(p, "at once", most=12), texts.ask(q, "at once", most=12))),
         Step("together", (texts.ask(left, "at once"), texts.ask(right, "at once"))),
-        Step("together", (texts.ask(new, "at once"), texts.ask(new, "at once"))),
+        Step("together", (texts.ask(q, most=40), texts.ask(new, "at once"), texts.ask(new, "at once"))),
         *one(texts.ask(p, "after at once"), texts.ask(new, "after at once"), texts.ask(left, "after at once")),
     ]
     return Case("at once", tuple(steps))
@@ -180,23 +189,28 @@ def aborted(texts: Texts, n: int) -> Case:
 
 
 def churned(texts: Texts, n: int) -> Case:
-    """Three prompts again, after others have filled the cache, or a part of it."""
-    return _before_and_after(texts, n, "churn", Step("churn", churn=texts.draw.number(1, 3) / 2))
+    """Prompts again after others have filled a part of the cache, one after an eighth or a quarter of it, the next after twice
+    as much, and so on: what was evicted from the device is in a tier for a while, then in none."""
+    draw, u, share = texts.draw, texts.unit, texts.draw.number(1, 2) / 8
+    prompts = [texts.new(n + draw.number(0, u)) for _ in range(3)]
+    steps = [*one(*map(texts.ask, prompts))]
+    for number, p in enumerate(prompts):
+        again, longer = texts.ask(p, "repeat after churn"), p + draw.text(draw.number(1, u + 1))
+        steps += [
+            Step("churn", churn=share * 2.0 ** max(0, number - 1)),
+            *one(again, texts.ask(longer, "extend after churn"), again),
+        ]
+    return Case("churn", tuple(steps))
 
 
 def waited(texts: Texts, n: int) -> Case:
     """Six prompts again, after the user has done something."""
-    return _before_and_after(texts, n, "wait", Step("wait"), 6)
-
-
-def _before_and_after(texts: Texts, n: int, what: str, step: Step, count: int = 3) -> Case:
     draw, u = texts.draw, texts.unit
-    prompts = [texts.new(n + draw.number(0, u)) for _ in range(count)]
+    prompts = [texts.new(n + draw.number(0, u)) for _ in range(6)]
     longer = [p + draw.text(draw.number(1, u + 1)) for p in prompts]
-    after = [texts.ask(p, f"repeat after {what}") for p in prompts]
-    more = [texts.ask(p, f"extend after {what}") for p in longer]
-    steps = [*one(*map(texts.ask, prompts)), step, *one(*after, *more, *after)]
-    return Case(what, tuple(steps))
+    after = [texts.ask(p, "repeat after wait") for p in prompts]
+    more = [texts.ask(p, "extend after wait") for p in longer]
+    return Case("wait", (*one(*map(texts.ask, prompts)), Step("wait"), *one(*after, *more, *after)))
 
 
 def loaded(texts: Texts, n: int) -> Case:
@@ -281,6 +295,7 @@ def probes(profile: Profile, after: str | None, has_salts: bool) -> Iterator[tup
     yield "adapters", adapters if profile.adapters else None, "no adapters in /v1/models"
     yield "pictures", pictures if profile.has_images else None, "no pictures in chats"
     yield "chat", chat if both else None, "no chats beside completions"
+    yield "roles", roles if profile.chats is not None else None, "no chats"
     yield "tools", tools if profile.chats is not None else None, "no chats"
     yield "load", loaded if profile.preemptions else None, "the server does not show preemptions in /metrics"
     yield "wait", waited if after else None, "--after was not given"
