@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpagoda.replay.offline.demand import Demand, Texts
+from kvpagoda.replay.offline.demand import Texts, TraceDemand
 from kvpagoda.replay.trace import Ints
 
 
@@ -59,7 +59,7 @@ class Leaves:
     count: Ints
 
     @classmethod
-    def of(cls, texts: Texts, demand: Demand) -> Leaves:
+    def of(cls, texts: Texts, demand: TraceDemand) -> Leaves:
         """Return the places where the requests of ``texts`` leave the texts of earlier ones, as ``demand`` has them."""
         is_last = np.append(demand.request[1:] != demand.request[:-1], True)[: len(demand.end)]
         leaving: dict[tuple[int, int], list[int]] = {}  # (depth, node of the last token) -> requests

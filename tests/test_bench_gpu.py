@@ -19,11 +19,11 @@ from json_schema import schema_of, violations
 from kvpagoda.bench_gpu import card as card_module
 from kvpagoda.bench_gpu import crossing, formats, loop, measure, report, rows, steps
 from kvpagoda.bench_gpu.card import Card, driver_version
-from kvpagoda.bench_gpu.rows import Case, Row, Sizes, at_least, at_most
+from kvpagoda.bench_gpu.rows import BenchCase, BenchRow, RowSizes, at_least, at_most
 from kvpagoda.errors import BadInput, CheckFailed
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-TINY = Sizes(moved=1 << 17, text=1 << 18, requests=3, contexts=(20,), steps=17, rounds=1, few=8, replays=2)
+TINY = RowSizes(moved=1 << 17, text=1 << 18, requests=3, contexts=(20,), steps=17, rounds=1, few=8, replays=2)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def command(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the command find that GPU, and measure tiny sizes."""
     made = Card.__init__
     monkeypatch.setattr(Card, "__init__", lambda self, device=None: made(self, torch.device("cpu")))
-    monkeypatch.setattr(rows, "Sizes", lambda: TINY)
+    monkeypatch.setattr(rows, "RowSizes", lambda: TINY)
     return
 
 
@@ -103,12 +103,12 @@ def test_crossings_are_shares_of_page_locked_copies() -> None:
 def test_bounds_of_steps_follow_the_other_figures(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held step takes 10 us without a device, then 20 us, then 30 us behind work; 100 us where all begin a block."""
     scripted = iter([(10.0, 11.0), (20.0, 100.0), (30.0, 0.0), (10.0, 11.0), (40.0, 201.0), (48.0, 0.0)])
-    monkeypatch.setattr(steps.Steps, "timed", lambda self, time: next(scripted))
+    monkeypatch.setattr(steps.BenchSteps, "timed", lambda self, time: next(scripted))
     begins: dict[int, tuple[float, float]] = {}
     made = steps.schemas()
-    full = Row("", "", *steps.measure_steps(card, TINY, "full", made["full"], 20, begins))
+    full = BenchRow("", "", *steps.measure_steps(card, TINY, "full", made["full"], 20, begins))
     assert [full.meets(name) for name in ("none_us", "idle_us", "behind_us", "begins_us")] == [None, True, False, None]
-    gemma = Row("", "", *steps.measure_steps(card, TINY, "Gemma-like", made["Gemma-like"], 20, begins))
+    gemma = BenchRow("", "", *steps.measure_steps(card, TINY, "Gemma-like", made["Gemma-like"], 20, begins))
     checked = ("idle_us", "behind_us", "none_begins_us", "begins_us")
     assert [gemma.meets(name) for name in checked] == [False, True, True, False]
     assert {name: str(bound) for name, bound in gemma.bounds.items()} == {
@@ -117,7 +117,7 @@ def test_bounds_of_steps_follow_the_other_figures(card: Card, monkeypatch: pytes
 
 
 def test_steps_tell_those_in_which_all_begin_a_block() -> None:
-    made = steps.Steps(steps.schemas()["Gemma-like"], "none", TINY, 20)
+    made = steps.BenchSteps(steps.schemas()["Gemma-like"], "none", TINY, 20)
     lengths = []
 
     def time(step: Callable[[], object]) -> float:
@@ -143,8 +143,10 @@ def test_a_loop_commits_the_tokens_of_the_step_before(card: Card, monkeypatch: p
     """One ahead, a step is launched before the tokens of the one before it are read."""
     calls: list[str] = []
     for name in ("extend", "commit"):
-        own = getattr(steps.Steps, name)
-        monkeypatch.setattr(steps.Steps, name, lambda *given, own=own, name=name: (calls.append(name), own(*given))[1])
+        own = getattr(steps.BenchSteps, name)
+        monkeypatch.setattr(
+            steps.BenchSteps, name, lambda *given, own=own, name=name: (calls.append(name), own(*given))[1]
+        )
     monkeypatch.setattr(FakeEvent, "synchronize", lambda event: calls.append("read"))
     before = len(FakeGraph.made)
     figures, bounds = loop.measure_loop(card, TINY)
@@ -167,7 +169,7 @@ def test_a_case_that_fails_is_a_row_that_says_so(card: Card) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 30 GiB")
 
     told: list[tuple[float, str]] = []
-    run = [Case("the card", "bad", fail), crossing.card_case(card, TINY)]
+    run = [BenchCase("the card", "bad", fail), crossing.card_case(card, TINY)]
     bad, good = measure.run(card, run, lambda done, note: told.append((done, note)))
     assert bad.failed == "OutOfMemoryError: CUDA out of memory. Tried to allocate 30 GiB" and not bad.figures
     assert bad.to_dict() == {"part": "the card", "case": "bad", "failed": bad.failed}
@@ -179,7 +181,7 @@ def test_a_device_that_is_lost_fails_every_row(card: Card, monkeypatch: pytest.M
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(card, "tidy", lost)
-    (row,) = measure.run(card, [Case("the card", "a", lambda: ({"x_us": 1.0}, {}))])
+    (row,) = measure.run(card, [BenchCase("the card", "a", lambda: ({"x_us": 1.0}, {}))])
     assert "afterwards: CUDA error: an illegal" in row.failed
 
 
@@ -202,8 +204,8 @@ def test_bytes_that_come_back_wrong_fail(measured: Any, card: Card, monkeypatch:
 
 
 def test_sizes_fit_in_free_memory() -> None:
-    assert Sizes().within(80 << 30) == Sizes()
-    small = Sizes().within(1 << 30)
+    assert RowSizes().within(80 << 30) == RowSizes()
+    small = RowSizes().within(1 << 30)
     assert small.moved == small.text == 128 << 20 and small.requests == 256
 
 
@@ -211,9 +213,9 @@ def test_the_text_has_every_figure_and_marks_what_misses_its_bound() -> None:
     text = report.text
     misses = {"append_percent": at_least(85), "few_host_us": at_most(30)}
     made = [
-        Row("heads", "int8, 128", {"append_percent": 90.04, "few_host_us": 142.4}, misses),
-        Row("heads", "fp8, 128", failed="OutOfMemoryError: none left"),
-        Row("a host tier", "64 KiB", {"out_gbps": 4.666}),
+        BenchRow("heads", "int8, 128", {"append_percent": 90.04, "few_host_us": 142.4}, misses),
+        BenchRow("heads", "fp8, 128", failed="OutOfMemoryError: none left"),
+        BenchRow("a host tier", "64 KiB", {"out_gbps": 4.666}),
     ]
     for width in (80, 40, None):
         shown = text(made, width)
@@ -255,7 +257,7 @@ def test_the_command_says_what_failed_and_exits_with_1(
     def fail() -> Any:
         raise CheckFailed("wrong rows")
 
-    monkeypatch.setattr(report, "all_cases", lambda *_: [Case("heads", "fp8, 64", fail)])
+    monkeypatch.setattr(report, "all_cases", lambda *_: [BenchCase("heads", "fp8, 64", fail)])
     done = here("bench", "gpu", width=40)
     assert done.returncode == 1 and "failed: fp8, 64: CheckFailed: wrong" in " ".join(done.stdout.split())
     printed = json.loads(here("bench", "gpu", "--json").stdout)
@@ -272,8 +274,8 @@ def test_an_interrupt_prints_what_is_done(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report.kvpagoda, "__file__", str(tmp_path / "lib" / "kvpagoda" / "__init__.py"))
-    done_first = Case("the card", "first", lambda: ({"in_gbps": 1.0}, {}))
-    monkeypatch.setattr(report, "all_cases", lambda *_: [done_first, Case("heads", "second", interrupt)])
+    done_first = BenchCase("the card", "first", lambda: ({"in_gbps": 1.0}, {}))
+    monkeypatch.setattr(report, "all_cases", lambda *_: [done_first, BenchCase("heads", "second", interrupt)])
     done = here("bench", "gpu", "--save")
     assert done.returncode == 130 and "first" in done.stdout and "second" not in done.stdout
     assert not [*tmp_path.iterdir()], "a part of the figures is not saved"

@@ -22,9 +22,9 @@ from fake_cuda import NAME, FakeTorch
 from kvpagoda import doctor
 from kvpagoda.bench_gpu import card, measure
 from kvpagoda.bench_gpu.card import Card
-from kvpagoda.bench_gpu.rows import Sizes
+from kvpagoda.bench_gpu.rows import RowSizes
 from kvpagoda.core.memory.device_memory import DeviceMemory
-from kvpagoda.doctor import EXTRAS, Finding, examine
+from kvpagoda.doctor import EXTRAS, CheckResult, examine
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import tier_from_text
 from raises import raises
@@ -32,7 +32,7 @@ from raises import raises
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def found(*tiers: str) -> dict[str, Finding]:
+def found(*tiers: str) -> dict[str, CheckResult]:
     """Return what the doctor finds, by name."""
     return {finding.name: finding for finding in examine(tiers)}
 
@@ -96,7 +96,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "driver_version", lambda: "570.86.15")
     monkeypatch.setattr(Card, "__init__", lambda self, device: made(self, doctor.torch.device("cpu")))
     monkeypatch.setattr(doctor, "_serve", lambda device: tried(doctor.torch.device("cpu")))
-    tiny = Sizes(moved=1 << 16, requests=2, contexts=(20,), steps=2, rounds=1, few=8, replays=2)
+    tiny = RowSizes(moved=1 << 16, requests=2, contexts=(20,), steps=2, rounds=1, few=8, replays=2)
     monkeypatch.setattr(measure, "SHORT", tiny)
     monkeypatch.setenv("KVPAGODA_KERNELS", "reference")
 

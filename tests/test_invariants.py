@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache, Limits, PersistentBatch
-from kvpagoda.core.cache.request import DecodeRows, Request
+from kvpagoda.core.cache.request import DecodeRows, RequestState
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema import Attention, Layer, Schema
 from raises import raises
@@ -22,7 +22,7 @@ class Broken(NamedTuple):
     ``row``: of its persistent batch, which has 4 tokens more than the request itself."""
 
     cache: KVCache
-    request: Request
+    request: RequestState
     rows: DecodeRows
     row: int
 

@@ -15,7 +15,7 @@ from kvpagoda import KVCache, Limits
 from kvpagoda.core.batch.persistent import PersistentBatch
 from kvpagoda.core.batch.step_buffers import TableSnapshot
 from kvpagoda.core.blocks.places import BlockNames
-from kvpagoda.core.cache.request import Request
+from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.groups import WindowGroup
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
@@ -101,7 +101,7 @@ def test_requests_that_are_settled_together_leave_what_they_leave_one_after_anot
     settle, join, sizes = few.settle, many._together, [0]
     monkeypatch.setattr(few, "settle", lambda *requests: [settle(one) for one in requests])
 
-    def joined(requests: list[Request], at: int) -> list[Request]:
+    def joined(requests: list[RequestState], at: int) -> list[RequestState]:
         sizes.append(len(some := join(requests, at)))
         return some
 

@@ -106,6 +106,30 @@ THIN = {
 """Public modules below and beside the core, and their names."""
 
 
+SAME_NAME = {
+    "Costs": "of preemption, in ``kvpagoda.scheduling``; of a simulated step, in ``kvpagoda.replay``",
+    "Encoding": "of rows, in ``kvpagoda.schema``; of events, in ``kvpagoda.events``",
+    "Group": "of a schema, in ``kvpagoda.schema``; of a replayed engine, in ``kvpagoda.replay``",
+    "KVCacheManager": "of the compressed-attention design, in ``kvpagoda.compat``; vLLM's, in ``kvpagoda.adapters.vllm``",
+    "Lease": "on records of a driver, in ``kvpagoda.abc``; on blocks of a tree, in ``kvpagoda.prefix``",
+    "PrefixCache": "of a ``KVCache``, in its core; mini-sglang's, in ``kvpagoda.adapters.mini_sglang``",
+    "Request": "of a generator, in ``kvpagoda.hf``; of a trace, in ``kvpagoda.replay``",
+}
+"""Class names that stand twice, and for what: documented names, or names that other projects chose."""
+
+
+def test_a_class_name_stands_once() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(f"{path.relative_to(SRC)}:{node.lineno}")
+    assert {name: places for name, places in found.items() if len(places) > 1 + (name in SAME_NAME)} == {}
+    assert {name for name in SAME_NAME if len(found.get(name, [])) == 1} == set(), (
+        "no longer twice: remove it from the list"
+    )
+
+
 @pytest.mark.parametrize("name", THIN)
 def test_the_names_of_public_modules_are_these(name: str) -> None:
     module = import_module(f"kvpagoda.{name}")

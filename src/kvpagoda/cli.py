@@ -445,12 +445,12 @@ def bench_gpu(
     from kvpagoda.bench_gpu import report
     from kvpagoda.bench_gpu.card import Card
     from kvpagoda.bench_gpu.measure import result
-    from kvpagoda.bench_gpu.rows import Sizes
+    from kvpagoda.bench_gpu.rows import RowSizes
 
     card = Card()
     if not as_json:
         console.say(report.title(card.facts()))
-    rows, is_partial = report.bench(card, Sizes())
+    rows, is_partial = report.bench(card, RowSizes())
     found = result(card, rows)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -623,9 +623,9 @@ def audit(
     The exit code is 0 if nothing was found, 1 if something was, 2 if it cannot be judged. Ctrl-C reports what was seen so far,
     and exits with 130 if that is nothing.
     """
-    from kvpagoda.audit.command import Options, run
+    from kvpagoda.audit.command import AuditOptions, run
 
-    made = Options(
+    made = AuditOptions(
         url, model=model, api_key_env=api_key_env, max_requests=max_requests, report=report, json=json_file, replay=replay,
         remote=remote, cold=cold, after=after, save=save, seed=seed, timeout=timeout,
     )  # fmt: skip

@@ -40,7 +40,7 @@ class _Absent(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one test.
 
     ``state``: "ok", "absent" if an extra is not installed, this library is not installed as a package or there is no GPU, or
@@ -57,7 +57,7 @@ class Finding:
         return asdict(self)
 
 
-def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
+def examine(tiers: Sequence[str] = ()) -> Iterator[CheckResult]:
     """Test the core on every device, every optional package, and ``tiers``, one after the other; yield a finding for
     each. A GPU is named and measured for some seconds.
 
@@ -66,8 +66,8 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
     removed. Test records in a shared store are dropped. Raises BadInput for a malformed tier, before the first test.
     """
     specs = [(text, tier_from_text(text)) for text in tiers]
-    yield Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
-    yield Finding("kvpagoda", "ok", f"{kvpagoda.__version__}, torch {torch.__version__}, numpy {np.__version__}")
+    yield CheckResult("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    yield CheckResult("kvpagoda", "ok", f"{kvpagoda.__version__}, torch {torch.__version__}, numpy {np.__version__}")
     yield _tried("package", _package)
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     for device in devices:
@@ -75,7 +75,7 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
         if device != "cpu":
             yield _tried(f"gpu {device}", _measure_gpu, torch.device(device))
     if len(devices) == 1:
-        yield Finding("gpu", "absent", f"{no_gpu()}; caches are on the CPU")
+        yield CheckResult("gpu", "absent", f"{no_gpu()}; caches are on the CPU")
     for name, (extra, purpose) in EXTRAS.items():
         yield (package := _tried(name, _import, name, extra, purpose))
         if name == "xxhash" and package.state == "ok":
@@ -84,14 +84,14 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
         yield _tried(text, _try_tier, text, spec)
 
 
-def _tried(name: str, what: Callable[..., str], *arguments: Any) -> Finding:
+def _tried(name: str, what: Callable[..., str], *arguments: Any) -> CheckResult:
     """Call ``what(*arguments)``, and return its text, or its error, as the finding ``name``."""
     try:
-        return Finding(name, "ok", what(*arguments))
+        return CheckResult(name, "ok", what(*arguments))
     except _Absent as error:
-        return Finding(name, "absent", str(error))
+        return CheckResult(name, "absent", str(error))
     except Exception as error:  # any error is a finding, and the other tests still run
-        return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
+        return CheckResult(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _package() -> str:

@@ -27,7 +27,7 @@ from weakref import finalize
 
 from kvpagoda.abc import Call, wrap_calls
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.request import Request, State
+from kvpagoda.core.cache.request import RequestState, State
 from kvpagoda.core.cache.stats import group_stats
 from kvpagoda.errors import BadInput, RetryLater, shown
 
@@ -200,7 +200,7 @@ class Recording:
         self._clock: Callable[[], float] = _now if clock is None else clock
         self._tracks = Tracks(self._file)
         self._end: Callable[[], None] | None = None
-        self._running: dict[Request, Track] = {}  # with a slice that is open: computed, or suspended
+        self._running: dict[RequestState, Track] = {}  # with a slice that is open: computed, or suspended
         self._waiting: dict[
             tuple[bytes, int, int], Track
         ] = {}  # namespace, length and hash of a prompt that was refused
@@ -241,7 +241,7 @@ class Recording:
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
-    def _open(self, call: Call, request: Request, *given: Any, **named: Any) -> None:
+    def _open(self, call: Call, request: RequestState, *given: Any, **named: Any) -> None:
         track, began = self._admitted(call, request, *given, **named)
         match = request.match
         self._starts(request, track, "cached", began, {
@@ -249,7 +249,7 @@ class Recording:
             "of these from tiers": match.loaded, "limited by": match.limited_by, "each group alone": dict(match.groups),
         })  # fmt: skip
 
-    def _receive(self, call: Call, request: Request, *given: Any) -> None:
+    def _receive(self, call: Call, request: RequestState, *given: Any) -> None:
         track, began = self._admitted(call, request, *given)
         told = {
             "prompt tokens": request.prompt_length,
@@ -258,7 +258,7 @@ class Recording:
         }
         self._starts(request, track, "received", began, told)
 
-    def _admitted(self, call: Call, request: Request, *given: Any, **named: Any) -> tuple[Track, float]:
+    def _admitted(self, call: Call, request: RequestState, *given: Any, **named: Any) -> tuple[Track, float]:
         """Start ``request`` by ``call``. Return its track, on which it may have waited, and when the call began."""
         began = self._clock()
         try:
@@ -273,7 +273,7 @@ class Recording:
             self._tracks.end(track, began)
         return track, began
 
-    def _starts(self, request: Request, track: Track, name: str, began: float, told: Told) -> None:
+    def _starts(self, request: RequestState, track: Track, name: str, began: float, told: Told) -> None:
         """Show that ``request`` found what it starts from, in a slice ``name``, and begins to compute."""
         ended = max(self._clock(), began + self._least)
         self._tracks.begin(track, name, began, told)
@@ -285,8 +285,8 @@ class Recording:
                 self._ends(closed, ended)
         self._count(ended)
 
-    def _refused(self, request: Request, at: float) -> None:
-        """Show that ``request`` waits, from its first refusal on. A caller tries again with a new ``Request``."""
+    def _refused(self, request: RequestState, at: float) -> None:
+        """Show that ``request`` waits, from its first refusal on. A caller tries again with a new ``RequestState``."""
         prompt = _prompt(request)
         if prompt in self._waiting:
             return
@@ -297,13 +297,13 @@ class Recording:
         track = self._waiting[prompt] = self._tracks.take(at, {"prompt": request.prompt_length})
         self._tracks.begin(track, "waiting", at)
 
-    def _fork(self, call: Call, parent: Request, child: Request, reserve: int) -> None:
+    def _fork(self, call: Call, parent: RequestState, child: RequestState, reserve: int) -> None:
         began = self._clock()
         call(parent, child, reserve)
         told = {"prompt": child.prompt_length, "forked from": f"request {self._running[parent].number}"}
         self._starts(child, self._tracks.take(began, told), "cached", began, {"cached": child.own_length})
 
-    def _suspend(self, call: Call, request: Request, whole: bool) -> None:
+    def _suspend(self, call: Call, request: RequestState, whole: bool) -> None:
         began = self._clock()
         call(request, whole)
         track = self._running[request]
@@ -311,21 +311,21 @@ class Recording:
         self._tracks.begin(track, "suspended", began, {"tokens": request.own_length, "all copied": whole})
         self._count(self._clock())
 
-    def _resume(self, call: Call, request: Request, *given: Any) -> None:
+    def _resume(self, call: Call, request: RequestState, *given: Any) -> None:
         began, had = self._clock(), request.own_length
         call(request, *given)
         track = self._running[request]
         self._tracks.end(track, began)
         self._starts(request, track, "resumed", began, {"tokens": had, "to compute again": had - request.own_length})
 
-    def _close(self, call: Call, request: Request) -> None:
+    def _close(self, call: Call, request: RequestState) -> None:
         call(request)
         if request.state is State.CLOSED:
             at = self._clock()
             self._ends(request, at)
             self._count(at)
 
-    def _ends(self, request: Request, at: float) -> None:
+    def _ends(self, request: RequestState, at: float) -> None:
         track = self._running.pop(request)
         self._tracks.end(track, at, _computed(request))
         self._tracks.leave(track, at, {"tokens": request.own_length})
@@ -416,10 +416,10 @@ def _now() -> float:
     return perf_counter() * _MICRO
 
 
-def _prompt(request: Request) -> tuple[bytes, int, int]:
+def _prompt(request: RequestState) -> tuple[bytes, int, int]:
     """Return what two attempts to open the same prompt have in common. O(tokens)."""
     return request.namespace, request.prompt_length, hash(request.tokens[: request.prompt_length].tobytes())
 
 
-def _computed(request: Request) -> Told:
+def _computed(request: RequestState) -> Told:
     return {"tokens computed": request.own_length - request.match.resumable}

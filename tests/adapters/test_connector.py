@@ -16,8 +16,8 @@ import torch
 from kvpagoda.adapters.connector.groups import LayerGroup, RecordGrid, grid_of, groups_of
 from kvpagoda.adapters.connector.identity import adapter_of, files_digest, weights_of
 from kvpagoda.adapters.connector.layer_rows import rows_of
-from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
-from kvpagoda.adapters.connector.options import Options, options_of
+from kvpagoda.adapters.connector.messages import Answers, Find, Load, MatchAnswer, Orders, Store
+from kvpagoda.adapters.connector.options import ConnectorOptions, options_of
 from kvpagoda.adapters.connector.scheduler import SchedulerSide
 from kvpagoda.adapters.connector.stats import added, since
 from kvpagoda.adapters.connector.worker import WorkerSide
@@ -100,7 +100,7 @@ def test_options() -> None:
     assert [one.name for one in made.specs()] == ["disk", "host"] and made.specs()[0].timeout == 3
     assert {one.write for one in made.specs()} == {"commit"} and made.least_record_nbytes == 1
     assert str(made.specs("rank1")[0].make.args[0]) == "/x/rank1"  # type: ignore[attr-defined]
-    assert Options(tiers=("redis://localhost:1",)).least_record_nbytes == 1 << 20
+    assert ConnectorOptions(tiers=("redis://localhost:1",)).least_record_nbytes == 1 << 20
     for wrong, figures in (
         ({"tiers": []}, {"field": "tiers", "needed": 1, "available": 0}),
         ({"tires": ["host:1GiB"]}, {"needed": "tires", "available": ANY}),
@@ -160,7 +160,9 @@ def step(counts: dict[str, int], ids: Any = None, handed: Any = None) -> Any:
 
 
 def side(grid: RecordGrid = HYBRID, workers: int = 1, **options: Any) -> SchedulerSide:
-    return SchedulerSide(Options(tiers=("host:1MiB",), **options), grid, workers, lambda lora: f"adapter {lora}")
+    return SchedulerSide(
+        ConnectorOptions(tiers=("host:1MiB",), **options), grid, workers, lambda lora: f"adapter {lora}"
+    )
 
 
 def orders_of(planner: SchedulerSide, one: Any, counts: Sequence[int], **more: Any) -> list[Store]:
@@ -234,9 +236,9 @@ def test_finding_waits_for_all_workers_and_takes_what_all_have() -> None:
     assert planner.find(one, 0) == (None, False) == planner.find(one, 0)
     (find,) = planner.orders(step({})).finds
     assert len(find.hashes) == 7 and find.begin == 0
-    planner.answered(Answers([Answer("r", find.attempt, (1, 2, 5))]), ())
+    planner.answered(Answers([MatchAnswer("r", find.attempt, (1, 2, 5))]), ())
     assert planner.find(one, 0) == (None, False)
-    planner.answered(Answers([Answer("r", find.attempt, (2, 3, 7)), Answer("gone", 1, ())]), ())
+    planner.answered(Answers([MatchAnswer("r", find.attempt, (2, 3, 7)), MatchAnswer("gone", 1, ())]), ())
     assert (
         planner.find(one, 0) == (16, True) and planner.find(one, 8) == (8, True) and planner.find(one, 16) == (0, False)
     )
@@ -248,7 +250,7 @@ def test_finding_waits_for_all_workers_and_takes_what_all_have() -> None:
     same = request("s", [*range(60)])
     planner.find(same, 8)
     (find,) = planner.orders(step({})).finds
-    planner.answered(Answers([Answer("s", find.attempt, (2,))] * 2), ())
+    planner.answered(Answers([MatchAnswer("s", find.attempt, (2,))] * 2), ())
     assert planner.find(same, 8) == (None, False), "the same text is being loaded by another request"
     planner.answered(Answers(failed=["r"]), ["r"])
     assert planner.find(one, 8) == (0, False), "a load that failed is not tried again"
@@ -348,7 +350,7 @@ def stores(grid: RecordGrid) -> list[Store]:
     ]
 
 
-def found(worker: Workers, name: str = "q", begin: int = 0) -> Answer:
+def found(worker: Workers, name: str = "q", begin: int = 0) -> MatchAnswer:
     answers = worker.run(Orders(finds=[Find(name, 1, HASHES, begin)]))
     return (answers.found or worker.until(lambda got: got.found).found)[0]
 

@@ -112,7 +112,7 @@ def test_a_key_that_is_nearly_ours_is_an_error(key: str) -> None:
 
 
 def test_scheduler_and_connector_send_each_others_options_to_the_other() -> None:
-    assert tuple(field.name for field in fields(connector.Options)) == OF_THE_CONNECTOR
+    assert tuple(field.name for field in fields(connector.ConnectorOptions)) == OF_THE_CONNECTOR
     assert tuple(field.name for field in fields(Options)) == connector.OF_THE_SCHEDULER
     for name in connector.OF_THE_SCHEDULER:
         with raises(BadInput, needed=name, available="scheduler"):
@@ -121,7 +121,7 @@ def test_scheduler_and_connector_send_each_others_options_to_the_other() -> None
 
 def test_the_page_lists_every_option_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE))
-    for kind in (Options, connector.Options):
+    for kind in (Options, connector.ConnectorOptions):
         assert {field.name for field in fields(kind)} <= {*rows}
     for field in fields(Options):
         assert (field.default is None or f"`{field.default}`" in rows[field.name]) and "default" in rows[field.name]

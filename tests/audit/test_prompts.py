@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from kvpagoda.audit.probes import KINDS, Probe, Texts, probes
-from kvpagoda.audit.prompts import Ask, Case, Draw, Part, one
-from kvpagoda.audit.server import Profile
+from kvpagoda.audit.probes import KINDS, Probe, ProbeTexts, probes
+from kvpagoda.audit.prompts import Ask, Case, Draw, PromptPart, one
+from kvpagoda.audit.server import ServerProfile
 from kvpagoda.errors import BadInput
 from raises import raises
 
-PROFILE = Profile(
+PROFILE = ServerProfile(
     "m", as_ids=True, longest=1000, adapters=["a"], completions={}, chats={}, has_images=True, unit=16, churn=3,
     preemptions=True, per={"completion": 1, "chat": 1},
 )  # fmt: skip
@@ -27,7 +27,7 @@ def common(one: Ask, other: Ask) -> int:
 
 def test_the_server_that_has_everything_is_asked_everything() -> None:
     assert len(PROBES) == 14
-    bare = {name: why for name, probe, why in probes(Profile("m", completions={}), None, False) if probe is None}
+    bare = {name: why for name, probe, why in probes(ServerProfile("m", completions={}), None, False) if probe is None}
     assert bare.keys() == {"churn", "salts", "adapters", "pictures", "chat", "roles", "tools", "load", "wait"}
     assert all(bare.values())
 
@@ -35,7 +35,7 @@ def test_the_server_that_has_everything_is_asked_everything() -> None:
 @pytest.mark.parametrize("name", PROBES)
 def test_a_fresh_case_has_other_prompts_with_the_same_beginnings(name: str) -> None:
     probe: Probe = PROBES[name]
-    texts = Texts(Draw(5), PROFILE)
+    texts = ProbeTexts(Draw(5), PROFILE)
     case = probe(texts, 49)
     fresh = case.fresh(texts.draw)
     asks, others = [*case.asks()], [*fresh.asks()]
@@ -55,7 +55,7 @@ def test_a_fresh_case_has_other_prompts_with_the_same_beginnings(name: str) -> N
 @pytest.mark.parametrize("name", PROBES)
 def test_a_case_is_kept_in_a_file(name: str) -> None:
     probe: Probe = PROBES[name]
-    case = probe(Texts(Draw(5), PROFILE), 49)
+    case = probe(ProbeTexts(Draw(5), PROFILE), 49)
     assert Case.of(json.loads(json.dumps(case.to_dict()))) == case
 
 
@@ -72,7 +72,7 @@ def test_what_is_no_case_is_refused(data: object) -> None:
 
 
 def test_a_key_says_what_the_right_answer_depends_on() -> None:
-    part = Part((1, 2))
+    part = PromptPart((1, 2))
     assert Ask((part,), "repeat", salt="a").key == Ask((part,), "extend", cold=True).key
     assert Ask((part,), model="m").key != Ask((part,)).key and Ask((part,), most=3).key != Ask((part,)).key
     assert [ask.kind for ask in Case("x", one(Ask((part,), "a"), Ask((part,), "b"))).asks()] == ["a", "b"]

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("httpx", reason="no httpx: the extra audit")
 from fake_server import FakeServer
 
-from kvpagoda.audit.prompts import Ask, Part
-from kvpagoda.audit.server import Answer, OutOfRequests, Profile, Server, Unanswered, answer_of, counter_of
+from kvpagoda.audit.prompts import Ask, PromptPart
+from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer, ServerProfile, Unanswered, answer_of, counter_of
 from kvpagoda.errors import BadInput
 from raises import raises
 
@@ -81,8 +81,8 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 
 def test_no_more_requests_are_sent_than_may_be() -> None:
     with FakeServer() as fake, Server(fake.url, max_requests=2) as server:
-        server.profile = Profile("fake-hybrid", as_ids=True, completions={"logprobs": 5})
-        ask = Ask((Part((65, 66, 67)),))
+        server.profile = ServerProfile("fake-hybrid", as_ids=True, completions={"logprobs": 5})
+        ask = Ask((PromptPart((65, 66, 67)),))
         server.ask(ask)
         server.ask(ask)
         with raises(OutOfRequests, needed=1, available=0):
@@ -94,30 +94,30 @@ def test_no_more_requests_are_sent_than_may_be() -> None:
 
 def test_what_can_be_cached_is_what_was_sent_before() -> None:
     with FakeServer() as fake, Server(fake.url) as server:
-        server.profile = Profile(
+        server.profile = ServerProfile(
             "fake-hybrid", as_ids=True, completions={"logprobs": 5}, chats={}, adapters=["fake-adapter"]
         )
         p = tuple(range(40, 80))
-        assert server.ask(Ask((Part(p),))).common == 2  # two for chance
-        again = server.ask(Ask((Part(p),)))
+        assert server.ask(Ask((PromptPart(p),))).common == 2  # two for chance
+        again = server.ask(Ask((PromptPart(p),)))
         assert again.common == 42 and (again.cached or 0) <= 40
-        assert server.ask(Ask((Part(p[:20] + (99,) * 20),))).common == 22
-        assert server.ask(Ask((Part(p),), salt="x")).common == 2
-        assert server.ask(Ask((Part(p),), model="fake-adapter")).common == 2
-        picture = Ask((Part(p, image=1),), chat=True)
+        assert server.ask(Ask((PromptPart(p[:20] + (99,) * 20),))).common == 22
+        assert server.ask(Ask((PromptPart(p),), salt="x")).common == 2
+        assert server.ask(Ask((PromptPart(p),), model="fake-adapter")).common == 2
+        picture = Ask((PromptPart(p, image=1),), chat=True)
         server.ask(picture)
-        assert server.ask(Ask((Part(p, image=2),), chat=True)).common < 20
+        assert server.ask(Ask((PromptPart(p, image=2),), chat=True)).common < 20
         assert server.ask(picture).common is None  # how many tokens a picture has is not known
-        tool = Ask((Part(p[:4]), Part(p[:4], "tool")), chat=True)
+        tool = Ask((PromptPart(p[:4]), PromptPart(p[:4], "tool")), chat=True)
         assert server.ask(tool).common is None or server.ask(tool).common is None
 
 
 def test_a_line_for_a_shell_sends_the_same() -> None:
     server = Server("http://127.0.0.1:9", key="secret")
-    server.profile = Profile("m", completions={"logprobs": 5})
-    ask = Ask((Part((0, 1)), Part(answer=0)), salt="it's")
-    line = server.curl(ask, [Answer("x'y")])
+    server.profile = ServerProfile("m", completions={"logprobs": 5})
+    ask = Ask((PromptPart((0, 1)), PromptPart(answer=0)), salt="it's")
+    line = server.curl(ask, [ServerAnswer("x'y")])
     words = shlex.split(line)
     assert words[0] == "curl" and words[2] == "http://127.0.0.1:9/v1/completions" and "secret" not in line
-    assert json.loads(words[-1]) == server.body(ask, [Answer("x'y")])[1]
+    assert json.loads(words[-1]) == server.body(ask, [ServerAnswer("x'y")])[1]
     assert json.loads(words[-1])["prompt"] == " a bx'y" and json.loads(words[-1])["cache_salt"] == "it's"

@@ -8,14 +8,14 @@ from pathlib import Path
 from planted import PLANTED
 
 from kvpagoda.audit.probes import probes
-from kvpagoda.audit.server import Profile
+from kvpagoda.audit.server import ServerProfile
 
 PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
 
 
 def test_threads_are_planted_and_found_by_probes() -> None:
     rows = re.findall(r"^\| \w+#\d.*", PAGE.read_text(), re.MULTILINE)
-    names = {name for name, _, _ in probes(Profile("m"), None, False)} | {"counters"}
+    names = {name for name, _, _ in probes(ServerProfile("m"), None, False)} | {"counters"}
     assert len(rows) > 4
     for row in rows:
         _, _, fault, found = (cell.strip() for cell in row.strip("| ").split("|"))
@@ -25,4 +25,4 @@ def test_threads_are_planted_and_found_by_probes() -> None:
 def test_every_probe_is_described() -> None:
     cells = re.findall(r"^\| ([^|#]+) \|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
     described = {name for cell in cells for name in cell.split(", ")}
-    assert {name for name, _, _ in probes(Profile("m"), None, False)} <= described
+    assert {name for name, _, _ in probes(ServerProfile("m"), None, False)} <= described

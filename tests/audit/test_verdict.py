@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvpagoda.audit.server import Answer
+from kvpagoda.audit.server import ServerAnswer
 from kvpagoda.audit.verdict import (
     CHANCE,
     ERROR,
@@ -21,9 +21,9 @@ from kvpagoda.audit.verdict import (
 )
 
 
-def answer(*tops: dict[str, float]) -> Answer:
+def answer(*tops: dict[str, float]) -> ServerAnswer:
     tokens = tuple(max(top, key=top.__getitem__) for top in tops)
-    return Answer("".join(tokens), tokens, tops)
+    return ServerAnswer("".join(tokens), tokens, tops)
 
 
 def test_the_distance_is_that_of_the_first_tokens_as_long_as_they_are_the_same() -> None:
@@ -42,8 +42,8 @@ def test_a_token_that_one_side_does_not_show_differs_by_what_is_known() -> None:
 
 
 def test_without_log_probabilities_texts_are_compared() -> None:
-    assert distance(Answer("abc", ("abc",)), Answer("abc", ("abc",))) == (0.0, 0)
-    assert distance(Answer("abc", ("abc",)), Answer("abd", ("abd",))) == (1.0, 3)
+    assert distance(ServerAnswer("abc", ("abc",)), ServerAnswer("abc", ("abc",))) == (0.0, 0)
+    assert distance(ServerAnswer("abc", ("abc",)), ServerAnswer("abd", ("abd",))) == (1.0, 3)
 
 
 def test_the_limit_follows_the_noise() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvpagoda import KVCache, Limits, Namespace
 from kvpagoda.errors import BadInput
-from kvpagoda.events.event_log import Gone, Renewed, Restart, Shared
+from kvpagoda.events.event_log import Gone, Renewed, Restart, SharedEvents
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
@@ -43,7 +43,7 @@ def test_a_log_says_what_the_cache_did() -> None:
     cache = cache_of(log)
     leave(cache, range(16))
     first, second = log.take()
-    assert isinstance(first, Shared) and isinstance(second, Shared) and log.take() == []
+    assert isinstance(first, SharedEvents) and isinstance(second, SharedEvents) and log.take() == []
     assert first.first == 0 and first.keys.tolist() == [*range(8)] and len(first.texts) == 2
     assert second.keys.tolist()[-8:] == [*range(8, 16)]
     cache.invalidate("a")
@@ -55,7 +55,7 @@ def test_a_log_says_what_the_cache_did() -> None:
     assert Renewed in {type(record) for record in renewed}
     for first_token in range(100, 150):
         leave(cache, [first_token] * 20)
-    assert {Shared, Gone} <= {type(record) for record in log.take()} <= {Shared, Gone}
+    assert {SharedEvents, Gone} <= {type(record) for record in log.take()} <= {SharedEvents, Gone}
     leave(cache, range(16))
     log.take()
     cache.reset()
@@ -70,7 +70,7 @@ def test_a_full_log_begins_anew_and_says_all() -> None:
         leave(cache, [first] * 8)
     records = log.take()
     assert log.num_restarts == 1 and isinstance(records[0], Restart) and len(records[0].shared) == 4
-    assert [type(record) for record in records[1:]] == [Shared]
+    assert [type(record) for record in records[1:]] == [SharedEvents]
 
 
 def test_what_memory_lacked_for_is_said_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from kvpagoda import Identity, KVCache
 from kvpagoda.core.offload.offloader import Offloader
-from kvpagoda.events.event_log import Kept
-from kvpagoda.events.tier_watch import Watch
+from kvpagoda.events.event_log import CachedEvents
+from kvpagoda.events.tier_watch import TierWatch
 from kvpagoda.tiers import disk_tier, host_tier
 from kvpagoda.tiers.driver import Status
 
@@ -109,14 +109,14 @@ def test_what_a_tier_keeps_is_told(kind: str, write: str, tmp_path: Path) -> Non
 
 def test_a_watch_tells_only_what_changes() -> None:
     log = EventLog()
-    watch = Watch("CPU", log)
+    watch = TierWatch("CPU", log)
     one, two = b"1" * 32, b"2" * 32
     watch.stored({b"k": one + two, b"l": two}, [Status.OK, Status.REJECTED])
     watch.dropped(b"l")
     watch.dropped(b"m")
     watch.dropped(b"k")
     watch.dropped(b"k")
-    assert log.take() == [Kept("CPU", (one, two), True), Kept("CPU", (one, two), False)]
+    assert log.take() == [CachedEvents("CPU", (one, two), True), CachedEvents("CPU", (one, two), False)]
 
 
 def test_a_full_log_starts_again_after_news_of_a_tier() -> None:

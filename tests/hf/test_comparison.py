@@ -12,11 +12,11 @@ pytest.importorskip("rich")
 
 from json_schema import schema_of, violations
 from kvpagoda.hf.comparison import Comparison
-from kvpagoda.hf.run import Run
+from kvpagoda.hf.run import GenerationRun
 
-COLD = Run("cold", [[1, 2], [3, 4]], 9.0, 6.0, 2000, 0, 0)
-WARM = Run("warm", [[1, 2], [3, 4]], 1.0, 0.1, 2000, 1920, 0)
-RESTARTED = Run("restarted", [[1, 2], [3, 5]], 1.0, 0.5, 2000, 1920, 1920)
+COLD = GenerationRun("cold", [[1, 2], [3, 4]], 9.0, 6.0, 2000, 0, 0)
+WARM = GenerationRun("warm", [[1, 2], [3, 4]], 1.0, 0.1, 2000, 1920, 0)
+RESTARTED = GenerationRun("restarted", [[1, 2], [3, 5]], 1.0, 0.5, 2000, 1920, 1920)
 FOUND = Comparison(
     "deepseek_v4", 1_230_075, {"sliding_attention": 2, "full": 1}, [900, 1100], 2, 1, [COLD, WARM, RESTARTED]
 )

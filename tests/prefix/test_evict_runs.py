@@ -7,7 +7,7 @@ import pytest
 
 from kvpagoda.core.prefix import PrefixTree
 from kvpagoda.core.prefix import tree as of_tree
-from kvpagoda.core.prefix.order import LRUOrder, Run
+from kvpagoda.core.prefix.order import LeafRun, LRUOrder
 from kvpagoda.retention import RetentionRule
 
 
@@ -64,7 +64,7 @@ def test_a_run_evicts_what_single_steps_evict(
     for seed in range(2):
         together = traffic(PrefixTree(2, num_groups, rule=RetentionRule(checkpoint_cost=cost)), seed)
         with monkeypatch.context() as patch:
-            patch.setattr(LRUOrder, "_run", lambda *_: Run([], {}, 0))
+            patch.setattr(LRUOrder, "_run", lambda *_: LeafRun([], {}, 0))
             before = len(sizes)
             assert traffic(PrefixTree(2, num_groups, rule=RetentionRule(checkpoint_cost=cost)), seed) == together
             assert len(sizes) == before

@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 from browser import chromium
 from kvpagoda import MissingExtra
 from kvpagoda.replay import Trace, hit_bound, hit_rate_curve, synthetic
-from kvpagoda.replay.page import Page, schema_sections, tree_sections
+from kvpagoda.replay.page import ReportPage, schema_sections, tree_sections
 from kvpagoda.replay.reuse import Reuse
 from kvpagoda.replay.serving import serve
 from kvpagoda.schema import Attention, Growth, Layer, Schema
@@ -108,7 +108,7 @@ def test_a_bound_is_shown_over_memory_alone() -> None:
 
 def test_a_name_cannot_end_the_script(tmp_path: Path) -> None:
     path = tmp_path / "out.html"
-    Page(path).write("</script><script>alert(1)</script>", ["<b>"], [])
+    ReportPage(path).write("</script><script>alert(1)</script>", ["<b>"], [])
     assert told(path)["title"].startswith("</script>") and "<script>alert" not in path.read_text()
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
     done = here("replay", "--report", str(tmp_path / "out.html"))
     assert done.returncode == 2 and "pip install 'kvpagoda[report]'" in done.stderr
     with pytest.raises(MissingExtra):
-        Page(tmp_path / "out.html")
+        ReportPage(tmp_path / "out.html")
 
 
 # ---- in a browser ----

@@ -9,7 +9,7 @@ import numpy as np
 from tools.drawings.svg import MARGIN, Picture
 
 from kvpagoda import KVCache, Limits, Schema
-from kvpagoda.core.groups import Group
+from kvpagoda.core.groups import CacheGroup
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
 
 BLOCK, LEFT, CELL, STEP = 16, 96, 24, 30
@@ -50,7 +50,7 @@ def feed(cache: KVCache, sequence: Any, tokens: range) -> None:
     cache.lookup([0])  # what follows from commits is done when the tree is read
 
 
-def state_of(cache: KVCache, group: Group, place: int) -> str:
+def state_of(cache: KVCache, group: CacheGroup, place: int) -> str:
     """Return the state of the block at ``place``, a key of ``SHADES``."""
     if place not in group.free.held_ids():
         return "free"

@@ -23,7 +23,7 @@ from kvpagoda.prefix import Lease, Match
 from kvpagoda.units import ceil_div
 
 
-class Sequence(Protocol):
+class NanoSequence(Protocol):
     """The attributes of nano-vllm's sequences that are read here.
 
     ``block_table`` and ``num_cached_tokens`` are written too. ``block_table``: ids of its blocks, 0 to ``num_blocks -
@@ -39,10 +39,10 @@ class Sequence(Protocol):
     block_table: list[int]
 
 
-class Found(NamedTuple):
+class LastLookup(NamedTuple):
     """The result of the last look-up: a sequence, its tokens, and the match of these in the tree."""
 
-    seq: Sequence
+    seq: NanoSequence
     tokens: Ids
     match: Match
 
@@ -78,7 +78,7 @@ class BlockManager:
         self._tree, self._free = self._blocks.tree, self._blocks.free
         self.num_blocks, self.block_size = self._blocks.num_blocks, self._blocks.block_size
         self._running: dict[int, Lease] = {}
-        self._found: Found | None = None
+        self._found: LastLookup | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -87,7 +87,7 @@ class BlockManager:
 
     # -- calls for a waiting sequence --------------------------------------------------------------------------------
 
-    def can_allocate(self, seq: Sequence) -> int:
+    def can_allocate(self, seq: NanoSequence) -> int:
         """Return how many leading blocks of ``seq`` are cached, at most all but its last; -1 without room for it.
 
         Changes nothing. O(tokens).
@@ -96,7 +96,7 @@ class BlockManager:
         wanted = self._columns(seq.num_tokens) - match.num_blocks
         return match.num_blocks if self._blocks.has_room(match, wanted) else -1
 
-    def allocate(self, seq: Sequence, num_cached_blocks: int) -> None:
+    def allocate(self, seq: NanoSequence, num_cached_blocks: int) -> None:
         """Give ``seq`` blocks for all its tokens; the first ``num_cached_blocks``, from ``can_allocate``, are shared.
 
         O(tokens).
@@ -126,11 +126,11 @@ class BlockManager:
 
     # -- calls for a running sequence --------------------------------------------------------------------------------
 
-    def can_append(self, seq: Sequence) -> bool:
+    def can_append(self, seq: NanoSequence) -> bool:
         """Return whether there is a block for the last token of ``seq``. O(1)."""
         return seq.num_tokens <= len(seq.block_table) * self.block_size or self.num_free_blocks > 0
 
-    def may_append(self, seq: Sequence) -> None:
+    def may_append(self, seq: NanoSequence) -> None:
         """Give ``seq`` a block for its last token, if it needs one.
 
         Raises:
@@ -139,7 +139,7 @@ class BlockManager:
         if seq.num_tokens > len(seq.block_table) * self.block_size:
             seq.block_table.append(int(self._blocks.take(1)[0]) - 1)
 
-    def hash_blocks(self, seq: Sequence) -> None:
+    def hash_blocks(self, seq: NanoSequence) -> None:
         """Make the full blocks of ``seq`` shareable, now that its scheduled tokens are computed.
 
         If another sequence has published the same block meanwhile, that one replaces the block of ``seq``, in
@@ -161,7 +161,7 @@ class BlockManager:
             self._free.release(ids[inserted.duplicates])
             seq.block_table[start:end] = (inserted.ids[0] - 1).tolist()
 
-    def deallocate(self, seq: Sequence) -> None:
+    def deallocate(self, seq: NanoSequence) -> None:
         """Free the blocks of ``seq``; published ones stay cached until they are evicted. O(blocks).
 
         Raises:
@@ -189,7 +189,7 @@ class BlockManager:
     def _columns(self, num_tokens: int) -> int:
         return ceil_div(num_tokens, self.block_size)
 
-    def _look_up(self, seq: Sequence) -> Match:
+    def _look_up(self, seq: NanoSequence) -> Match:
         """Return the match of ``seq``. Its tokens are converted to an array only once while it waits."""
         found = self._found
         if found is not None and found.seq is seq and len(found.tokens) == seq.num_tokens:
@@ -197,10 +197,10 @@ class BlockManager:
         else:
             tokens = as_tokens(seq.token_ids)
         match = self._tree.match(tokens, limit=(self._columns(len(tokens)) - 1) * self.block_size)
-        self._found = Found(seq, tokens, match)
+        self._found = LastLookup(seq, tokens, match)
         return match
 
-    def _lease_of(self, seq: Sequence) -> Lease:
+    def _lease_of(self, seq: NanoSequence) -> Lease:
         lease = self._running.get(seq.seq_id)
         if lease is None:
             raise BadInput(f"sequence {seq.seq_id} has no blocks; allocate it first", needed=seq.seq_id)

@@ -27,7 +27,7 @@ _WAIT = 600  # seconds for a server to come back
 
 
 @dataclass(frozen=True)
-class Options:
+class AuditOptions:
     """What ``kvpagoda audit`` is given; the command line says what each is."""
 
     url: str
@@ -92,7 +92,7 @@ def _checked(cold: str | None, max_requests: int, seed: int | None) -> int:
     return random.SystemRandom().randrange(1 << 32) if seed is None else seed
 
 
-def run(options: Options) -> int:
+def run(options: AuditOptions) -> int:
     """Audit, print and write what was found. Return the exit code: 0 clean, 1 findings, 2 cannot be judged, 130 after Ctrl-C
     where nothing was found.
 
@@ -162,7 +162,7 @@ def _replay(audit: Audit, data: Any) -> int:
     return 1 if seen > 1 else 0 if runs else 2
 
 
-def _write(report: Report, options: Options) -> None:
+def _write(report: Report, options: AuditOptions) -> None:
     for number, finding in enumerate(report.findings, 1):
         path = options.save / f"finding-{number}.json"
         path.write_text(json.dumps(finding.replay(report.audit.server.profile), indent=1) + "\n", "utf-8")

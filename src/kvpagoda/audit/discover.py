@@ -8,11 +8,11 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from kvpagoda.audit.prompts import LETTERS, Ask, Draw, Part
-from kvpagoda.audit.server import Answer, Profile, Server, Unanswered, answer_of, counter_of, picture_of
+from kvpagoda.audit.prompts import LETTERS, Ask, Draw, PromptPart
+from kvpagoda.audit.server import Server, ServerAnswer, ServerProfile, Unanswered, answer_of, counter_of, picture_of
 from kvpagoda.errors import BadInput, unknown_name
 
-Asked = Callable[[Ask], Answer]
+Asked = Callable[[Ask], ServerAnswer]
 LONGEST = 4096
 """The most tokens of a prompt that is asked."""
 _EXTRAS: dict[str, Any] = dict(ignore_eos=True, return_tokens_as_token_ids=True, return_token_ids=True)
@@ -71,7 +71,7 @@ def find_interface(server: Server, model: str | None) -> Draw:
     return Draw(0, profile.as_ids)
 
 
-def _named(server: Server, model: str | None) -> Profile:
+def _named(server: Server, model: str | None) -> ServerProfile:
     """Return a profile with what ``/v1/models`` and pages of servers of a kind say. Raises BadInput."""
     try:
         said = server.get("/v1/models")
@@ -87,7 +87,7 @@ def _named(server: Server, model: str | None) -> Profile:
     lengths = [one.get("max_model_len"), one.get("context_length"), _at(server, "/props", "n_ctx")]
     metrics = page(server, "/metrics")
     blocks, size = (re.search(rf'{key}="(\d+)"', metrics) for key in ("num_gpu_blocks", "[{,]block_size"))
-    return Profile(
+    return ServerProfile(
         name,
         str(one.get("owned_by") or ""),
         adapters=[other for other, its in listed.items() if its.get("parent") and other != name],
@@ -151,9 +151,9 @@ def _width(reply: Any) -> int:
     return len(tops[0]) if tops else 0
 
 
-def prompt(draw: Draw, profile: Profile, tokens: int) -> tuple[Part, ...]:
+def prompt(draw: Draw, profile: ServerProfile, tokens: int) -> tuple[PromptPart, ...]:
     """Return a new prompt of ``tokens`` tokens, as far as whole symbols go."""
-    return (Part(draw.text(max(1, tokens // profile.per_symbol), head=True)),)
+    return (PromptPart(draw.text(max(1, tokens // profile.per_symbol), head=True)),)
 
 
 def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
@@ -169,7 +169,7 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
     """
     profile, is_chat = server.profile, server.profile.is_chat
     for chat in [False] * (not is_chat) + [True] * (profile.chats is not None):
-        short, long = (ask(Ask((Part(draw.text(n, head=True)),), most=1, chat=chat)).num_prompt for n in (8, 40))
+        short, long = (ask(Ask((PromptPart(draw.text(n, head=True)),), most=1, chat=chat)).num_prompt for n in (8, 40))
         each = max(1, round((long - short) / 32))
         profile.shared["chat" if chat else "completion"] = max(0, short - 8 * each)
         profile.per["chat" if chat else "completion"] = each
@@ -206,7 +206,7 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
             break
 
 
-def _found(ask: Asked, draw: Draw, profile: Profile, tokens: int) -> int:
+def _found(ask: Asked, draw: Draw, profile: ServerProfile, tokens: int) -> int:
     """Return how many tokens of a new prompt are cached when it is asked for the second time, or for the third."""
     request = Ask(prompt(draw, profile, tokens), most=1, chat=profile.is_chat)
     most = 0

@@ -11,7 +11,7 @@ from typing import Any
 from kvpagoda.audit.judge import Audit, Miscount, Results, Trial, until
 from kvpagoda.audit.probes import KINDS, PLAIN
 from kvpagoda.audit.prompts import Case, Draw
-from kvpagoda.audit.server import Answer, OutOfRequests, Profile, Unanswered
+from kvpagoda.audit.server import OutOfRequests, ServerAnswer, ServerProfile, Unanswered
 from kvpagoda.audit.verdict import distance
 from kvpagoda.errors import BadInput
 
@@ -67,7 +67,7 @@ class Finding:
         """Return the fields as plain data, without the case, which a replay file has."""
         return {name: value for name, value in self.__dict__.items() if name != "case"}
 
-    def replay(self, profile: Profile) -> dict[str, Any]:
+    def replay(self, profile: ServerProfile) -> dict[str, Any]:
         """Return what a replay file says.
 
         Args:
@@ -201,7 +201,7 @@ def _answers_of(audit: Audit, found: list[Miscount]) -> str:
 # -- the smallest case ------------------------------------------------------------------------------------------------
 
 
-def _lines(audit: Audit, case: Case, answers: list[Answer | None], what: str) -> list[str]:
+def _lines(audit: Audit, case: Case, answers: list[ServerAnswer | None], what: str) -> list[str]:
     """Return lines for a shell that send ``case``, and a cold twin of its last request."""
     server, lines, seen = audit.server, list[str](), 0
     for step in case.steps:
@@ -243,7 +243,7 @@ def replay(audit: Audit, data: Any) -> tuple[int, int, str]:
     """
     try:
         is_known = data["version"] == REPLAY_VERSION
-        profile, case, sort = Profile(**data["profile"]), Case.of(data["case"]), data["sort"]
+        profile, case, sort = ServerProfile(**data["profile"]), Case.of(data["case"]), data["sort"]
     except (KeyError, TypeError) as error:
         raise BadInput(f"not a replay file of an audit: {error!r}") from None
     if not is_known:

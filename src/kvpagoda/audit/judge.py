@@ -11,9 +11,9 @@ from itertools import count, cycle, islice
 from time import monotonic
 
 from kvpagoda.audit.discover import find_cold, find_interface, find_sizes, num_preempted, page, prompt
-from kvpagoda.audit.probes import KINDS, Probe, Texts, probes
-from kvpagoda.audit.prompts import Ask, Case, Draw, Part, Step
-from kvpagoda.audit.server import Answer, OutOfRequests, Server, Unanswered
+from kvpagoda.audit.probes import KINDS, Probe, ProbeTexts, probes
+from kvpagoda.audit.prompts import Ask, Case, Draw, PromptPart, PromptStep
+from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer, Unanswered
 from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
 
 _RESERVE = 8
@@ -45,10 +45,10 @@ class Trial:
     case: Case
     number: int
     ask: Ask
-    answers: list[Answer | None]
-    answer: Answer
+    answers: list[ServerAnswer | None]
+    answer: ServerAnswer
     key: str
-    twins: list[Answer] = field(init=False, default_factory=list)
+    twins: list[ServerAnswer] = field(init=False, default_factory=list)
     distance: float = field(init=False, default=0.0)
     at: int = field(init=False, default=0)
     is_wrong: bool | None = field(init=False, default=None)
@@ -64,8 +64,8 @@ class Miscount:
     case: Case
     number: int
     ask: Ask
-    answers: list[Answer | None]
-    answer: Answer
+    answers: list[ServerAnswer | None]
+    answer: ServerAnswer
 
 
 @dataclass
@@ -162,9 +162,9 @@ class Audit:
         self.server, self.seed, self.results = server, seed, Results()
         self._model, self._way, self._after, self._wait = model, cold, after, wait
         self._say = say
-        self._twins, self._num_refused, self._num_noise = dict[str, Answer](), 0, 0
+        self._twins, self._num_refused, self._num_noise = dict[str, ServerAnswer](), 0, 0
         self._pending = list[Trial]()
-        self._case, self._answers = Case("what the server has"), list[Answer | None]()
+        self._case, self._answers = Case("what the server has"), list[ServerAnswer | None]()
         self.draw = Draw(seed)
 
     def run(self) -> Results:
@@ -206,7 +206,7 @@ class Audit:
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, ask: Ask, answers: list[Answer | None] | None = None) -> Answer:
+    def _ask(self, ask: Ask, answers: list[ServerAnswer | None] | None = None) -> ServerAnswer:
         """Return the answer to ``ask``, and look at its counter."""
         answers = self._answers if answers is None else answers
         answer = self.server.ask(ask, answers)
@@ -234,7 +234,7 @@ class Audit:
 
     def run_case(self, case: Case) -> list[Trial]:
         """Run ``case`` and return its judged requests, without verdicts. Raises OutOfRequests, Unanswered."""
-        answers, trials = list[Answer | None](), list[Trial]()
+        answers, trials = list[ServerAnswer | None](), list[Trial]()
         self._case = case
         for step in case.steps:
             if step.do == "churn":
@@ -250,7 +250,7 @@ class Audit:
             answers += got
         return trials
 
-    def _do(self, step: Step, answers: list[Answer | None]) -> list[Answer | None]:
+    def _do(self, step: PromptStep, answers: list[ServerAnswer | None]) -> list[ServerAnswer | None]:
         if step.do == "abort":
             self.server.abort(step.asks[0], answers)
             return [None]
@@ -258,20 +258,20 @@ class Audit:
             return self.server.together(step.asks, answers)
         return [self._ask(ask, answers) for ask in step.asks]
 
-    def _key(self, ask: Ask, answers: Sequence[Answer | None]) -> str:
+    def _key(self, ask: Ask, answers: Sequence[ServerAnswer | None]) -> str:
         return json.dumps(self.server.body(ask.key, answers)[1])
 
-    def _is_cold(self, ask: Ask, answer: Answer) -> bool:
+    def _is_cold(self, ask: Ask, answer: ServerAnswer) -> bool:
         return answer.cached is None or answer.cached <= self.server.profile.by_chance(ask)
 
     # -- cold twins --------------------------------------------------------------------------------------------------
 
-    def cold(self, wanted: Sequence[tuple[Ask, list[Answer | None]]]) -> list[Answer | None]:
+    def cold(self, wanted: Sequence[tuple[Ask, list[ServerAnswer | None]]]) -> list[ServerAnswer | None]:
         """Return the answers of cold runs; None for one that used what is cached. Raises OutOfRequests, Unanswered."""
         way = self.server.profile.cold
         if way != "churn":
             return [self._cold(ask, answers, way) for ask, answers in wanted]
-        found: dict[int, Answer | None] = {}
+        found: dict[int, ServerAnswer | None] = {}
         while left := [number for number in range(len(wanted)) if number not in found]:
             self.churn()
             batch = list[int]()
@@ -294,7 +294,7 @@ class Audit:
         a, b = one.parts[0].symbols, other.parts[0].symbols
         return one.chat != other.chat or a[:1] == b[:1]
 
-    def _cold(self, ask: Ask, answers: list[Answer | None], way: str) -> Answer | None:
+    def _cold(self, ask: Ask, answers: list[ServerAnswer | None], way: str) -> ServerAnswer | None:
         twin = replace(ask.key, salt=self.draw.salt() if way == "salt" else None, cold=way == "off")
         answer = self._ask(twin, answers)
         return answer if self._is_cold(ask, answer) else None
@@ -312,20 +312,24 @@ class Audit:
             OutOfRequests: no more may be sent.
             Unanswered: the server does not answer.
         """
-        texts, noise, firsts = Texts(self.draw, self.server.profile), self.results.noise, list[tuple[Ask, Answer]]()
+        texts, noise, firsts = (
+            ProbeTexts(self.draw, self.server.profile),
+            self.results.noise,
+            list[tuple[Ask, ServerAnswer]](),
+        )
         for n in islice(cycle(texts.lengths()), self._num_noise, self._num_noise + pairs):
             ask = texts.ask(texts.new(n), most=2 * _HALF)
             answer = self._ask(ask)
             if self._is_cold(ask, answer):
                 firsts.append((ask, answer))
         self._num_noise += pairs
-        more = list[tuple[Ask, Answer, Answer]]()
+        more = list[tuple[Ask, ServerAnswer, ServerAnswer]]()
         fronts = self.cold([(replace(ask, most=_HALF), []) for ask, _ in firsts])
         for (ask, answer), front in zip(firsts, fronts):
             if front is not None:
                 noise.same.append(distance(replace(answer, text=answer.text[: len(front.text)]), front)[0])
                 if self._can_go_on(front) and answer.text.startswith(front.text):
-                    more.append((replace(ask, parts=(*ask.parts, Part(answer=0)), most=_HALF), front, answer))
+                    more.append((replace(ask, parts=(*ask.parts, PromptPart(answer=0)), most=_HALF), front, answer))
         for (_, front, answer), twin in zip(more, self.cold([(ask, [front]) for ask, front, _ in more])):
             if twin is not None and twin.num_prompt == front.num_prompt + _HALF:
                 rest = replace(answer, tokens=answer.tokens[_HALF:], tops=answer.tops[_HALF:])
@@ -333,12 +337,12 @@ class Audit:
         if not noise.pieces:
             self._noise_beside(texts, max(1, pairs // 2))
 
-    def _can_go_on(self, front: Answer) -> bool:
+    def _can_go_on(self, front: ServerAnswer) -> bool:
         """Return whether ``front`` can be a part of a prompt, token by token."""
         return not self.server.profile.is_chat and bool(front.ids if self.server.profile.as_ids else front.text)
 
-    def _noise_beside(self, texts: Texts, pairs: int) -> None:
-        both = list[tuple[Ask, Answer]]()
+    def _noise_beside(self, texts: ProbeTexts, pairs: int) -> None:
+        both = list[tuple[Ask, ServerAnswer]]()
         for n in islice(cycle(texts.lengths()), pairs):
             asks = [texts.ask(texts.new(n), most=12), texts.ask(texts.new(n + 7), most=12)]
             both += [(ask, answer) for ask, answer in zip(asks, self.server.together(asks)) if answer is not None]
@@ -405,7 +409,7 @@ class Audit:
     def _rounds(self) -> None:
         """Make each probe in turn, with new prompts of other lengths each time, until the requests are spent."""
         profile, results = self.server.profile, self.results
-        texts = Texts(self.draw, profile)
+        texts = ProbeTexts(self.draw, profile)
         found = [*probes(profile, self._after, profile.takes_salts)]
         results.skipped = {name: why for name, probe, why in found if probe is None}
         made = {name: probe for name, probe, _ in found if probe is not None}
@@ -452,7 +456,7 @@ class Audit:
         batches = Counter(trial.ask.parts[0].symbols[:1] for trial in missing).most_common(1)[0][1]
         return len(missing) + batches * self.server.profile.churn
 
-    def _try(self, probe: Probe, texts: Texts, n: int, keep: int) -> None:
+    def _try(self, probe: Probe, texts: ProbeTexts, n: int, keep: int) -> None:
         """Make a probe; if something was wrong, but it is not sure, make the same case again with other prompts."""
         case = probe(texts, n)
         for number in range(_AGAIN):
@@ -516,7 +520,7 @@ class Audit:
 
 def until(case: Case, number: int) -> Case:
     """Return ``case`` up to its request ``number``."""
-    steps, seen = list[Step](), 0
+    steps, seen = list[PromptStep](), 0
     for step in case.steps:
         steps.append(step)
         seen += len(step.asks)

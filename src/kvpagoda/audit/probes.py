@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvpagoda.audit.prompts import Ask, Case, Draw, Part, Step, Symbols, one
-from kvpagoda.audit.server import Profile
+from kvpagoda.audit.prompts import Ask, Case, Draw, PromptPart, PromptStep, Symbols, one
+from kvpagoda.audit.server import ServerProfile
 
 KINDS = {
     "repeat": "the same prompt, asked again,",
@@ -39,7 +39,7 @@ PLAIN = ("repeat", "extend", "cut", "front", "branch", "turn", "in turn")
 
 
 @dataclass
-class Texts:
+class ProbeTexts:
     """Makes prompts for probes.
 
     Args:
@@ -49,7 +49,7 @@ class Texts:
     """
 
     draw: Draw
-    profile: Profile
+    profile: ServerProfile
     beyond: int = 4
 
     @property
@@ -68,7 +68,7 @@ class Texts:
     def ask(self, symbols: Symbols, kind: str = "", **options: object) -> Ask:
         """Return a request with the prompt ``symbols``."""
         options.setdefault("chat", self.profile.is_chat)
-        return Ask((Part(symbols),), kind, **options)  # type: ignore[arg-type]
+        return Ask((PromptPart(symbols),), kind, **options)  # type: ignore[arg-type]
 
     def lengths(self) -> list[int]:
         """Return the lengths that are tried, in symbols: around the unit of hits, several units, and around windows."""
@@ -78,10 +78,10 @@ class Texts:
         return [n for n in dict.fromkeys(near) if n + 2 * u + 8 <= most] or [max(2, most // 2)]
 
 
-Probe = Callable[[Texts, int], Case]
+Probe = Callable[[ProbeTexts, int], Case]
 
 
-def hits(texts: Texts, n: int) -> Case:
+def hits(texts: ProbeTexts, n: int) -> Case:
     """A prompt again, longer, shorter, with another end and with another beginning."""
     draw, u = texts.draw, texts.unit
     p = texts.new(n)
@@ -99,22 +99,22 @@ def hits(texts: Texts, n: int) -> Case:
     return Case("hits", one(*asks))
 
 
-def turns(texts: Texts, n: int) -> Case:
+def turns(texts: ProbeTexts, n: int) -> Case:
     """A prompt that goes on after an answer of more than a unit, and once more."""
     draw, u = texts.draw, texts.unit
     p, q, r = texts.new(n), draw.text(3), draw.text(draw.number(2, u + 2))
-    first = Part(p)
+    first = PromptPart(p)
     if texts.profile.is_chat:
         return chat(texts, n)
     asks = [
-        Ask((first,), most=min(u + 4, 40)), Ask((first, Part(answer=0), Part(q)), "turn"),
-        Ask((first, Part(answer=0), Part(q), Part(answer=1), Part(r)), "turn"),
-        Ask((first, Part(answer=0), Part(q)), "turn"),
+        Ask((first,), most=min(u + 4, 40)), Ask((first, PromptPart(answer=0), PromptPart(q)), "turn"),
+        Ask((first, PromptPart(answer=0), PromptPart(q), PromptPart(answer=1), PromptPart(r)), "turn"),
+        Ask((first, PromptPart(answer=0), PromptPart(q)), "turn"),
     ]  # fmt: skip
     return Case("turns", one(*asks))
 
 
-def in_turn(texts: Texts, n: int) -> Case:
+def in_turn(texts: ProbeTexts, n: int) -> Case:
     """Two prompts in turn, again and again: the cheapest hits, for faults that are rare."""
     p, q = texts.new(n), texts.new(n + texts.draw.number(1, texts.unit))
     asks = [texts.ask(p), texts.ask(q)]
@@ -123,13 +123,13 @@ def in_turn(texts: Texts, n: int) -> Case:
     return Case("in turn", one(*asks))
 
 
-def chat(texts: Texts, n: int) -> Case:
+def chat(texts: ProbeTexts, n: int) -> Case:
     """A chat of three turns, one with a tool's result."""
     draw, u = texts.draw, texts.in_chat(texts.unit)
     system, p, q, r = texts.new(u + 3), draw.text(texts.in_chat(n)), draw.text(9), draw.text(u + 2)
-    opening = (Part(system, "system"), Part(p))
-    second = (*opening, Part(answer=0, role="assistant"), Part(q))
-    third = (*second, Part(answer=1, role="assistant"), Part(r))
+    opening = (PromptPart(system, "system"), PromptPart(p))
+    second = (*opening, PromptPart(answer=0, role="assistant"), PromptPart(q))
+    third = (*second, PromptPart(answer=1, role="assistant"), PromptPart(r))
     asks = [
         Ask(opening, chat=True), Ask(second, "chat turn", chat=True), Ask(third, "chat turn", chat=True),
         Ask(second, "chat turn", chat=True),
@@ -137,58 +137,58 @@ def chat(texts: Texts, n: int) -> Case:
     return Case("chat", one(*asks))
 
 
-def roles(texts: Texts, n: int) -> Case:
+def roles(texts: ProbeTexts, n: int) -> Case:
     """A chat, and one with the same text that somebody else says."""
     p, q = texts.new(texts.in_chat(texts.unit) + 3), texts.draw.text(texts.in_chat(n))
-    system, user = ((Part(p, role), Part(q)) for role in ("system", "user"))
+    system, user = ((PromptPart(p, role), PromptPart(q)) for role in ("system", "user"))
     asks = [Ask(system, chat=True), Ask(user, "other role", chat=True), Ask(system, "other role", chat=True)]
     return Case("roles", one(*asks))
 
 
-def tools(texts: Texts, n: int) -> Case:
+def tools(texts: ProbeTexts, n: int) -> Case:
     """A chat in which a tool's result follows."""
     draw = texts.draw
     p, result, more = texts.new(texts.in_chat(texts.unit) + 3), draw.text(texts.in_chat(texts.unit) + 5), draw.text(7)
-    first = (Part(p), Part(draw.text(3), "tool"))
-    second = (Part(p), Part(result, "tool"))
+    first = (PromptPart(p), PromptPart(draw.text(3), "tool"))
+    second = (PromptPart(p), PromptPart(result, "tool"))
     asks = [
         Ask(first, chat=True), Ask(second, "tool turn", chat=True),
-        Ask((*second, Part(answer=1, role="assistant"), Part(more)), "tool turn", chat=True),
+        Ask((*second, PromptPart(answer=1, role="assistant"), PromptPart(more)), "tool turn", chat=True),
     ]  # fmt: skip
     return Case("tools", one(*asks))
 
 
-def at_once(texts: Texts, n: int) -> Case:
+def at_once(texts: ProbeTexts, n: int) -> Case:
     """Two prompts at the same moment: of one beginning, of none in common, one new text twice beside another; then again."""
     draw, u = texts.draw, texts.unit
     p, q, new = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n)
     left, right = p + draw.text(draw.number(1, u + 2)), p + draw.text(draw.number(1, u + 2))
     steps = [
         *one(texts.ask(p), texts.ask(q)),
-        Step("together", (texts.ask(p, "at once", most=12), texts.ask(q, "at once", most=12))),
-        Step("together", (texts.ask(left, "at once"), texts.ask(right, "at once"))),
-        Step("together", (texts.ask(q, most=40), texts.ask(new, "at once"), texts.ask(new, "at once"))),
+        PromptStep("together", (texts.ask(p, "at once", most=12), texts.ask(q, "at once", most=12))),
+        PromptStep("together", (texts.ask(left, "at once"), texts.ask(right, "at once"))),
+        PromptStep("together", (texts.ask(q, most=40), texts.ask(new, "at once"), texts.ask(new, "at once"))),
         *one(texts.ask(p, "after at once"), texts.ask(new, "after at once"), texts.ask(left, "after at once")),
     ]
     return Case("at once", tuple(steps))
 
 
-def aborted(texts: Texts, n: int) -> Case:
+def aborted(texts: ProbeTexts, n: int) -> Case:
     """A request that is aborted, another one, and then the same and longer ones."""
     draw, u = texts.draw, texts.unit
     p, other = texts.new(n), texts.new(n)
     longer = p + draw.text(draw.number(1, u + 1))
     most = max(2, min(3 * u, 48))
     steps = [
-        Step("abort", (texts.ask(p, most=most),)),
+        PromptStep("abort", (texts.ask(p, most=most),)),
         *one(texts.ask(other, most=2), texts.ask(p, "after abort"), texts.ask(longer, "after abort")),
-        Step("abort", (texts.ask(longer, most=most),)),
+        PromptStep("abort", (texts.ask(longer, most=most),)),
         *one(texts.ask(longer, "after abort"), texts.ask(p, "after abort")),
     ]
     return Case("abort", tuple(steps))
 
 
-def churned(texts: Texts, n: int) -> Case:
+def churned(texts: ProbeTexts, n: int) -> Case:
     """Prompts again after others have filled a part of the cache, one after an eighth or a quarter of it, the next after twice
     as much, and so on: what was evicted from the device is in a tier for a while, then in none."""
     draw, u, share = texts.draw, texts.unit, texts.draw.number(1, 2) / 8
@@ -197,23 +197,23 @@ def churned(texts: Texts, n: int) -> Case:
     for number, p in enumerate(prompts):
         again, longer = texts.ask(p, "repeat after churn"), p + draw.text(draw.number(1, u + 1))
         steps += [
-            Step("churn", churn=share * 2.0 ** max(0, number - 1)),
+            PromptStep("churn", churn=share * 2.0 ** max(0, number - 1)),
             *one(again, texts.ask(longer, "extend after churn"), again),
         ]
     return Case("churn", tuple(steps))
 
 
-def waited(texts: Texts, n: int) -> Case:
+def waited(texts: ProbeTexts, n: int) -> Case:
     """Six prompts again, after the user has done something."""
     draw, u = texts.draw, texts.unit
     prompts = [texts.new(n + draw.number(0, u)) for _ in range(6)]
     longer = [p + draw.text(draw.number(1, u + 1)) for p in prompts]
     after = [texts.ask(p, "repeat after wait") for p in prompts]
     more = [texts.ask(p, "extend after wait") for p in longer]
-    return Case("wait", (*one(*map(texts.ask, prompts)), Step("wait"), *one(*after, *more, *after)))
+    return Case("wait", (*one(*map(texts.ask, prompts)), PromptStep("wait"), *one(*after, *more, *after)))
 
 
-def loaded(texts: Texts, n: int) -> Case:
+def loaded(texts: ProbeTexts, n: int) -> Case:
     """So many long prompts at once that the server has to preempt some; then each again. They go on until the memory is just
     full, so that little of a preempted one is evicted before it begins again."""
     profile, draw = texts.profile, texts.draw
@@ -224,22 +224,22 @@ def loaded(texts: Texts, n: int) -> Case:
     size = max(8, size // profile.per_symbol)
     prompts = [texts.new(size - draw.number(0, texts.unit)) for _ in range(4)]
     most = min(most, _until_full([len(p) * profile.per_symbol for p in prompts], most, profile) + texts.beyond)
-    crowd = Step("together", tuple(texts.ask(p, "under load", most=most) for p in prompts))
+    crowd = PromptStep("together", tuple(texts.ask(p, "under load", most=most) for p in prompts))
     after = [texts.ask(p, "after load") for p in prompts]
     if not profile.is_chat:  # what was written while it ran, too
-        y = Part(texts.draw.text(3))
-        after += [Ask((Part(p), Part(answer=i), y), "after load") for i, p in enumerate(prompts[-2:], 2)]
+        y = PromptPart(texts.draw.text(3))
+        after += [Ask((PromptPart(p), PromptPart(answer=i), y), "after load") for i, p in enumerate(prompts[-2:], 2)]
     return Case("load", (crowd, *one(*after)))
 
 
-def _until_full(lengths: list[int], most: int, profile: Profile) -> int:
+def _until_full(lengths: list[int], most: int, profile: ServerProfile) -> int:
     """Return after how many tokens prompts of ``lengths`` have filled the memory; at most ``most``."""
     unit, room = max(1, profile.unit), profile.num_blocks_tokens
     needed = (sum(-(-(length + n) // unit) for length in lengths) * unit for n in range(1, most))
     return next((n for n, tokens in enumerate(needed, 1) if tokens > room), most) if room else most
 
 
-def salts(texts: Texts, n: int) -> Case:
+def salts(texts: ProbeTexts, n: int) -> Case:
     """A prompt under one salt, then under another one."""
     p = texts.new(n)
     asks = [
@@ -249,7 +249,7 @@ def salts(texts: Texts, n: int) -> Case:
     return Case("salts", one(*asks)).fresh(texts.draw)
 
 
-def adapters(texts: Texts, n: int) -> Case:
+def adapters(texts: ProbeTexts, n: int) -> Case:
     """A prompt for the model, then for an adapter of it, and the other way round."""
     p, q, name = texts.new(n), texts.new(n), texts.draw.number(0, len(texts.profile.adapters) - 1)
     adapter = texts.profile.adapters[name]
@@ -260,14 +260,14 @@ def adapters(texts: Texts, n: int) -> Case:
     return Case("adapters", one(*asks))
 
 
-def pictures(texts: Texts, n: int) -> Case:
+def pictures(texts: ProbeTexts, n: int) -> Case:
     """A text with a picture, then with another one, and the first again."""
     draw = texts.draw
     p, tail = draw.text(texts.in_chat(n)), draw.text(texts.in_chat(texts.unit) + 1)
     draw.shift += 10
 
     def shown(symbols: Symbols, image: int, kind: str = "") -> Ask:
-        return Ask((Part(symbols, image=draw.shift + image),), kind, chat=True)
+        return Ask((PromptPart(symbols, image=draw.shift + image),), kind, chat=True)
 
     asks = [
         shown(p, 1), shown(p, 2, "other picture"), shown(p, 1, "repeat"), shown(p + tail, 3, "other picture"),
@@ -276,7 +276,7 @@ def pictures(texts: Texts, n: int) -> Case:
     return Case("pictures", one(*asks))
 
 
-def probes(profile: Profile, after: str | None, has_salts: bool) -> Iterator[tuple[str, Probe | None, str]]:
+def probes(profile: ServerProfile, after: str | None, has_salts: bool) -> Iterator[tuple[str, Probe | None, str]]:
     """Yield (name, probe, why it is not made): the probe is None where the server lacks something.
 
     Args:

@@ -21,7 +21,7 @@ FIRST_ID, LAST_ID = 32, 250
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptPart:
     """A piece of a prompt; in a chat a message.
 
     Args:
@@ -51,7 +51,7 @@ class Ask:
         cold: whether the server is told to leave out what is cached (``cache_prompt``).
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     kind: str = ""
     most: int = 6
     chat: bool = False
@@ -71,7 +71,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Step:
+class PromptStep:
     """What is done at once.
 
     Args:
@@ -91,7 +91,7 @@ class Case:
     """A list of steps, the judged requests among them. ``name``: of the probe that made it."""
 
     name: str
-    steps: tuple[Step, ...] = ()
+    steps: tuple[PromptStep, ...] = ()
 
     def fresh(self, draw: Draw) -> Case:
         """Return the same case with other symbols: prompts have the same beginnings in common, and nothing with earlier ones.
@@ -151,17 +151,22 @@ class Case:
             raise BadInput(f"not a case of an audit: {error!r}", field="case") from None
 
 
-def _step(data: Any) -> Step:
+def _step(data: Any) -> PromptStep:
     asks = tuple(
-        Ask(**{**ask, "parts": tuple(Part(**{**part, "symbols": tuple(part["symbols"])}) for part in ask["parts"])})
+        Ask(
+            **{
+                **ask,
+                "parts": tuple(PromptPart(**{**part, "symbols": tuple(part["symbols"])}) for part in ask["parts"]),
+            }
+        )
         for ask in data["asks"]
     )
-    return Step(data["do"], asks, data["churn"])
+    return PromptStep(data["do"], asks, data["churn"])
 
 
-def one(*asks: Ask) -> tuple[Step, ...]:
+def one(*asks: Ask) -> tuple[PromptStep, ...]:
     """Return steps that ask one after the other."""
-    return tuple(Step("ask", (ask,)) for ask in asks)
+    return tuple(PromptStep("ask", (ask,)) for ask in asks)
 
 
 @dataclass

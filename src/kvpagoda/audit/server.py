@@ -38,7 +38,7 @@ class Unanswered(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """An answer.
 
     Args:
@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Profile:
+class ServerProfile:
     """What a server has, as far as an audit asks for it.
 
     Args:
@@ -165,12 +165,12 @@ class Server:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http, self._errors = httpx.Client(headers=headers, timeout=timeout, trust_env=False), httpx.HTTPError
         self.max_requests, self.num_requests, self.num_failed = max_requests, 0, 0
-        self.profile = Profile("")
+        self.profile = ServerProfile("")
         self.is_stopped = False
         self.on_request: Any = None
         self._sent = dict[tuple[Any, ...], list[npt.NDArray[np.int32]]]()
 
-    def learn(self, **known: Any) -> Profile:
+    def learn(self, **known: Any) -> ServerProfile:
         """Return the profile, in which fields are now those of ``known``."""
         self.profile = replace(self.profile, **known)
         return self.profile
@@ -246,7 +246,7 @@ class Server:
 
     # -- requests of an audit ----------------------------------------------------------------------------------------
 
-    def ask(self, ask: Ask, answers: Sequence[Answer | None] = ()) -> Answer:
+    def ask(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> ServerAnswer:
         """Return the answer to ``ask``.
 
         Args:
@@ -260,16 +260,16 @@ class Server:
         common = self._common(ask, answers)
         answer = answer_of(self.post(*self.body(ask, answers)))
         self._remember(ask, answers, answer)
-        return Answer(**{**answer.__dict__, "common": common})
+        return ServerAnswer(**{**answer.__dict__, "common": common})
 
-    def together(self, asks: Sequence[Ask], answers: Sequence[Answer | None] = ()) -> list[Answer | None]:
+    def together(self, asks: Sequence[Ask], answers: Sequence[ServerAnswer | None] = ()) -> list[ServerAnswer | None]:
         """Return the answers to requests that are sent at the same moment; None for one without. Raises OutOfRequests."""
         if len(asks) > self.num_left:
             raise OutOfRequests("too few requests are left", needed=len(asks), available=self.num_left)
         for ask in asks:
             self._remember(ask, answers, None)
 
-        def answer(ask: Ask) -> Answer | None:
+        def answer(ask: Ask) -> ServerAnswer | None:
             try:
                 return answer_of(self.post(*self.body(ask, answers)))
             except Unanswered:
@@ -281,7 +281,7 @@ class Server:
             self._remember(ask, answers, one)
         return found
 
-    def abort(self, ask: Ask, answers: Sequence[Answer | None] = (), events: int = 1) -> None:
+    def abort(self, ask: Ask, answers: Sequence[ServerAnswer | None] = (), events: int = 1) -> None:
         """Ask, and close the connection after ``events`` pieces of the answer. Raises OutOfRequests, Unanswered."""
         path, body = self.body(ask, answers)
         self._count()
@@ -295,7 +295,7 @@ class Server:
         except self._errors as error:
             raise Unanswered(f"{path}: {error or type(error).__name__}") from None
 
-    def body(self, ask: Ask, answers: Sequence[Answer | None] = ()) -> tuple[str, dict[str, Any]]:
+    def body(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of ``ask``."""
         profile = self.profile
         body: dict[str, Any] = {**self.plain(ask.model), "max_tokens": ask.most, **profile.extras}
@@ -317,7 +317,7 @@ class Server:
         name = model or self.profile.model
         return {**({"model": name} if name else {}), "temperature": 0, "seed": 0}
 
-    def prompt(self, ask: Ask, answers: Sequence[Answer | None] = ()) -> list[int] | str:
+    def prompt(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> list[int] | str:
         """Return the prompt of a completion: token ids, or text where the server takes no ids."""
         if self.profile.as_ids:
             ids = list[int]()
@@ -328,13 +328,13 @@ class Server:
         return "".join(self._text(part.symbols, part.answer, answers) for part in ask.parts)
 
     @staticmethod
-    def _text(symbols: Symbols, answer: int | None, answers: Sequence[Answer | None]) -> str:
+    def _text(symbols: Symbols, answer: int | None, answers: Sequence[ServerAnswer | None]) -> str:
         if answer is not None:
             found = answers[answer]
             return "" if found is None else found.text
         return "".join(f" {LETTERS[symbol % len(LETTERS)]}" for symbol in symbols)
 
-    def _messages(self, ask: Ask, answers: Sequence[Answer | None]) -> Any:
+    def _messages(self, ask: Ask, answers: Sequence[ServerAnswer | None]) -> Any:
         for number, part in enumerate(ask.parts):
             text = self._text(part.symbols, part.answer, answers).strip()
             if part.image is not None:
@@ -347,7 +347,7 @@ class Server:
             else:
                 yield {"role": part.role, "content": text}
 
-    def curl(self, ask: Ask, answers: Sequence[Answer | None] = ()) -> str:
+    def curl(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> str:
         """Return a line for a shell that sends ``ask``."""
         path, body = self.body(ask, answers)
         key = """ -H "Authorization: Bearer $KEY" """.rstrip() if "authorization" in self._http.headers else ""
@@ -356,7 +356,9 @@ class Server:
 
     # -- what was sent before ----------------------------------------------------------------------------------------
 
-    def _written(self, ask: Ask, answers: Sequence[Answer | None]) -> tuple[tuple[Any, ...], npt.NDArray[np.int32]]:
+    def _written(
+        self, ask: Ask, answers: Sequence[ServerAnswer | None]
+    ) -> tuple[tuple[Any, ...], npt.NDArray[np.int32]]:
         """Return who may share what is cached with ``ask``, and its text as numbers, one for a token or more."""
         adapter = ask.model if ask.model in self.profile.adapters else None
         if not ask.chat:
@@ -371,7 +373,7 @@ class Server:
         salt = ask.salt if self.profile.takes_salts else None
         return (ask.chat, adapter, salt), np.array(numbers, np.int32)
 
-    def _remember(self, ask: Ask, answers: Sequence[Answer | None], answer: Answer | None) -> None:
+    def _remember(self, ask: Ask, answers: Sequence[ServerAnswer | None], answer: ServerAnswer | None) -> None:
         who, numbers = self._written(ask, answers)
         more: Sequence[int] = ()
         if answer is not None and not ask.chat:
@@ -380,7 +382,7 @@ class Server:
             more = [-2, *map(ord, "assistant"), -2, *map(ord, answer.text.strip())]
         self._sent.setdefault(who, []).append(np.append(numbers, np.array(more, np.int32)))
 
-    def _common(self, ask: Ask, answers: Sequence[Answer | None]) -> int | None:
+    def _common(self, ask: Ask, answers: Sequence[ServerAnswer | None]) -> int | None:
         """Return the most tokens of ``ask`` that can be cached: what it begins with that was sent before, by those who may
         share it. Some more for chance: a token that the answer of another prompt began with. None: not known."""
         who, numbers = self._written(ask, answers)
@@ -395,7 +397,7 @@ class Server:
         return most + self.profile.shared_by(ask) * messages + (8 if ask.chat else 2)
 
 
-def answer_of(reply: Any) -> Answer:
+def answer_of(reply: Any) -> ServerAnswer:
     """Return what a server's ``reply`` to a completion or a chat says. Raises Unanswered."""
     try:
         choice = reply["choices"][0]
@@ -412,7 +414,7 @@ def answer_of(reply: Any) -> Answer:
         ids = [entry["id"] for entry in content]
     field_of_count = counter_of(reply)
     cached = None if not field_of_count else _at(reply, field_of_count)
-    return Answer(
+    return ServerAnswer(
         text,
         tokens or (text,),
         tops,

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvpagoda.audit.server import Answer
+from kvpagoda.audit.server import ServerAnswer
 
 RATIO = 3.0
 """A distance counts if it is over this many times the largest noise."""
@@ -34,7 +34,7 @@ ERROR = 1e-4
 _MOST, _FAR = 20.0, 1000.0
 
 
-def distance(one: Answer, other: Answer) -> tuple[float, int]:
+def distance(one: ServerAnswer, other: ServerAnswer) -> tuple[float, int]:
     """Return how much two answers to one prompt differ, and at which token, from 1; 0 if they do not.
 
     Args:

@@ -14,12 +14,12 @@ import torch
 
 from kvpagoda import KVCache, Limits, Sequence
 from kvpagoda.bench_gpu.card import Card
-from kvpagoda.bench_gpu.rows import CARD, SWAP, TIER, Bound, Case, Sizes, at_least, at_most
+from kvpagoda.bench_gpu.rows import CARD, SWAP, TIER, BenchCase, RowBound, RowSizes, at_least, at_most
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.tiers import host_tier
 
-Figures = tuple[dict[str, float], dict[str, Bound]]
+Figures = tuple[dict[str, float], dict[str, RowBound]]
 
 BLOCK_SIZE, DIM, MOST_BLOCKS = 16, 128, 16_384
 TIER_LEAST, SWAP_OUT_LEAST, SWAP_IN_LEAST = 85, 95, 83
@@ -61,7 +61,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-def link(card: Card, sizes: Sizes) -> Link:
+def link(card: Card, sizes: RowSizes) -> Link:
     """Measure page-locked copies each way."""
     there = torch.zeros(sizes.moved // 2, dtype=torch.uint8, device=card.device)
     here = card.page_locked(there.nbytes)
@@ -73,7 +73,7 @@ def link(card: Card, sizes: Sizes) -> Link:
     return Link(*ways)
 
 
-def card_case(card: Card, sizes: Sizes) -> Case:
+def card_case(card: Card, sizes: RowSizes) -> BenchCase:
     """Return the case of what the card does: a copy on the device, of which reads and writes count, and page-locked ones."""
 
     def run() -> Figures:
@@ -84,14 +84,14 @@ def card_case(card: Card, sizes: Sizes) -> Case:
         device = 2 * source.nbytes / median(card.device_seconds(copy) for _ in range(sizes.rounds))
         return {"device_gbps": device / 1e9, "in_gbps": ways.inwards / 1e9, "out_gbps": ways.outwards / 1e9}, {}
 
-    return Case(CARD, "copies", run)
+    return BenchCase(CARD, "copies", run)
 
 
-def cases(card: Card, sizes: Sizes) -> Iterator[Case]:
+def cases(card: Card, sizes: RowSizes) -> Iterator[BenchCase]:
     """Yield a case for each shape of blocks in a host tier, and one for the swap memory."""
     for shape in SHAPES:
-        yield Case(TIER, shape.name, partial(measure_tier, card, sizes, shape))
-    yield Case(SWAP, "a request", partial(measure_swap, card, sizes))
+        yield BenchCase(TIER, shape.name, partial(measure_tier, card, sizes, shape))
+    yield BenchCase(SWAP, "a request", partial(measure_swap, card, sizes))
 
 
 def _shares(ways: Link, nbytes: int, out_seconds: float, in_seconds: float) -> dict[str, float]:
@@ -103,7 +103,7 @@ def _shares(ways: Link, nbytes: int, out_seconds: float, in_seconds: float) -> d
     }  # fmt: skip
 
 
-def measure_tier(card: Card, sizes: Sizes, shape: Shape) -> Figures:
+def measure_tier(card: Card, sizes: RowSizes, shape: Shape) -> Figures:
     """Evict a text to a host tier, ``EVICTED`` blocks at a time, with the tier's usual settings; then open it again."""
     ways = link(card, sizes)
     schema, blocks = shape.schema, min(MOST_BLOCKS, max(2 * EVICTED, sizes.text // shape.block_nbytes))
@@ -154,7 +154,7 @@ def measure_tier(card: Card, sizes: Sizes, shape: Shape) -> Figures:
     }  # fmt: skip
 
 
-def measure_swap(card: Card, sizes: Sizes) -> Figures:
+def measure_swap(card: Card, sizes: RowSizes) -> Figures:
     """Suspend a request that shares nothing, overwrite its memory, and resume it, several times."""
     ways, shape = link(card, sizes), SHAPES[2]
     blocks = max(2, sizes.text // shape.block_nbytes)

@@ -17,9 +17,9 @@ from kvpagoda.bench_gpu.rows import (
     INDEX_KEYS,
     LATENTS,
     NVFP4_ROWS,
-    Bound,
-    Case,
-    Sizes,
+    BenchCase,
+    RowBound,
+    RowSizes,
     at_least,
     at_most,
 )
@@ -38,7 +38,7 @@ from kvpagoda.kernels import (
 from kvpagoda.schema import Attention, Layer, Schema
 
 Tensor = torch.Tensor
-Figures = tuple[dict[str, float], dict[str, Bound]]
+Figures = tuple[dict[str, float], dict[str, RowBound]]
 
 PAGE, NUM_HEADS = 64, 8
 LEAST = {HEADS: 85, LATENTS: 85, INDEX_KEYS: 75, NVFP4_ROWS: 75}
@@ -57,7 +57,7 @@ _CHECKED, _MOST_ERROR = 4096, 0.2
 """How many rows are read back and compared, and the most by which they may differ: rows in four bits differ by 0.12."""
 
 
-class Rows(NamedTuple):
+class FormatRows(NamedTuple):
     """Encoded rows on a device. ``append(rows, slots)``, ``gather(out, slots)``: rows bfloat16 ``[n, width]``."""
 
     append: Callable[[Tensor, Tensor], None]
@@ -71,7 +71,7 @@ class Format(NamedTuple):
     name: str
     width: int
     nbytes: int
-    make: Callable[[int, torch.device], Rows]
+    make: Callable[[int, torch.device], FormatRows]
 
 
 def formats() -> Iterator[Format]:
@@ -97,7 +97,7 @@ def _layer(encoding: Encoding, dim: int) -> Layer:
     return Layer(0, "full_attention", (Attention(NUM_HEADS, dim, dim, "bfloat16", encoding=encoding),))
 
 
-def _scaled(encoding: Encoding, dim: int, pages: int, device: torch.device) -> Rows:
+def _scaled(encoding: Encoding, dim: int, pages: int, device: torch.device) -> FormatRows:
     dtype = getattr(torch, TENSOR[encoding.name][0])
     field = torch.zeros(pages, PAGE, NUM_HEADS, dim, dtype=torch.uint8, device=device).view(dtype)
 
@@ -107,10 +107,10 @@ def _scaled(encoding: Encoding, dim: int, pages: int, device: torch.device) -> R
     def gather(out: Tensor, slots: Tensor) -> None:
         gather_scaled(field, slots, out.view(-1, NUM_HEADS, dim), encoding)
 
-    return Rows(append, gather)
+    return FormatRows(append, gather)
 
 
-def _inline(layer: Layer, pages: int, device: torch.device) -> Rows:
+def _inline(layer: Layer, pages: int, device: torch.device) -> FormatRows:
     """Return the K rows of a cache with one layer; it has as many for V."""
     cache = KVCache(
         Schema((layer,)), num_blocks=pages, block_size=PAGE, max_requests=1, device=device, limits=Limits(swap=0)
@@ -118,10 +118,10 @@ def _inline(layer: Layer, pages: int, device: torch.device) -> Rows:
     pool = cache.layer(0).blocks
     assert pool is not None
     parts = pool.encoded("k")
-    return Rows(partial(append_parts, parts=parts), lambda out, slots: gather_parts(out, slots, parts))
+    return FormatRows(partial(append_parts, parts=parts), lambda out, slots: gather_parts(out, slots, parts))
 
 
-def _packed(name: str, head_dim: int | None, stride: int, pages: int, device: torch.device) -> Rows:
+def _packed(name: str, head_dim: int | None, stride: int, pages: int, device: torch.device) -> FormatRows:
     memory = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
 
     def append(rows: Tensor, slots: Tensor) -> None:
@@ -130,18 +130,20 @@ def _packed(name: str, head_dim: int | None, stride: int, pages: int, device: to
     def gather(out: Tensor, slots: Tensor) -> None:
         gather_rows(memory, slots, out, name, page_size=PAGE, head_dim=head_dim)
 
-    return Rows(append, gather)
+    return FormatRows(append, gather)
 
 
-def cases(card: Card, sizes: Sizes) -> Iterator[Case]:
+def cases(card: Card, sizes: RowSizes) -> Iterator[BenchCase]:
     """Yield a case for each format, and for each size of blocks."""
     for one in formats():
-        yield Case(one.part, one.name, partial(measure_format, card, sizes, one))
+        yield BenchCase(one.part, one.name, partial(measure_format, card, sizes, one))
     for kib in (8, 64, 1024):
-        yield Case(BLOCKS, f"{kib} KiB" if kib < 1024 else "1 MiB", partial(measure_blocks, card, sizes, kib << 10))
+        yield BenchCase(
+            BLOCKS, f"{kib} KiB" if kib < 1024 else "1 MiB", partial(measure_blocks, card, sizes, kib << 10)
+        )
 
 
-def measure_format(card: Card, sizes: Sizes, form: Format) -> Figures:
+def measure_format(card: Card, sizes: RowSizes, form: Format) -> Figures:
     """Append rows in random order, gather them, and do the same with a few; see that they are read as they were written."""
     moved = 2 * form.width + form.nbytes
     pages = max(-(-sizes.few // PAGE), sizes.moved // (PAGE * moved))
@@ -174,7 +176,7 @@ def _compare(rows: Tensor, back: Tensor) -> None:
         raise CheckFailed(f"rows are read back that differ by {100 * error:.0f} % from those that were written")
 
 
-def share(card: Card, sizes: Sizes, call: Call, nbytes: int) -> float:
+def share(card: Card, sizes: RowSizes, call: Call, nbytes: int) -> float:
     """Return the speed of ``call``, in percent of that of a copy on the device which reads and writes ``nbytes`` in all, like
     it. The two run in turns."""
     source = torch.zeros(nbytes // 2, dtype=torch.uint8, device=card.device)
@@ -185,7 +187,7 @@ def share(card: Card, sizes: Sizes, call: Call, nbytes: int) -> float:
     return 100 * median(ratios)
 
 
-def measure_blocks(card: Card, sizes: Sizes, nbytes: int) -> Figures:
+def measure_blocks(card: Card, sizes: RowSizes, nbytes: int) -> Figures:
     """Copy blocks of ``nbytes`` from one table to another, in random order, with ids on the device; and one and 64 of them
     with ids of the host, as the cache has them."""
     count = max(2, sizes.moved // nbytes)

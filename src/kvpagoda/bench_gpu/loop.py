@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from kvpagoda.bench_gpu.card import Card
-from kvpagoda.bench_gpu.rows import LOOP, Bound, Case, Sizes, at_most
-from kvpagoda.bench_gpu.steps import FULL, Steps, schemas
+from kvpagoda.bench_gpu.rows import LOOP, BenchCase, RowBound, RowSizes, at_most
+from kvpagoda.bench_gpu.steps import FULL, BenchSteps, schemas
 
 ROWS, WORK = 64, 1e-3
 """Rows of the loop, and seconds of work of each of its steps: a small model's."""
@@ -20,16 +20,16 @@ TIMES_DEVICE = 1.2
 """How much longer a step may take than the device works, where the host is one step ahead."""
 
 
-def cases(card: Card, sizes: Sizes) -> Iterator[Case]:
+def cases(card: Card, sizes: RowSizes) -> Iterator[BenchCase]:
     """Yield the case of this file."""
-    yield Case(LOOP, f"{min(ROWS, sizes.requests)} rows", partial(measure_loop, card, sizes))
+    yield BenchCase(LOOP, f"{min(ROWS, sizes.requests)} rows", partial(measure_loop, card, sizes))
 
 
-def measure_loop(card: Card, sizes: Sizes) -> tuple[dict[str, float], dict[str, Bound]]:
+def measure_loop(card: Card, sizes: RowSizes) -> tuple[dict[str, float], dict[str, RowBound]]:
     """Replay one captured step again and again. It reads the arrays of the batch, works, and says a token for each row, which
     the host has to read before it commits that step, or one step later."""
     rows, context = min(ROWS, sizes.requests), sizes.contexts[0]
-    with closing(Steps(schemas()[FULL], card.device, sizes, context, rows)) as steps:
+    with closing(BenchSteps(schemas()[FULL], card.device, sizes, context, rows)) as steps:
         tokens = torch.zeros(rows, dtype=torch.int64, device=card.device)
         told = [card.page_locked(8 * rows).view(torch.int64) for _ in range(2)]
         events = [card.event() for _ in told]

@@ -11,13 +11,13 @@ import numpy as np
 
 from kvpagoda.bench_gpu import crossing, formats, loop, steps
 from kvpagoda.bench_gpu.card import Card
-from kvpagoda.bench_gpu.rows import CARD, HEADS, SHORT, STEPS, Case, Row, Sizes
+from kvpagoda.bench_gpu.rows import CARD, HEADS, SHORT, STEPS, BenchCase, BenchRow, RowSizes
 from kvpagoda.errors import CheckFailed
 
 QUESTION = "What does this library leave of the card's speed, and what of the host's time?"
 
 
-def all_cases(card: Card, sizes: Sizes) -> list[Case]:
+def all_cases(card: Card, sizes: RowSizes) -> list[BenchCase]:
     """Return every case."""
     return [
         crossing.card_case(card, sizes), *steps.cases(card, sizes), *loop.cases(card, sizes), *formats.cases(card, sizes),
@@ -25,13 +25,15 @@ def all_cases(card: Card, sizes: Sizes) -> list[Case]:
     ]  # fmt: skip
 
 
-def short_cases(card: Card, sizes: Sizes) -> list[Case]:
+def short_cases(card: Card, sizes: RowSizes) -> list[BenchCase]:
     """Return a few cases: the card, a step with full attention, and heads in fp8 with one scale a tensor."""
     every = all_cases(card, sizes)
     return [next(case for case in every if case.part == part) for part in (CARD, STEPS, HEADS)]
 
 
-def run(card: Card, cases: Sequence[Case], moved: Callable[[float, str], None] | None = None) -> Iterator[Row]:
+def run(
+    card: Card, cases: Sequence[BenchCase], moved: Callable[[float, str], None] | None = None
+) -> Iterator[BenchRow]:
     """Run ``cases``, and yield the row of each. ``moved``: is told how many were run before, and the name of the next."""
     for number, case in enumerate(cases):
         if moved is not None:
@@ -39,18 +41,18 @@ def run(card: Card, cases: Sequence[Case], moved: Callable[[float, str], None] |
         try:
             with card.active():
                 figures, bounds = case.run()
-            row = Row(case.part, case.name, figures, bounds)
+            row = BenchRow(case.part, case.name, figures, bounds)
         except Exception as error:  # any error is a row, and the others still run
-            row = Row(case.part, case.name, failed=" ".join(f"{type(error).__name__}: {error}".split()))
+            row = BenchRow(case.part, case.name, failed=" ".join(f"{type(error).__name__}: {error}".split()))
         try:
             with card.active():
                 card.tidy()
         except Exception as error:  # after an illegal access every call fails; this row may be the one that made it
-            row = Row(case.part, case.name, failed=row.failed or f"{type(error).__name__} afterwards: {error}")
+            row = BenchRow(case.part, case.name, failed=row.failed or f"{type(error).__name__} afterwards: {error}")
         yield row
 
 
-def result(card: Card, rows: Sequence[Row]) -> dict[str, Any]:
+def result(card: Card, rows: Sequence[BenchRow]) -> dict[str, Any]:
     """Return the rows, and the machine that they are of, as plain data: the form of ``benchmarks/results``."""
     return {
         "question": QUESTION,

@@ -23,8 +23,8 @@ from kvpagoda.bench_gpu.rows import (
     STEPS,
     SWAP,
     TIER,
-    Row,
-    Sizes,
+    BenchRow,
+    RowSizes,
 )
 from kvpagoda.console import progress
 from kvpagoda.text import table, wrapped
@@ -47,10 +47,10 @@ UNITS = {"percent": "%", "us": "us", "gbps": "GB/s", "ms_a_gib": "ms/GiB"}
 """End of a figure's name -> its unit."""
 
 
-def bench(card: Card, sizes: Sizes, quiet: bool = False) -> tuple[list[Row], bool]:
+def bench(card: Card, sizes: RowSizes, quiet: bool = False) -> tuple[list[BenchRow], bool]:
     """Run every case on ``card``; return the rows, and whether Ctrl-C ended it before the last. ``quiet``: show no
     progress."""
-    rows = list[Row]()
+    rows = list[BenchRow]()
     with card.active():
         cases = all_cases(card, sizes.within(card.free_nbytes()))
     try:
@@ -78,7 +78,7 @@ def title(facts: Mapping[str, object]) -> str:
     return f"{facts['card']}, {format_bytes(int(str(facts['card_nbytes'])))}: {versions}"
 
 
-def text(rows: Sequence[Row], width: int | None = None) -> str:
+def text(rows: Sequence[BenchRow], width: int | None = None) -> str:
     """Return tables of ``rows``, one for each part, at most ``width`` columns wide."""
     lines = list[str]()
     for part, group in groupby(rows, key=lambda row: row.part):
@@ -96,20 +96,20 @@ def text(rows: Sequence[Row], width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: list[Row], width: int | None) -> list[str]:
+def _table(rows: list[BenchRow], width: int | None) -> list[str]:
     names = [*rows[0].figures]
     heads = ["", *(_head(name, rows) for name in names)]
     return table(heads, [[row.case, *(_cell(row, name) for name in names)] for row in rows], left=[""], width=width)
 
 
-def _head(name: str, rows: list[Row]) -> str:
+def _head(name: str, rows: list[BenchRow]) -> str:
     """Return the heading of a figure: its name, its unit and its bound."""
     unit = next(end for end in UNITS if name.endswith(f"_{end}"))
     bounds = {str(row.bounds[name]): None for row in rows if name in row.bounds}
     return "\n".join((name.removesuffix(f"_{unit}").replace("_", " "), UNITS[unit], *list(bounds)[:1]))
 
 
-def _cell(row: Row, name: str) -> str:
+def _cell(row: BenchRow, name: str) -> str:
     value = row.figures[name]
     shown = f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2g}"
     return shown + ("*" if row.meets(name) is False else "")

@@ -11,7 +11,7 @@ CARD, BLOCKS, STEPS, TIER, SWAP = "the card", "copies of blocks", "decode steps"
 LOOP = "a captured loop"
 
 
-class Bound(NamedTuple):
+class RowBound(NamedTuple):
     """What a figure should be: at least ``value``, or at most. ``text``: how the bound is said, if it is not a number."""
 
     value: float
@@ -22,25 +22,25 @@ class Bound(NamedTuple):
         return f"{'>=' if self.is_least else '<='} {self.text or f'{self.value:g}'}"
 
 
-def at_least(value: float, text: str = "") -> Bound:
+def at_least(value: float, text: str = "") -> RowBound:
     """Return the bound of a figure that should be ``value`` or more."""
-    return Bound(value, True, text)
+    return RowBound(value, True, text)
 
 
-def at_most(value: float, text: str = "") -> Bound:
+def at_most(value: float, text: str = "") -> RowBound:
     """Return the bound of a figure that should be ``value`` or less."""
-    return Bound(value, False, text)
+    return RowBound(value, False, text)
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """The figures of one case. ``part``: the table that it belongs to. ``figures``: name -> value, and the name ends with
     the unit: ``append_percent``, ``host_us``, ``in_gbps``. ``bounds``: of some of them. ``failed``: why there are none."""
 
     part: str
     case: str
     figures: Mapping[str, float] = field(default_factory=dict)
-    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    bounds: Mapping[str, RowBound] = field(default_factory=dict)
     failed: str = ""
 
     def meets(self, name: str) -> bool | None:
@@ -58,16 +58,16 @@ class Row:
         return row | {"bounds": bounds}
 
 
-class Case(NamedTuple):
+class BenchCase(NamedTuple):
     """One measurement: the part and the name of its row, and the call that makes its figures and their bounds."""
 
     part: str
     name: str
-    run: Callable[[], tuple[dict[str, float], dict[str, Bound]]]
+    run: Callable[[], tuple[dict[str, float], dict[str, RowBound]]]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RowSizes:
     """How much is measured.
 
     ``moved``: bytes that an append or a gather reads and writes, at most; a copy of blocks twice that. ``text``: bytes of a
@@ -83,11 +83,11 @@ class Sizes:
     few: int = 256
     replays: int = 50
 
-    def within(self, free_nbytes: int) -> Sizes:
+    def within(self, free_nbytes: int) -> RowSizes:
         """Return these sizes, with fewer bytes if ``free_nbytes`` of memory do not hold eight times as many."""
         most = max(1 << 20, free_nbytes // 8)
         return replace(self, moved=min(self.moved, most), text=min(self.text, most))
 
 
-SHORT = Sizes(moved=256 << 20, contexts=(1024,), steps=20, rounds=3)
+SHORT = RowSizes(moved=256 << 20, contexts=(1024,), steps=20, rounds=3)
 """The sizes of the doctor's short form."""

@@ -13,7 +13,7 @@ import torch
 
 from kvpagoda import KVCache, Limits, Retention, Sequence
 from kvpagoda.bench_gpu.card import Call, Card
-from kvpagoda.bench_gpu.rows import STEPS, Bound, Case, Sizes, at_most
+from kvpagoda.bench_gpu.rows import STEPS, BenchCase, RowBound, RowSizes, at_most
 from kvpagoda.schema import Attention, Growth, Layer, Schema
 
 BLOCK_SIZE, WARM_UP = 16, 18
@@ -44,25 +44,25 @@ def schemas() -> dict[str, Schema]:
     }
 
 
-def cases(card: Card, sizes: Sizes) -> Iterator[Case]:
+def cases(card: Card, sizes: RowSizes) -> Iterator[BenchCase]:
     """Yield a case for each context and kind of model."""
     begins: dict[int, tuple[float, float]] = {}
     for context in sizes.contexts:
         for name, schema in schemas().items():
             measure = partial(measure_steps, card, sizes, name, schema, context, begins)
-            yield Case(STEPS, f"{name}, {context:,}", measure)
+            yield BenchCase(STEPS, f"{name}, {context:,}", measure)
 
 
 def measure_steps(
-    card: Card, sizes: Sizes, name: str, schema: Schema, context: int, begins: dict[int, tuple[float, float]]
-) -> tuple[dict[str, float], dict[str, Bound]]:
+    card: Card, sizes: RowSizes, name: str, schema: Schema, context: int, begins: dict[int, tuple[float, float]]
+) -> tuple[dict[str, float], dict[str, RowBound]]:
     """Time steps of requests that have all the same length, so that all begin a block in the same step.
 
     ``begins``: context -> times of such a step with full attention, without a device and with one, written here for the
     models after it."""
-    with closing(Steps(schema, "none", sizes, context)) as steps:
+    with closing(BenchSteps(schema, "none", sizes, context)) as steps:
         none, none_begins = steps.timed(card.held_seconds)
-    with closing(Steps(schema, card.device, sizes, context)) as steps:
+    with closing(BenchSteps(schema, card.device, sizes, context)) as steps:
         idle, idle_begins = steps.timed(card.held_seconds)
         behind, _ = steps.timed(partial(card.held_seconds, behind=True))
     figures = {
@@ -84,11 +84,11 @@ def measure_steps(
     return figures, bounds
 
 
-class Steps:
+class BenchSteps:
     """Decode steps of ``sizes.requests`` requests of ``context`` tokens each, in a cache of their own, made here."""
 
     def __init__(
-        self, schema: Schema, device: torch.device | str, sizes: Sizes, context: int, requests: int | None = None
+        self, schema: Schema, device: torch.device | str, sizes: RowSizes, context: int, requests: int | None = None
     ) -> None:
         requests, self._steps = requests or sizes.requests, sizes.steps
         longest = context + WARM_UP + 2 * sizes.steps + BLOCK_SIZE

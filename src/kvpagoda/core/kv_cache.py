@@ -23,10 +23,10 @@ from kvpagoda.core.cache.core import Core, Settings
 from kvpagoda.core.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.core.cache.invariants import check
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.lookup import AnyNamespace, Lookup, Reuse, look_up, prefetch
+from kvpagoda.core.cache.lookup import AnyNamespace, Lookup, PrefixReuse, look_up, prefetch
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import Pin, PrefixCache
-from kvpagoda.core.cache.request import Request, breakpoints_of, buffer_of
+from kvpagoda.core.cache.request import RequestState, breakpoints_of, buffer_of
 from kvpagoda.core.cache.sequence import Fence, Sequence, requests_of
 from kvpagoda.core.cache.settling import Settler
 from kvpagoda.core.cache.stats import CacheStats, stats_of
@@ -158,7 +158,7 @@ class KVCache:
             self._settler = FollowedSettler(core, sanitizer)
         self._admission = Admission(core, self._settler)
         self._lifecycle = Lifecycle(core, self._settler, self._admission)
-        self._reuse = Reuse(core, self._lifecycle)
+        self._reuse = PrefixReuse(core, self._lifecycle)
         self._step_buffers = StepBuffers(own.arrays)
         self._receiver: Receiver | None = None
         self._hints: Hints | None = None
@@ -282,7 +282,7 @@ class KVCache:
             layerwise, lookup, publish = map(truth, (layerwise, lookup, publish), ("layerwise", "lookup", "publish"))
         key, media_ids = core.namespaces.key(namespace), {} if media is None else core.media.ids(media, length)
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
-        request = Request(tokens, length, key, priority, media_ids, publishes=publish)
+        request = RequestState(tokens, length, key, priority, media_ids, publishes=publish)
         if checkpoints is not None:
             request.checkpoints.asked = breakpoints_of(checkpoints, core.max_context)
         if hints is not None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.request import Request, State, TextPart
+from kvpagoda.core.cache.request import RequestState, State, TextPart
 from kvpagoda.core.cache.settling import Settler
 from kvpagoda.core.groups.state import StateGroup
 from kvpagoda.core.memory.no_memory import NoMemory, Part
@@ -55,7 +55,7 @@ class Sanitizer:
         self._epochs: dict[bytes, int] = {}  # by name: equal names mean equal weights
         self._core: Core | None = None
         #: request -> the provenance of its first tokens, as far as their rows are known to be written
-        self._written: dict[Request, Words] = {}
+        self._written: dict[RequestState, Words] = {}
 
     def attach(self, core: Core) -> None:
         """Watch the requests of ``core``, whose memory is ``memory``."""
@@ -68,7 +68,7 @@ class Sanitizer:
         if self._core is not None:
             self.follow([*self._core.running.values()])
 
-    def follow(self, requests: Iterable[Request]) -> None:
+    def follow(self, requests: Iterable[RequestState]) -> None:
         """Note what ``requests`` committed: their rows, and their states after the last tokens."""
         core = self._core
         assert core is not None
@@ -97,7 +97,7 @@ class Sanitizer:
                 else:
                     self._rows(group, request, begin, length, words[begin:])
 
-    def _rows(self, group: BlockGroup, request: Request, begin: int, end: int, words: Words) -> None:
+    def _rows(self, group: BlockGroup, request: RequestState, begin: int, end: int, words: Words) -> None:
         """Give the rows of tokens ``begin .. end - 1`` that ``request`` has in ``group`` their ``words``."""
         begin, words = self._held(group, request, begin, words)
         positions = np.arange(begin, begin + len(words))
@@ -105,12 +105,12 @@ class Sanitizer:
         self._words[group.index][cells, positions % group.block_size] = words
 
     @staticmethod
-    def _held(group: BlockGroup, request: Request, begin: int, words: Words) -> tuple[int, Words]:
+    def _held(group: BlockGroup, request: RequestState, begin: int, words: Words) -> tuple[int, Words]:
         """Return ``begin`` and ``words`` without the tokens before those that ``group`` still holds."""
         first = group.first[request.slot] * group.block_size
         return (begin, words) if begin >= first else (first, words[first - begin :])
 
-    def _follow_states(self, request: Request, group: BlockGroup, words: Words, begin: int) -> None:
+    def _follow_states(self, request: RequestState, group: BlockGroup, words: Words, begin: int) -> None:
         core, states, length = self._core, self._words[group.index], len(words)
         assert core is not None
         if not group.places:  # copies in checkpoints, which requests do not hold
@@ -123,7 +123,7 @@ class Sanitizer:
                 place = group.places_of(group.named[request][depth])
                 states[place, 0] = _states(words, np.array([depth * core.block_size]))
 
-    def _rewound(self, request: Request, words: Words) -> None:
+    def _rewound(self, request: RequestState, words: Words) -> None:
         """Note that the states of ``request`` which lie in one place were taken back to those after ``words``: such a state
         holds what its last tokens added, apart."""
         assert self._core is not None
@@ -132,7 +132,7 @@ class Sanitizer:
                 states = self._words[group.index]
                 states[group.table.cells[request.slot, 0], 0] = _state(words)
 
-    def _expected(self, request: Request) -> Words:
+    def _expected(self, request: RequestState) -> Words:
         """Return the provenance of the committed tokens of ``request``. O(tokens)."""
         if request.rows is not None:
             request.rows.flush(request)
@@ -159,7 +159,7 @@ class Sanitizer:
         words["epoch"] = epochs[np.searchsorted(firsts, positions, side="right") - 1]
         return words
 
-    def check(self, requests: Many[Request], before: Many[int]) -> None:
+    def check(self, requests: Many[RequestState], before: Many[int]) -> None:
         """Raise CheckFailed unless a step of ``requests`` after their first ``before[i]`` tokens would read the rows and
         states of these tokens. O(tokens)."""
         core = self._core
@@ -175,7 +175,7 @@ class Sanitizer:
                 elif not group.growth.is_optional:
                     self._check_rows(request, group, words)
 
-    def _check_rows(self, request: Request, group: BlockGroup, words: Words) -> None:
+    def _check_rows(self, request: RequestState, group: BlockGroup, words: Words) -> None:
         first = int(group.growth.first_needed(len(words)))
         begin, words = self._held(group, request, first, words[first:])
         positions = np.arange(begin, begin + len(words))
@@ -193,7 +193,7 @@ class Sanitizer:
                 request, group, f"row of position {begin + at} in block {cells[at]}", words[at], found[at]
             )
 
-    def _check_state(self, request: Request, group: BlockGroup, words: Words) -> None:
+    def _check_state(self, request: RequestState, group: BlockGroup, words: Words) -> None:
         if not group.places:
             return
         place = int(group.table.cells[request.slot, len(words) % group.places])
@@ -203,7 +203,7 @@ class Sanitizer:
         elif found != expected:
             raise self._failed(request, group, f"state after {len(words)} tokens in block {place}", expected, found)
 
-    def _failed(self, request: Request, group: BlockGroup, what: str, expected: Any, found: Any) -> CheckFailed:
+    def _failed(self, request: RequestState, group: BlockGroup, what: str, expected: Any, found: Any) -> CheckFailed:
         names = {number: key for key, number in self._namespaces.items()}
 
         def told(word: Any) -> str:
@@ -239,11 +239,11 @@ class FollowedSettler(Settler):
         super().__init__(core)
         self._sanitizer = sanitizer
 
-    def settle(self, *requests: Request) -> None:
+    def settle(self, *requests: RequestState) -> None:
         self._sanitizer.follow(requests)
         super().settle(*requests)
 
-    def last_blocks(self, request: Request) -> TextPart | None:
+    def last_blocks(self, request: RequestState) -> TextPart | None:
         self._sanitizer.follow([request])
         return super().last_blocks(request)
 

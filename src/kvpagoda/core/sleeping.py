@@ -26,7 +26,7 @@ from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.sequence import Fence
-from kvpagoda.core.groups import Group
+from kvpagoda.core.groups import CacheGroup
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.pages import Bytes
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes, real_number
@@ -156,9 +156,9 @@ def _evict_coldest(core: Core, most: int) -> None:
             return  # the rest is held
 
 
-def _by_age(core: Core) -> list[Group]:
+def _by_age(core: Core) -> list[CacheGroup]:
     """Return the groups with evictable blocks, the one whose next block was used least recently first."""
-    ages: list[tuple[int, Group]] = []
+    ages: list[tuple[int, CacheGroup]] = []
     for group in core.groups:
         if group.num_evictable:
             ages.append((0 if group.num_cold else core.guard.change(group.oldest) or 0, group))

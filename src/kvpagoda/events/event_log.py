@@ -22,7 +22,7 @@ TEXT = -1
 """The group number of blocks of texts, where no group keeps all tokens."""
 
 
-class Shared(NamedTuple):
+class SharedEvents(NamedTuple):
     """Blocks ``first ..`` of a text are cached: some are new, others may have been cached before."""
 
     namespace: bytes
@@ -56,10 +56,10 @@ class Renewed(NamedTuple):
 class Restart(NamedTuple):
     """Forget all earlier records: ``shared`` is everything that is cached now, parents before their children."""
 
-    shared: tuple[Shared, ...]
+    shared: tuple[SharedEvents, ...]
 
 
-class Kept(NamedTuple):
+class CachedEvents(NamedTuple):
     """A tier stored blocks of the full group, or dropped them (``is_there``): their hashes. ``medium``: "CPU" or "STORAGE"."""
 
     medium: str
@@ -67,10 +67,10 @@ class Kept(NamedTuple):
     is_there: bool
 
 
-Record = Shared | Gone | Renewed | Restart | Kept
+Record = SharedEvents | Gone | Renewed | Restart | CachedEvents
 _Groups = tuple[tuple[int, int, AnyIds], ...]
 _Raw = tuple[RequestView, int, int, AnyIds, _Groups]
-"""What ``take`` turns into a ``Shared``: request, first block, end block, texts, groups. It must be cheap: a step of an
+"""What ``take`` turns into a ``SharedEvents``: request, first block, end block, texts, groups. It must be cheap: a step of an
 engine has a microsecond for it."""
 
 
@@ -121,7 +121,7 @@ class EventLog(CacheObserver):
         self.capacity = capacity
         self.num_restarts = 0  #: how often the log restarted: it was full, or out of memory
         self._records: deque[Record | tuple[BlockIds, ...] | _Raw] = deque()
-        self._of_tiers: deque[Kept] = deque()
+        self._of_tiers: deque[CachedEvents] = deque()
         self._followed: Followed | None = None
         self._view: CacheView
         self._is_broken = self._is_due = False
@@ -166,12 +166,12 @@ class EventLog(CacheObserver):
                 taken.append(self._of_tiers.popleft())
         return taken
 
-    def _finished(self, raw: _Raw) -> Shared:
+    def _finished(self, raw: _Raw) -> SharedEvents:
         request, low, end, texts, groups = raw
         size = self.followed.block_size
         keys = request.keys(low * size, end * size)
         media = {one: request.media[one] for one in {*keys[keys < 0].tolist()} & request.media.keys()}
-        return Shared(request.namespace, low, keys, texts, groups, media)
+        return SharedEvents(request.namespace, low, keys, texts, groups, media)
 
     def _gone(self, freed: tuple[BlockIds, ...]) -> Gone:
         full, numbers = self.followed.full, self.followed.numbers
@@ -179,7 +179,7 @@ class EventLog(CacheObserver):
         blocks.sort(key=lambda item: item[0] in (full, TEXT))
         return Gone(tuple(blocks))
 
-    def told(self, record: Kept) -> None:
+    def told(self, record: CachedEvents) -> None:
         """Append ``record`` of a tier, from any thread. If the log is full the cache's next record starts it again."""
         if len(self._records) + len(self._of_tiers) < self.capacity:
             self._of_tiers.append(record)
@@ -245,7 +245,7 @@ class EventLog(CacheObserver):
         above = first - 1 if first else 0
         return request, first, texts.first + len(texts.ids), texts.ids[above - texts.first :], groups
 
-    def _cached(self, text: CachedText) -> Shared:
+    def _cached(self, text: CachedText) -> SharedEvents:
         numbers, (texts, *others) = self.followed.numbers, text.blocks
         groups = tuple((numbers[group], begin, ids) for group, ids, begin in others if group in numbers)
-        return Shared(text.namespace, text.first, text.keys, texts.ids, groups, dict(text.media))
+        return SharedEvents(text.namespace, text.first, text.keys, texts.ids, groups, dict(text.media))

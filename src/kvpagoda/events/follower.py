@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvpagoda.arrays import TokenIds, as_tokens
 from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.events.index import Block, PrefixIndex, Resumable
-from kvpagoda.events.trial import Trial, group_of
+from kvpagoda.events.trial import EventTrial, group_of
 from kvpagoda.events.wire import (
     MEDIUM,
     MEDIUMS,
@@ -147,7 +147,7 @@ class Follower:
         if index is None:
             raise BadInput("it does not describe the cache, and no batch did yet")
         index.forget_media()
-        trial = Trial(index)
+        trial = EventTrial(index)
         changes = [event for event in events if not isinstance(event, AllBlocksCleared) and event.medium == MEDIUM]
         keys = [trial.keys(event) for event in changes]
         if index is not self._index:

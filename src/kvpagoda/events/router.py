@@ -28,7 +28,7 @@ MOST_NBYTES = 16 << 20
 _SILENT = 3 * HEARTBEAT  # seconds without a message after which a worker counts as stale
 
 
-class Answer(NamedTuple):
+class RouterAnswer(NamedTuple):
     """An answer to an HTTP request: a status code, and an object to send as JSON."""
 
     status: int
@@ -52,7 +52,7 @@ class _Question(msgspec.Struct, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(_Question)
 
 
-class Worker:
+class RouterWorker:
     """One engine as its messages describe it. ``lock``: held while ``subscriber`` is used. ``fault``: why its last message
     could not be read; "" if it could."""
 
@@ -106,11 +106,11 @@ class Router:
         if not workers:
             raise BadInput("a router follows at least one worker, got none", needed=1, available=0)
         self._context = zmq.Context()
-        self.workers: dict[str, Worker] = {}  #: by name
+        self.workers: dict[str, RouterWorker] = {}  #: by name
         try:
             for name, (endpoint, replay) in workers.items():
                 subscriber = Subscriber(endpoint, replay, topic=topic, secret=secret, context=self._context)
-                self.workers[name] = Worker(subscriber, secret)
+                self.workers[name] = RouterWorker(subscriber, secret)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -139,7 +139,7 @@ class Router:
                 found[name] = worker.subscriber.follower.resumable(tokens, namespace, media=media)
         return found
 
-    def answer(self, method: str, path: str, body: bytes = b"") -> Answer:
+    def answer(self, method: str, path: str, body: bytes = b"") -> RouterAnswer:
         """Return the answer to an HTTP request; raises nothing. To mount in a server of your own.
 
         ``POST /score`` with ``{"tokens": [..], "namespace": .., "media": {..}}``: ``{"resumable": {worker: tokens}, "cached":
@@ -157,7 +157,7 @@ class Router:
                 return failure(405, "MethodNotAllowed", f"{path} takes {allowed}, got {method}", method, [allowed])
             if len(body) > MOST_NBYTES:
                 return too_large(len(body))
-            return Answer(200, call(body))
+            return RouterAnswer(200, call(body))
         except KVPagodaError as error:
             return failure(400, type(error).__name__, str(error), error.needed, error.available)
         except Exception as error:
@@ -209,12 +209,12 @@ class Router:
         return {"status": "stale" if any(one["is_stale"] for one in told.values()) else "ok", "workers": told}
 
 
-def failure(status: int, kind: str, message: str, needed: Any = None, available: Any = None) -> Answer:
+def failure(status: int, kind: str, message: str, needed: Any = None, available: Any = None) -> RouterAnswer:
     """Return an answer that says what is wrong."""
     error = {"type": kind, "message": message, "needed": needed, "available": available}
-    return Answer(status, {"error": json.loads(json.dumps(error, default=str))})
+    return RouterAnswer(status, {"error": json.loads(json.dumps(error, default=str))})
 
 
-def too_large(nbytes: int | str) -> Answer:
+def too_large(nbytes: int | str) -> RouterAnswer:
     """Return the answer to a body of more than ``MOST_NBYTES``."""
     return failure(413, "TooLarge", f"a body is at most {MOST_NBYTES} bytes, got {nbytes}", nbytes, MOST_NBYTES)

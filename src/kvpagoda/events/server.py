@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from kvpagoda.errors import BadInput, shown
-from kvpagoda.events.router import MOST_NBYTES, Answer, Router, failure, too_large
+from kvpagoda.events.router import MOST_NBYTES, Router, RouterAnswer, failure, too_large
 
 MOST_CONNECTIONS = 128
 """The most connections, with a thread each."""
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.waits[self.connection] = inf
             self._write(self.router.answer(self.command, path, body))
 
-    def _refuse(self, answer: Answer) -> None:
+    def _refuse(self, answer: RouterAnswer) -> None:
         """Answer without reading the body; what follows on the connection is dropped."""
         self.close_connection = True
         self._write(answer)
@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             while self.connection.recv(1 << 16):
                 pass
 
-    def _write(self, answer: Answer) -> None:
+    def _write(self, answer: RouterAnswer) -> None:
         data = json.dumps(answer.body).encode()
         self.server.waits[self.connection] = monotonic()
         self.send_response(answer.status)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpagoda.arrays import NO_TOKEN, AnyIds, Ids, are_media
 from kvpagoda.events import wire
-from kvpagoda.events.event_log import TEXT, EventLog, Gone, Kept, Record, Renewed, Restart, Shared
+from kvpagoda.events.event_log import TEXT, CachedEvents, EventLog, Gone, Record, Renewed, Restart, SharedEvents
 from kvpagoda.events.index import Block, PrefixIndex
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event, Name, replace
 from kvpagoda.namespace import LEAST_MEDIA, fields_of, owner_of
@@ -121,14 +121,14 @@ class EventStream:
     def _apply(self, record: Record, events: list[Event]) -> None:
         """Apply one record of the log to the index, and append its events to ``events``."""
         match record:
-            case Shared():
+            case SharedEvents():
                 self._share(record, events)
             case Gone(blocks):
                 for group, ids in blocks:
                     self._remove(group, self._forget(group, ids), events)
             case Renewed(namespaces):
                 self._drop({self._namespace(key) for key in namespaces}, events)
-            case Kept():
+            case CachedEvents():
                 self._keep(record, events)
             case Restart(shared):
                 self.index.clear()
@@ -140,7 +140,7 @@ class EventStream:
                 for text in shared:
                     self._share(text, events)
 
-    def _share(self, shared: Shared, events: list[Event]) -> None:
+    def _share(self, shared: SharedEvents, events: list[Event]) -> None:
         """Add events for the cached blocks of ``shared`` that the index does not have yet."""
         known, numbers = self._by_id[self._text_group], shared.texts.tolist()
         if shared.media:
@@ -179,7 +179,7 @@ class EventStream:
         self._media = {media_id: digest for media_id, digest in self._media.items() if media_id in live}
         self._most_media = 2 * len(self._media) + max(LEAST_MEDIA, len(self.index.blocks))
 
-    def _add(self, parent: Block, shared: Shared, first: int, end: int) -> list[Block]:
+    def _add(self, parent: Block, shared: SharedEvents, first: int, end: int) -> list[Block]:
         """Add blocks ``first .. end - 1`` of ``shared`` to the index after ``parent``, and return them."""
         size, new = self.index.followed.block_size, list[Block]()
         keys = shared.keys[first * size : end * size]
@@ -228,9 +228,9 @@ class EventStream:
                 self._remove(self._text_group, blocks[::-1], events)
             for medium, kept in self._kept.items():
                 lost = tuple(digest for digest, block in kept.items() if block.namespace == namespace)
-                self._keep(Kept(medium, lost, False), events)
+                self._keep(CachedEvents(medium, lost, False), events)
 
-    def _keep(self, record: Kept, events: list[Event]) -> None:
+    def _keep(self, record: CachedEvents, events: list[Event]) -> None:
         """Append events for what a tier keeps or dropped, of blocks that are cached or were lately."""
         kept = self._kept.setdefault(record.medium, {})
         for digest in record.hashes:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from threading import Lock
 
 from kvpagoda.abc import Status
-from kvpagoda.events.event_log import EventLog, Kept
+from kvpagoda.events.event_log import CachedEvents, EventLog
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.tiers.level import Level
 
 
-class Watch:
-    """Tells ``log`` what one tier keeps, from the threads of that tier. ``medium``: see ``Kept``."""
+class TierWatch:
+    """Tells ``log`` what one tier keeps, from the threads of that tier. ``medium``: see ``CachedEvents``."""
 
     def __init__(self, medium: str, log: EventLog) -> None:
         self._medium, self._log, self._lock = medium, log, Lock()
@@ -34,15 +34,15 @@ class Watch:
 
     def _tell(self, hashes: bytes, is_there: bool) -> None:
         split = tuple(hashes[at : at + KEY_NBYTES] for at in range(0, len(hashes), KEY_NBYTES))
-        self._log.told(Kept(self._medium, split, is_there))
+        self._log.told(CachedEvents(self._medium, split, is_there))
 
 
-def watches_of(levels: Iterable[Level], log: EventLog) -> dict[Level, Watch]:
+def watches_of(levels: Iterable[Level], log: EventLog) -> dict[Level, TierWatch]:
     """Return an object to tell for each of ``levels`` whose driver tells what it drops: host memory and disk."""
-    found: dict[Level, Watch] = {}
+    found: dict[Level, TierWatch] = {}
     for level in levels:
         if hasattr(level.tier.driver, "on_drop"):
-            found[level] = Watch("CPU" if level.spec.is_private else "STORAGE", log)
+            found[level] = TierWatch("CPU" if level.spec.is_private else "STORAGE", log)
             level.tier.driver.on_drop = found[level].dropped
     log.is_watching = bool(found)
     return found

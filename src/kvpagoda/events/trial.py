@@ -30,7 +30,7 @@ def group_of(index: PrefixIndex, event: BlockStored | BlockRemoved) -> int:
     return number
 
 
-class Trial:
+class EventTrial:
     """The blocks that ``index`` would have after the events given to ``keys``. Changes nothing but the numbers of media."""
 
     def __init__(self, index: PrefixIndex) -> None:

@@ -92,7 +92,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Place:
+class PartPlace:
     """The place of one part of every row in a page, in bytes.
 
     In row t of head h, cell c begins at ``base + h * head + t * row + c * cell`` and takes ``nbytes``.
@@ -167,7 +167,7 @@ class Packing:
         """Return bytes from page to page that all readers of the format accept. DSV4: 37,376 -> 37,440 for 64 rows."""
         return align_up(self.payload_nbytes(page_size, heads), self.page_multiple)
 
-    def places(self, page_size: int, heads: int = 1) -> dict[str, Place]:
+    def places(self, page_size: int, heads: int = 1) -> dict[str, PartPlace]:
         """Return the places of "codes", "scales" and "kept" in a page of ``page_size`` rows; no parts of 0 bytes."""
         in_row = [part for part in self.order if not (self.footer and part == "scales")]
         cell = sum(map(self._part_nbytes, in_row))
@@ -176,13 +176,13 @@ class Packing:
         for part in in_row:
             nbytes, rows = self._part_nbytes(part), page_size * heads
             if self.planes:
-                places[part] = Place(rows * offset, page_size * nbytes, nbytes, rows * cell, nbytes)
+                places[part] = PartPlace(rows * offset, page_size * nbytes, nbytes, rows * cell, nbytes)
             else:
-                places[part] = Place(offset, head, self.cells * cell, cell, nbytes)
+                places[part] = PartPlace(offset, head, self.cells * cell, cell, nbytes)
             offset += nbytes
         if self.footer:
             nbytes = self._part_nbytes("scales")
-            places["scales"] = Place(page_size * self.cells * cell, head, self.cells * nbytes, nbytes, nbytes)
+            places["scales"] = PartPlace(page_size * self.cells * cell, head, self.cells * nbytes, nbytes, nbytes)
         return {part: place for part, place in places.items() if place.nbytes}
 
     def _part_nbytes(self, part: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvpagoda import console
-from kvpagoda.hf.run import Prompts, Run
+from kvpagoda.hf.run import GenerationRun, Prompts
 from kvpagoda.schema import Schema
 
 
@@ -25,10 +25,10 @@ class Comparison:
     prompt_lengths: list[int]
     num_answers: int
     num_same: int
-    runs: list[Run]
+    runs: list[GenerationRun]
 
     @classmethod
-    def of(cls, model: Any, schema: Schema, prompts: Prompts, runs: list[Run]) -> Comparison:
+    def of(cls, model: Any, schema: Schema, prompts: Prompts, runs: list[GenerationRun]) -> Comparison:
         """``schema``: of ``model``."""
         answers = zip(*(run.outputs for run in runs))
         num_same = sum(all(output == outputs[0] for output in outputs) for outputs in answers)
@@ -75,7 +75,7 @@ class Comparison:
         )
 
 
-def _cells(run: Run) -> tuple[str, ...]:
+def _cells(run: GenerationRun) -> tuple[str, ...]:
     """Return the columns of ``run``: seconds, and how many prompt tokens came from where."""
     counts = (run.computed_tokens, run.cached_tokens - run.loaded_tokens, run.loaded_tokens)
     return f"{run.first_token_seconds:.2f}", *(f"{count:,}" for count in counts)

@@ -91,7 +91,7 @@ class Request:
         return self.answers[0].checkpoints
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """The tokens of one answer that a step computes."""
 
     answer: Answer
@@ -326,7 +326,7 @@ class Generator:
         """The cache's counters."""
         return self.cache.stats()
 
-    def _next_piece(self, answer: Answer) -> Piece | None:
+    def _next_piece(self, answer: Answer) -> AnswerPiece | None:
         """Return the piece that ``answer`` computes next, with its blocks allocated; None if ``answer`` was
         preempted."""
         sequence, text = answer.sequence, answer.text
@@ -344,13 +344,13 @@ class Generator:
             proposed = propose(text, most) if self._drafter is None else np.full(max(0, most), NOT_YET, np.int32)
             try:
                 sequence.extend(1 + len(proposed))
-                return Piece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
+                return AnswerPiece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
             except OutOfBlocks:
                 pass  # do not preempt another request for tokens that may be rejected
         tokens = next_piece(self._runner, sequence, text, self._chunk)
-        return Piece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
+        return AnswerPiece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
 
-    def _drafted(self, drafter: Drafter, pieces: list[Piece]) -> list[Piece]:
+    def _drafted(self, drafter: Drafter, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
         """Return ``pieces`` with the tokens that the draft proposes, where there is room for any. Afterwards the draft has
         the rows of all their tokens."""
         drafter.begin([(piece.sequence, piece.answer.text) for piece in pieces])
@@ -363,7 +363,7 @@ class Generator:
             pieces[i] = pieces[i]._replace(tokens=np.concatenate((known, new)), proposed=new.tolist())
         return pieces
 
-    def _take(self, piece: Piece, logits: Tensor, best: list[int]) -> None:
+    def _take(self, piece: AnswerPiece, logits: Tensor, best: list[int]) -> None:
         """Commit the computed tokens, without rejected proposals. If the whole text is computed, append the new tokens
         to it.
 

@@ -337,7 +337,7 @@ def step_cache_class(model: Any) -> type[StepCache]:
     return type("OwnStepCache", (StepCache, own[0]), {}) if own else StepCache
 
 
-class OwnStates:
+class OwnStateCache:
     """The cache of a model that passes its states around itself, outside of transformers' cache interface: the states of
     a step's ``B`` rows.
 
@@ -371,28 +371,28 @@ class OwnStates:
                 pool.write(name, (self._written,), tensor[:, None])
 
 
-class StackedStates(OwnStates, list[Tensor]):
+class StackedStates(OwnStateCache, list[Tensor]):
     """A list with one tensor ``[B, channels, layers]`` for each kind of state, as RWKV takes it (arXiv 2305.13048)."""
 
     def __init__(self, context: StepContext) -> None:
-        OwnStates.__init__(self, context)
+        OwnStateCache.__init__(self, context)
         list.__init__(self, (torch.stack(each, dim=-1) for each in zip(*self.by_layer)))
 
     def save_states(self) -> None:
         self.by_layer = [list(each) for each in zip(*(tensor.unbind(-1) for tensor in self))]
-        OwnStates.save_states(self)
+        OwnStateCache.save_states(self)
 
 
-class LayerStates(OwnStates):
+class LayerStates(OwnStateCache):
     """A table from layers to their states, as xLSTM takes it (arXiv 2405.04517)."""
 
     def __init__(self, context: StepContext) -> None:
-        OwnStates.__init__(self, context)
+        OwnStateCache.__init__(self, context)
         self.rnn_state = dict(enumerate(map(tuple, self.by_layer)))
         self.seqlen_offset = context.past
 
 
-OWN_STATES: Mapping[str, Callable[[StepContext], OwnStates]] = {"stacked": StackedStates, "by_layer": LayerStates}
+OWN_STATES: Mapping[str, Callable[[StepContext], OwnStateCache]] = {"stacked": StackedStates, "by_layer": LayerStates}
 """Value of ``Family.own_states`` -> class."""
 
 

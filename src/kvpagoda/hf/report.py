@@ -17,7 +17,7 @@ from kvpagoda.hf.comparison import Comparison
 from kvpagoda.hf.embedded import ByteTokenizer, built_in_prompts, held_out_text
 from kvpagoda.hf.generator import Generator
 from kvpagoda.hf.held_out import format_cost
-from kvpagoda.hf.run import Prompts, Run, answer, answer_after_restart, embedded_on_one_thread
+from kvpagoda.hf.run import GenerationRun, Prompts, answer, answer_after_restart, embedded_on_one_thread
 from kvpagoda.schema.kv_format import as_text
 from kvpagoda.text import text_in
 from kvpagoda.tiers import disk_tier
@@ -97,7 +97,7 @@ def run(
         console.say(str(cost))
 
 
-def generate(name: str, generator: Generator, prompts: Prompts, how: dict[str, Any]) -> Run:
+def generate(name: str, generator: Generator, prompts: Prompts, how: dict[str, Any]) -> GenerationRun:
     """Answer ``prompts``; on a terminal, with a progress line of requests, tokens per second and blocks in use."""
     began, total = perf_counter(), sum(len(prompt) + how["n"] * (how["max_new_tokens"] - 1) for prompt in prompts)
     with console.progress(total, "tokens") as moved:
@@ -126,7 +126,7 @@ def say_answer(prompt: str, answer: str, is_whole: bool) -> None:
     console.output().print("\n".join(lines))
 
 
-def summary(generator: Generator, stats: CacheStats, run: Run) -> list[str]:
+def summary(generator: Generator, stats: CacheStats, run: GenerationRun) -> list[str]:
     """Return lines with the counts of computed, proposed and loaded tokens."""
     groups = ", ".join(f"{group.name} {group.peak_held} of {group.total} blocks" for group in stats.groups)
     tokens = sum(map(len, run.outputs))

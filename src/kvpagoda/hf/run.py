@@ -18,7 +18,7 @@ Prompts = list[list[int]]
 OnStep = Callable[[CacheStats], None]
 
 
-class Run(NamedTuple):
+class GenerationRun(NamedTuple):
     """The answers to some prompts, and what they took.
 
     ``seconds``: until all were answered. ``first_token_seconds``: until a prompt had its first token, on average.
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 def answer(
     name: str, generator: Generator, prompts: Prompts, how: dict[str, Any], on_step: OnStep | None = None
-) -> Run:
+) -> GenerationRun:
     """Answer ``prompts``, all submitted at once. ``how``: other arguments of ``Generator.submit``. ``on_step`` is
     called with the cache's counters after each step."""
     before, began = generator.stats(), perf_counter()
@@ -62,7 +62,7 @@ def answer(
         if on_step is not None:
             on_step(generator.stats())
     seconds, after = perf_counter() - began, generator.stats()
-    return Run(
+    return GenerationRun(
         name, [output for request in requests for output in request.outputs], seconds, sum(first) / len(first),
         after.prompt_tokens - before.prompt_tokens, after.cached_tokens - before.cached_tokens,
         after.loaded_tokens - before.loaded_tokens,
@@ -80,15 +80,19 @@ def embedded_on_one_thread(kv_format: KVFormatNames) -> Any:
     return model
 
 
-def answer_after_restart(name: str, generator_arguments: dict[str, Any], prompts: Prompts, how: dict[str, Any]) -> Run:
+def answer_after_restart(
+    name: str, generator_arguments: dict[str, Any], prompts: Prompts, how: dict[str, Any]
+) -> GenerationRun:
     """Answer ``prompts`` with the embedded model in a process of its own, which has nothing of this one but the tiers
     among ``generator_arguments``. Their folders must not be in use."""
     with process_pool(1) as submit:
-        answered: Run = submit(_answer_in_a_process, name, generator_arguments, prompts, how).result()
+        answered: GenerationRun = submit(_answer_in_a_process, name, generator_arguments, prompts, how).result()
         return answered
 
 
-def _answer_in_a_process(name: str, generator_arguments: dict[str, Any], prompts: Prompts, how: dict[str, Any]) -> Run:
+def _answer_in_a_process(
+    name: str, generator_arguments: dict[str, Any], prompts: Prompts, how: dict[str, Any]
+) -> GenerationRun:
     generator = Generator(embedded_on_one_thread(generator_arguments["kv_format"]), **generator_arguments)
     try:
         return answer(name, generator, prompts, how)

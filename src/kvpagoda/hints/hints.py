@@ -14,9 +14,9 @@ import numpy as np
 from kvpagoda.abc import CacheObserver, RequestView
 from kvpagoda.arrays import NO_TOKEN, Ids, as_tokens
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.lookup import AnyNamespace, Reuse, read_ahead
+from kvpagoda.core.cache.lookup import AnyNamespace, PrefixReuse, read_ahead
 from kvpagoda.core.cache.outcome import Outcome
-from kvpagoda.core.cache.request import Breakpoints, Request, breakpoints_of
+from kvpagoda.core.cache.request import Breakpoints, RequestState, breakpoints_of
 from kvpagoda.core.prefix import Match
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.hints.envelope import Action, Payload, is_known, read_envelope
@@ -35,7 +35,7 @@ _READ_AHEAD = 60.0
 """Seconds for which a prompt that was read ahead waits for its request, if the hint does not say."""
 
 
-class Text(NamedTuple):
+class HintedText(NamedTuple):
     """A text that an action is about. ``keys``: its tokens as texts are compared, int32. ``num_prompt``: tokens before the
     answer; None: it has no answer."""
 
@@ -79,7 +79,7 @@ class Hints(CacheObserver):
         self._session_of: dict[Any, Session] = {}
         self._prefetched: dict[bytes, tuple[Prefetch, float]] = {}  # by namespace and text: the reading, its end
 
-    def attach(self, core: Core, reuse: Reuse) -> None:
+    def attach(self, core: Core, reuse: PrefixReuse) -> None:
         """Called by the cache that these hints are for.
 
         Raises:
@@ -117,11 +117,11 @@ class Hints(CacheObserver):
         """Do what the actions of ``envelope`` ask for, and return one outcome for each; see ``KVCache.apply``."""
         return self._each(envelope, namespace, None)
 
-    def opened(self, request: Request, envelope: object, namespace: AnyNamespace) -> list[Outcome]:
+    def opened(self, request: RequestState, envelope: object, namespace: AnyNamespace) -> list[Outcome]:
         """Do what ``envelope`` asks for of ``request``, which was just opened."""
         return self._each(envelope, namespace, request)
 
-    def ask_checkpoints(self, request: Request, envelope: object) -> None:
+    def ask_checkpoints(self, request: RequestState, envelope: object) -> None:
         """Let ``request``, which is about to be opened, keep the checkpoints that ``envelope`` asks for, beside its own.
         What is wrong with them is said by ``opened``."""
         with suppress(KVPagodaError):
@@ -164,7 +164,7 @@ class Hints(CacheObserver):
 
     # -- one envelope ------------------------------------------------------------------------------------------------
 
-    def _each(self, envelope: object, namespace: AnyNamespace, request: Request | None) -> list[Outcome]:
+    def _each(self, envelope: object, namespace: AnyNamespace, request: RequestState | None) -> list[Outcome]:
         self._promises.expire()
         try:
             message, actions = read_envelope(envelope, self.limits.actions, self.limits.nbytes)
@@ -173,7 +173,7 @@ class Hints(CacheObserver):
             return [Outcome("", "", "", "rejected", str(error))]
         return [self._one(Outcome(message, a.action_id, a.action_type, "accepted"), a, key, request) for a in actions]
 
-    def _one(self, asked: Outcome, action: Action, namespace: bytes, request: Request | None) -> Outcome:
+    def _one(self, asked: Outcome, action: Action, namespace: bytes, request: RequestState | None) -> Outcome:
         if (wrong := is_known(action)) is not None:
             return asked.now("unknown", wrong)
         try:
@@ -183,13 +183,13 @@ class Hints(CacheObserver):
             outcome = asked.now("rejected", str(error) or "out of host memory")
         return outcome
 
-    def _retain(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
+    def _retain(self, asked: Outcome, payload: Payload, namespace: bytes, request: RequestState | None) -> Outcome:
         """``kv.retain``: keep a text, or its first tokens, for a time; ``kv.pin``: until it is released."""
         return self._keep(Keep.of(asked, payload, self.limits.seconds), self._text(payload, namespace, request))
 
     _pin = _retain
 
-    def _release(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
+    def _release(self, asked: Outcome, payload: Payload, namespace: bytes, request: RequestState | None) -> Outcome:
         """``kv.release``: end the promises of an action, a session, or of all texts of the namespace that begin so."""
         name, session = payload.text("promise"), payload.text("session_id")
         if name is None and session is None:
@@ -205,14 +205,14 @@ class Hints(CacheObserver):
         tokens, nbytes = (sum(getattr(one.outcome, of) for one in released) for of in ("tokens", "nbytes"))
         return asked.now("accepted", f"{len(released)} promises", tokens=tokens, nbytes=nbytes)
 
-    def _demote(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
+    def _demote(self, asked: Outcome, payload: Payload, namespace: bytes, request: RequestState | None) -> Outcome:
         """``kv.demote``: remove what only this text uses from the device; tiers store it first, as when it is evicted."""
         core, tier = self._core, payload.text("tier")
         names = [level.spec.name for level in core.tiers.levels]
         if tier is not None and tier != "none" and tier not in names:
             return asked.now("rejected", f"no tier {tier!r}; this cache has {', '.join(names) or 'none'}")
         text = self._text(payload, namespace, request)
-        if not isinstance(text, Text):
+        if not isinstance(text, HintedText):
             return (
                 asked.now("missing", "no such session") if text is None else asked.now("rejected", "the request runs")
             )
@@ -234,7 +234,7 @@ class Hints(CacheObserver):
         status = "accepted" if not reason else "clipped" if done else "rejected"
         return asked.now(status, reason, wanted=wanted, tokens=done, nbytes=nbytes)
 
-    def _prefetch(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
+    def _prefetch(self, asked: Outcome, payload: Payload, namespace: bytes, request: RequestState | None) -> Outcome:
         """``kv.prefetch``: begin to read a text from tiers; the next request with exactly this prompt takes it."""
         core = self._core
         if not core.tiers.levels:
@@ -252,7 +252,7 @@ class Hints(CacheObserver):
         self._prefetched[key] = read_ahead(core, tokens, namespace, {}), until
         return asked.now("accepted", "until a request with this prompt takes it", wanted=len(tokens), until=until)
 
-    def _session(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
+    def _session(self, asked: Outcome, payload: Payload, namespace: bytes, request: RequestState | None) -> Outcome:
         """``kv.session``: this request belongs to a session, or a session has ended."""
         name, event = payload.text("session_id"), payload.one_of("event", ("begin", "continue", "end"))
         if name is None:
@@ -276,7 +276,7 @@ class Hints(CacheObserver):
             core.capacity.forget(core.prefix.evict_end, match, is_evicted=True)
         return asked.now("accepted", f"{len(released)} promises released", tokens=tokens)
 
-    def _checkpoint(self, asked: Outcome, payload: Payload, namespace: bytes, request: Request | None) -> Outcome:
+    def _checkpoint(self, asked: Outcome, payload: Payload, namespace: bytes, request: RequestState | None) -> Outcome:
         """``kv.checkpoint``: keep checkpoints of a request's prompt after these tokens."""
         if request is None or (own := request.checkpoints).asked is None:
             return asked.now("rejected", "checkpoints are of a request: send the hint with it, in open(hints=..)")
@@ -295,27 +295,29 @@ class Hints(CacheObserver):
 
     # -- texts and promises ------------------------------------------------------------------------------------------
 
-    def _text(self, payload: Payload, namespace: bytes, request: Request | None) -> Text | Request | None:
+    def _text(
+        self, payload: Payload, namespace: bytes, request: RequestState | None
+    ) -> HintedText | RequestState | None:
         """Return the text that ``payload`` names; or the running request whose text it will be; or None: its session is
         not known. Raises BadInput."""
         name = payload.text("session_id")
         if "token_ids" in payload:
-            return Text(namespace, as_tokens(payload.get("token_ids"), self._core.vocab_size), name)
+            return HintedText(namespace, as_tokens(payload.get("token_ids"), self._core.vocab_size), name)
         if request is not None:
             return request
         if name is None:
             raise BadInput("name a text: token_ids or a session_id, or send the hint with a request")
         session = self._sessions.find(namespace, name)
         if session is not None and session.running:
-            running: Request = next(iter(session.running))
+            running: RequestState = next(iter(session.running))
             return running
-        return None if session is None or session.keys is None else Text(namespace, session.keys, name)
+        return None if session is None or session.keys is None else HintedText(namespace, session.keys, name)
 
-    def _keep(self, keep: Keep, text: Text | Request | None) -> Outcome:
+    def _keep(self, keep: Keep, text: HintedText | RequestState | None) -> Outcome:
         """Promise what ``keep`` asks for, now or at the end of a request."""
         if text is None:
             return keep.asked.now("missing", "no such session, or none of its requests has ended")
-        if isinstance(text, Text):
+        if isinstance(text, HintedText):
             return self._grant(keep, text)
         waiting = self._waiting.setdefault(text, [])
         if len(waiting) >= self.limits.actions:
@@ -323,14 +325,14 @@ class Hints(CacheObserver):
         waiting.append(keep)
         return keep.asked.now("deferred", "to the end of the request")
 
-    def _grant(self, keep: Keep, text: Text) -> Outcome:
+    def _grant(self, keep: Keep, text: HintedText) -> Outcome:
         """Promise what ``keep`` asks for of ``text``; what it asks for the answer separately is told later."""
         *first, last = (self._part(part, text) for part in keep.parts(text.num_prompt))
         for outcome in first:
             self._tell(outcome)
         return last
 
-    def _part(self, keep: Keep, text: Text) -> Outcome:
+    def _part(self, keep: Keep, text: HintedText) -> Outcome:
         if not keep.priority:
             return keep.asked.now("accepted", "priority 0: no promise")
         keys = text.keys[: keep.end]
@@ -347,7 +349,7 @@ class Hints(CacheObserver):
                 lambda one: one.session == session.name and one.tenant == session.namespace, "replaced"
             )
         keys, name = request.keys(0, request.length), None if session is None else session.name
-        text = Text(request.namespace, keys, name, request.prompt_length)
+        text = HintedText(request.namespace, keys, name, request.prompt_length)
         for keep in self._waiting.pop(request, ()):
             try:
                 self._tell(self._grant(keep, text))

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 
 from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.lookup import Reuse
+from kvpagoda.core.cache.lookup import PrefixReuse
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.prefix_cache import Pin
 from kvpagoda.errors import OutOfBlocks
@@ -36,7 +36,12 @@ class Promises:
     promise ended."""
 
     def __init__(
-        self, core: Core, reuse: Reuse, limits: HintLimits, clock: Callable[[], float], tell: Callable[[Outcome], None]
+        self,
+        core: Core,
+        reuse: PrefixReuse,
+        limits: HintLimits,
+        clock: Callable[[], float],
+        tell: Callable[[Outcome], None],
     ) -> None:
         self._core, self._reuse, self._limits, self._clock, self._tell = core, reuse, limits, clock, tell
         self._ended: deque[Pin] = deque()

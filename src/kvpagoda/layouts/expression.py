@@ -37,7 +37,7 @@ _PART = re.compile(r"([A-Za-z]\w*)(?:\[([^\]]*)\])?:(\w+)$")
 
 
 @dataclass(frozen=True)
-class Part:
+class ArrayPart:
     """A leaf of the tree: a named array of ``dtype``. The digits in its brackets are ``Each`` nodes around it."""
 
     name: str
@@ -65,11 +65,11 @@ class Beside:
     align: int = 1
 
 
-Node = Part | Each | Beside
+Node = ArrayPart | Each | Beside
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayPlace:
     """The place of one part: the element with digits i, j, .. is at byte ``offset + i * stride_i + j * stride_j + ..``.
 
     ``strides``: (digit, stride in bytes), in memory order, the outermost first.
@@ -175,7 +175,7 @@ class Parser:
         if match is None or match[3] not in ITEMSIZE:
             text = f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}"
             raise LayoutError.of("dtype", text, needed=word, available=tuple(ITEMSIZE))
-        node: Node = Part(match[1], match[3])
+        node: Node = ArrayPart(match[1], match[3])
         dims = [dim.strip() for dim in match[2].split(",")] if match[2] else []
         for number, dim in reversed([*enumerate(dims)]):
             if dim.isdecimal():
@@ -188,7 +188,7 @@ class Parser:
 
 def write(node: Node) -> str:
     """Return the expression of a tree in its canonical spelling. Parsing it gives the same tree."""
-    if isinstance(node, Part):
+    if isinstance(node, ArrayPart):
         return f"{node.name}:{node.dtype}"
     if isinstance(node, Beside):
         inside = " | ".join(write(item) for item in node.items)
@@ -200,13 +200,13 @@ def write(node: Node) -> str:
     while isinstance(node.body, Each):
         node = node.body
         dims.append(node.fold.word + ("" if node.stride is None else f"@{node.stride}"))
-    assert isinstance(node.body, Part)
+    assert isinstance(node.body, ArrayPart)
     return f"{node.body.name}[{','.join(dims)}]:{node.body.dtype}"
 
 
 def size_of(node: Node) -> int:
     """Return the bytes of a tree. Raises LayoutError for a stride that is shorter than the body it repeats."""
-    if isinstance(node, Part):
+    if isinstance(node, ArrayPart):
         return ITEMSIZE[node.dtype]
     if isinstance(node, Beside):
         return align_up(sum(size_of(item) for item in node.items), node.align)
@@ -225,10 +225,10 @@ def stride_of(node: Each) -> int:
     return body if node.stride is None else node.stride
 
 
-def places(node: Node, offset: int = 0, outer: tuple[tuple[Fold, int], ...] = ()) -> Iterator[Place]:
+def places(node: Node, offset: int = 0, outer: tuple[tuple[Fold, int], ...] = ()) -> Iterator[ArrayPlace]:
     """Yield the place of every part, in memory order. ``outer``: (digit, stride) of the enclosing nodes."""
-    if isinstance(node, Part):
-        yield Place(node.name, node.dtype, offset, outer)
+    if isinstance(node, ArrayPart):
+        yield ArrayPlace(node.name, node.dtype, offset, outer)
     elif isinstance(node, Each):
         yield from places(node.body, offset, (*outer, (node.fold, stride_of(node))))
     else:
@@ -237,7 +237,7 @@ def places(node: Node, offset: int = 0, outer: tuple[tuple[Fold, int], ...] = ()
             offset += size_of(item)
 
 
-def check_parts(found: tuple[Place, ...], sizes: Sizes) -> None:
+def check_parts(found: tuple[ArrayPlace, ...], sizes: Sizes) -> None:
     """Raise LayoutError unless parts have different names, complete axes, and aligned offsets and strides."""
     names = [place.name for place in found if place.name not in PADS]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -288,7 +288,7 @@ def _lines(node: Node, offset: int, depth: int) -> Iterator[tuple[int, int, str]
         while isinstance(part, Each):
             counts.append(f"{part.fold.count:,}")
             part = part.body
-        assert isinstance(part, Part)
+        assert isinstance(part, ArrayPart)
         note = {PADS[0]: ", undefined", PADS[1]: ", set to zero"}.get(part.name, "")
         nbytes = size_of(node)
         size = f" = {nbytes:,} bytes" if nbytes != ITEMSIZE[part.dtype] else ""

@@ -21,9 +21,9 @@ from kvpagoda.errors import LayoutError
 from kvpagoda.layouts.axes import TOKENS, Axis, Ints, Sizes
 from kvpagoda.layouts.expression import (
     PADS,
+    ArrayPlace,
     Node,
     Parser,
-    Place,
     check_parts,
     drawing,
     own_axes,
@@ -165,17 +165,17 @@ class Layout:
         return Parser(self.expression, self._sizes).tree()
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[ArrayPlace, ...]:
         """Offset and strides of every part, in memory order, including parts without content (``PADS``)."""
         return tuple(places(self.tree, self.offset))
 
     @cached_property
-    def movable(self) -> dict[str, Place]:
+    def movable(self) -> dict[str, ArrayPlace]:
         """Part -> its place. Parts without content are named after the part before them: ``scale+pad``.
 
         A copy also moves the parts without content if both sides have them, so that whole rows and pages stay one span.
         """
-        by_part: dict[str, Place] = {}
+        by_part: dict[str, ArrayPlace] = {}
         for place in self.places:
             before = next(reversed(by_part), "")
             by_part[f"{before}+{place.name}" if place.name in PADS else place.name] = place
@@ -203,7 +203,7 @@ class Layout:
             raise LayoutError.of("axis", text, needed=name, available=tuple(self._sizes.axes))
         return self._sizes.axes[name]
 
-    def place(self, part: str) -> Place:
+    def place(self, part: str) -> ArrayPlace:
         """Return the place of the part named ``part``.
 
         Raises:
@@ -258,7 +258,7 @@ class Layout:
             addresses = addresses[..., None] + self.along(place, name, np.arange(self.axis(name).size))
         return addresses
 
-    def along(self, place: Place, axis: str, indices: Ints) -> Ints:
+    def along(self, place: ArrayPlace, axis: str, indices: Ints) -> Ints:
         """Return the bytes that each of ``indices`` of ``axis`` adds to an element's address, as int64."""
         added = np.zeros_like(indices)
         for fold, stride in place.strides:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from kvpagoda.abc import wrap_calls
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.request import Request
+from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.kv_cache import KVCache
 from kvpagoda.core.offload.hit import TierHit
 from kvpagoda.errors import Exhausted, HandoverMiss, MissingExtra
@@ -122,7 +122,7 @@ def _failed(span: Span, error: BaseException) -> None:
 
 
 def _opened(_: Core, given: Given, __: None) -> Told:
-    request: Request = given[0]
+    request: RequestState = given[0]
     match = request.match
     return {
         "kvpagoda.prompt_tokens": request.prompt_length,
@@ -133,7 +133,7 @@ def _opened(_: Core, given: Given, __: None) -> Told:
 
 
 def _received(_: Core, given: Given, __: None) -> Told:
-    request: Request = given[0]
+    request: RequestState = given[0]
     return {
         "kvpagoda.prompt_tokens": request.prompt_length,
         "kvpagoda.tokens": request.own_length,

@@ -247,7 +247,7 @@ def _tiers(samples: _Samples) -> tuple[TierFigures, ...]:
     return tuple(made)
 
 
-class Watch:
+class TopWatch:
     """The figures at one source, look by look. ``figures``: the last ones that could be read; ``rates``: the tokens per second
     that were saved and computed between the last two; ``error``: why the last look failed; each None if there is none."""
 
@@ -285,7 +285,7 @@ def run(sources: Sequence[str], every: float, *, once: bool, as_json: bool, vllm
     if not 0.1 <= every < 3600:
         text = f"--every must be at least 0.1 and less than 3600 seconds, got {every}"
         raise BadInput(text, needed=every, available=0.1)
-    watches = [Watch(source, vllm) for source in dict.fromkeys(sources)]
+    watches = [TopWatch(source, vllm) for source in dict.fromkeys(sources)]
     _look(watches)
     if (error := watches[0].error) is not None and all(watch.figures is None for watch in watches):
         raise error
@@ -310,23 +310,23 @@ def run(sources: Sequence[str], every: float, *, once: bool, as_json: bool, vllm
             live.update(_screen(watches, out.width), refresh=True)
 
 
-def _look(watches: Sequence[Watch]) -> None:
+def _look(watches: Sequence[TopWatch]) -> None:
     """Look at all sources at once: one that does not answer delays no other."""
     if len(watches) == 1:
         watches[0].look()
         return
     with ThreadPoolExecutor(len(watches)) as pool:
-        list(pool.map(Watch.look, watches))
+        list(pool.map(TopWatch.look, watches))
 
 
-def _screen(watches: Sequence[Watch], width: int) -> RenderableType:
+def _screen(watches: Sequence[TopWatch], width: int) -> RenderableType:
     figures = watches[0].figures
     if len(watches) > 1 or figures is None:
         return overview(watches, width)
     return view(figures, watches[0].rates, width)
 
 
-def overview(watches: Sequence[Watch], width: int) -> RenderableType:
+def overview(watches: Sequence[TopWatch], width: int) -> RenderableType:
     """Return a table with a line for each source, one of their groups, and why sources cannot be read, in lines of at most
     ``width`` characters."""
     engines, groups = list[list[str]](), list[list[str]]()

@@ -1,6 +1,6 @@
 """Requests of a trace on one cache: which ones wait, how one is admitted, and how pieces of it are computed.
 
-    waiting ──open_next──► Running ──extend, commit──► ... ──► close
+    waiting ──open_next──► AdmittedRequest ──extend, commit──► ... ──► close
 
 ``serving`` computes a piece of every running request in each step. ``worker`` gives steps a budget of tokens and a
 duration."""
@@ -44,7 +44,7 @@ def cache_for(
     )  # fmt: skip
 
 
-class Running:
+class AdmittedRequest:
     """An admitted request: its ``sequence``, and its tokens ``text``, int32 ``[n]``, of which the first ``num_prompt`` are
     the prompt. ``number``: its number in the trace."""
 
@@ -86,7 +86,7 @@ class Batching:
         """Return the tokens of request ``number``, and how many of them are the prompt; see ``text_of``."""
         return text_of(self._trace, number, self._per_id)
 
-    def open_next(self) -> tuple[int, Running | None]:
+    def open_next(self) -> tuple[int, AdmittedRequest | None]:
         """Open the request that waits longest. Return its number, and None in place of it if it is larger than the
         cache. Raises RetryLater if there is no room now; the request then still waits."""
         number = self.waiting[0]
@@ -101,9 +101,9 @@ class Batching:
         self.matched += sequence.match.num_tokens
         self.limited_by[sequence.match.limited_by] += 1
         self.waiting.popleft()
-        return number, Running(number, sequence, text, num_prompt, self.cache.block_size)
+        return number, AdmittedRequest(number, sequence, text, num_prompt, self.cache.block_size)
 
-    def piece(self, request: Running, limit: int) -> int:
+    def piece(self, request: AdmittedRequest, limit: int) -> int:
         """Return where the next piece of a prompt ends: after ``limit`` tokens, or where a checkpoint is due, or at the end
         of the prompt."""
         due = int(self.cache.step_limit(request.sequence))

@@ -22,7 +22,7 @@ from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.own_policy import policy_from_text
 from kvpagoda.replay.readers import Lines, Request, placed
 from kvpagoda.replay.run import BLOCK_FIFO, BOUND, fresh, known_policy
-from kvpagoda.replay.serving import Clock, Steps
+from kvpagoda.replay.serving import Steps, TraceClock
 from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.texts import Tokens, text_of
 from kvpagoda.replay.trace import DEFAULT_BLOCK_SIZE, Trace, tokens_of_blocks
@@ -77,7 +77,7 @@ class SchemaAnswers:
         setup = Setup(schema, budget, tokens_per_id or DEFAULT_BLOCK_SIZE, **{"max_requests": 1, **settings})
         self._cache = setup.cache(None)
         self._waiting = _Waiting(self._cache, setup.tokens_per_id)
-        self._steps = Steps(self._waiting, setup.step_tokens, Clock())
+        self._steps = Steps(self._waiting, setup.step_tokens, TraceClock())
 
     def __call__(self, request: Request) -> Answer:
         """Serve a request; return what it hit, in all groups and in each, and what was evicted from each. If it is larger

@@ -36,7 +36,7 @@ _CAPACITIES = 200  # of the line of lru
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of the page. ``figures``: choice -> (series, layout). ``choices``: what is chosen, if there are several; the
     one in the middle is shown first."""
 
@@ -46,7 +46,7 @@ class Section:
     figures: dict[str, tuple[list[Lines], dict[str, Any]]] = field(default_factory=dict)
 
 
-class Page:
+class ReportPage:
     """A page to be written to ``path``. Raises MissingExtra without plotly, BadInput if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class Page:
             raise BadInput(f"cannot write a report to {str(path)!r}: {error.strerror}", needed=path) from None
         self._path, self._script = path, get_plotlyjs
 
-    def write(self, title: str, lines: Sequence[str], sections: Sequence[Section]) -> None:
+    def write(self, title: str, lines: Sequence[str], sections: Sequence[PageSection]) -> None:
         """Write the page. ``lines``: text below the title."""
         told = {"title": title, "lines": list(lines), "sections": [asdict(section) for section in sections]}
         data = json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")  # no text can end the script
@@ -69,11 +69,11 @@ class Page:
 # -- replays through the tree -------------------------------------------------------------------------------------------
 
 
-def tree_sections(trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> list[Section]:
+def tree_sections(trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> list[PageSection]:
     """Return the sections for replays through the tree: ``results`` at every capacity, for every policy."""
     over_time, lost = (
-        Section("Hit rate over time", OVER_TIME, "capacity"),
-        Section("Where tokens were lost", LOST_TREE, "capacity"),
+        PageSection("Hit rate over time", OVER_TIME, "capacity"),
+        PageSection("Where tokens were lost", LOST_TREE, "capacity"),
     )
     sizes, (x, bins, axis) = np.diff(trace.starts), _times(trace)
     for capacity in dict.fromkeys(result.capacity_blocks for result in results):
@@ -94,7 +94,7 @@ def _shown(policy: str) -> str:
     return f"{policy} (bound)" if policy == BOUND else policy
 
 
-def _over_capacity(trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> Section:
+def _over_capacity(trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> PageSection:
     capacities = [result.capacity_blocks for result in results]
     every = np.unique(
         np.geomspace(max(1, min(capacities) * 0.7), max(trace.num_distinct, *capacities), _CAPACITIES, dtype=int)
@@ -109,7 +109,7 @@ def _over_capacity(trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) 
     axis = {"type": "log", "title": "capacity, blocks", "dtick": "D2", "tickformat": ",", "hoverformat": ","}
     layout = {"xaxis": axis, "yaxis": {"title": "hit rate, %", "rangemode": "tozero", "hoverformat": ".2f"}}
     text = f"Of all block references {reuse.num_reuses / trace.num_refs:.1%} can hit. {OVER_CAPACITY}"
-    return Section("Hit rate over capacity", text, figures={"": (series, layout)})
+    return PageSection("Hit rate over capacity", text, figures={"": (series, layout)})
 
 
 # -- replays with a model's layers --------------------------------------------------------------------------------------
@@ -117,14 +117,14 @@ def _over_capacity(trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) 
 
 def schema_sections(
     trace: Trace, reuse: Reuse, jobs: Sequence[tuple[str, str, int]], results: Sequence[Served]
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the sections for replays with a model's layers. ``jobs``: (budget, policy, checkpoint interval) of each of
     ``results``. A bound serves no requests: it is in the first section alone."""
     over_time, lost = (
-        Section("Hit rate over time", OVER_REQUESTS, "memory"),
-        Section("Where tokens were lost", LOST_SCHEMA, "memory"),
+        PageSection("Hit rate over time", OVER_REQUESTS, "memory"),
+        PageSection("Where tokens were lost", LOST_SCHEMA, "memory"),
     )
-    groups = Section("What each group had", GROUPS, "memory")
+    groups = PageSection("What each group had", GROUPS, "memory")
     names = [_shown(policy) if not every else f"{_shown(policy)}, every {every}" for _, policy, every in jobs]
     served = [(job[0], name, one) for job, name, one in zip(jobs, names, results) if isinstance(one, ServeResult)]
     over_budget: dict[str, list[tuple[float, float]]] = {}
@@ -134,7 +134,7 @@ def schema_sections(
     sizes = sorted({round(result.nbytes / 2**30, 3) for result in results})
     axis = {"type": "log" if len(sizes) > 1 else "-", "title": "memory of the cache, GiB", "tickvals": sizes}
     layout = {"xaxis": axis, "yaxis": {"title": "hit rate, %", "rangemode": "tozero", "hoverformat": ".2f"}}
-    sections = [Section("Hit rate over memory", OVER_BUDGET, figures={"": (series, layout)})]
+    sections = [PageSection("Hit rate over memory", OVER_BUDGET, figures={"": (series, layout)})]
     seen = trace.tokens_of(reuse.seen)
     for budget in dict.fromkeys(budget for budget, _, _ in served):
         mine = {name: one for size, name, one in served if size == budget}
@@ -237,7 +237,7 @@ def _stacked(names: list[str], causes: dict[str, list[int]]) -> tuple[list[Lines
     }  # fmt: skip
 
 
-def _distances(trace: Trace, reuse: Reuse) -> Section:
+def _distances(trace: Trace, reuse: Reuse) -> PageSection:
     rows = reuse_histogram(reuse)
     counts = np.array([count for _, _, count in rows], np.int64)
     shares, names = counts * 100 / max(1, trace.num_refs), [short_number(low) for low, _, _ in rows]
@@ -256,7 +256,7 @@ def _distances(trace: Trace, reuse: Reuse) -> Section:
         "xaxis": {"type": "category", "title": "different blocks used since, at least"},
         "yaxis": {"title": "% of block references"},
     }  # fmt: skip
-    return Section("Reuse distances", DISTANCES, figures={"": (series, layout)})
+    return PageSection("Reuse distances", DISTANCES, figures={"": (series, layout)})
 
 
 OVER_CAPACITY = "opt knows the future: no policy hits more. The wide line is lru at every capacity."

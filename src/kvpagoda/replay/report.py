@@ -17,7 +17,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.recording import TraceFile
 from kvpagoda.replay.hinted import replay_hints
 from kvpagoda.replay.own_policy import policy_from_text
-from kvpagoda.replay.page import Page, draw, new_figure, tree_sections
+from kvpagoda.replay.page import ReportPage, draw, new_figure, tree_sections
 from kvpagoda.replay.reuse import Reuse, WorkingSet, reuse_histogram, working_set
 from kvpagoda.replay.run import (
     BOUND,
@@ -146,7 +146,7 @@ def measured(
         requests.touch()  # raises before the work if it cannot be written
     if timeline is not None and len(chosen) * len(sizes) != 1:
         raise BadInput("--trace shows one replay: give it one --capacity and one --policy")
-    events, report = None if timeline is None else TraceFile(timeline), None if page is None else Page(page)
+    events, report = None if timeline is None else TraceFile(timeline), None if page is None else ReportPage(page)
     trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")

@@ -14,7 +14,7 @@ from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.offline.bound import HitBound, hit_bound
 from kvpagoda.replay.offline.demand import check_ids
 from kvpagoda.replay.own_policy import policy_from_text
-from kvpagoda.replay.page import Page, Served, schema_sections
+from kvpagoda.replay.page import ReportPage, Served, schema_sections
 from kvpagoda.replay.report import Sheet, Source, order_of, partly, processes_for, show, title
 from kvpagoda.replay.reuse import Reuse
 from kvpagoda.replay.run import BLOCK_FIFO, BOUND, AnyPolicy, fresh, known_policy
@@ -57,7 +57,7 @@ def measured(
     asked = _checked_grid(grid, timeline is not None, page is not None)
     if timeline is not None:
         settings = {**settings, "record": timeline}
-    report = None if page is None else Page(page)
+    report = None if page is None else ReportPage(page)
     trace = source(500)
     if any(policy == BOUND for *_, policy in asked):
         check_ids(trace)

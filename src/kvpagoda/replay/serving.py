@@ -17,7 +17,7 @@ from kvpagoda.events.event_log import EventLog
 from kvpagoda.policies import EvictionPolicy, policy_name
 from kvpagoda.probe import Probe
 from kvpagoda.recording import Recording
-from kvpagoda.replay.batching import Batching, Running
+from kvpagoda.replay.batching import AdmittedRequest, Batching
 from kvpagoda.replay.jobs import process_pool
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.setup import Setup
@@ -120,7 +120,7 @@ def serve(
         NeverFits: a request does not fit into the empty cache.
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
-    columns, clock = Trace.read(trace), Clock()
+    columns, clock = Trace.read(trace), TraceClock()
     recording = None if record is None else Recording(record, clock, _CACHED)
     cache = setup.cache(columns, tiers=tiers, events=events, record=recording)
     numbers = range(len(columns)) if part is None else part
@@ -211,7 +211,7 @@ def serve_multi_worker(
         return [future.result() for future in futures]
 
 
-class Clock:
+class TraceClock:
     """The clock of a recording. ``now``: microseconds."""
 
     now = 0.0
@@ -224,10 +224,10 @@ class Clock:
 class Steps:
     """Steps of up to ``step_tokens`` tokens of each running request, and their counters."""
 
-    def __init__(self, batching: Batching, step_tokens: int, clock: Clock) -> None:
+    def __init__(self, batching: Batching, step_tokens: int, clock: TraceClock) -> None:
         self.batching, self.step_tokens, self.clock = batching, step_tokens, clock
         self.probe = Probe(batching.cache)
-        self.running: list[Running] = []
+        self.running: list[AdmittedRequest] = []
         self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
         self.blocks = self.runs = 0  # of requests that ended: see ``BlockGroup.runs``
         self.each: list[tuple[int, int, int]] = []  # see ServeResult
@@ -261,7 +261,7 @@ class Steps:
                 self.each.append((request.num_prompt, sequence.match.num_tokens, sequence.cached_tokens))
         return False
 
-    def _compute(self, request: Running) -> bool:
+    def _compute(self, request: AdmittedRequest) -> bool:
         """Compute one piece of ``request``: of the prompt up to the next position where a checkpoint is due, of the output
         up to its last block boundary. Return whether something is left; if not, close it."""
         total, length = len(request.text), request.sequence.length

@@ -36,15 +36,15 @@ Random: TypeAlias = "np.random.Generator"
 Drawn: TypeAlias = tuple[float, float]
 
 
-class Text:
+class WorkloadText:
     """A text: its length in tokens and the ids of its whole blocks. ``fresh`` yields ids for new blocks."""
 
     def __init__(self, fresh: Iterator[int], block_size: int, ids: Sequence[int] = (), length: int = 0) -> None:
         self.fresh, self.block_size, self.ids, self.length = fresh, block_size, list(ids), length
 
-    def grown(self, tokens: int) -> Text:
+    def grown(self, tokens: int) -> WorkloadText:
         """Return this text with ``tokens`` new tokens appended."""
-        longer = Text(self.fresh, self.block_size, self.ids, self.length + tokens)
+        longer = WorkloadText(self.fresh, self.block_size, self.ids, self.length + tokens)
         longer.ids += islice(self.fresh, longer.length // self.block_size - len(self.ids))
         return longer
 
@@ -69,7 +69,7 @@ def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4
     if weights.shape != (3,) or not (np.isfinite(weights).all() and weights.min() >= 0 and weights.sum() > 0):
         raise BadInput(f"shares must be three weights, for {', '.join(KINDS)}, and not all 0, got {list(shares)}")
     rng = np.random.default_rng(seed)
-    empty = Text(count(), block_size)
+    empty = WorkloadText(count(), block_size)
     systems = [empty.grown(int(n)) for n in rng.integers(200, 2_000, 8)]
     tools = [empty.grown(int(n)) for n in rng.integers(4_000, 12_000, 4)]
     documents = [empty.grown(_tokens(rng, 6_000, 0.8)) for _ in range(64)]
@@ -103,7 +103,14 @@ def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) ->
 
 
 def _session(
-    rng: Random, time: float, first: Text, turns: int, pause: float, asked: Drawn, answered: Drawn, folds: float = 0.0
+    rng: Random,
+    time: float,
+    first: WorkloadText,
+    turns: int,
+    pause: float,
+    asked: Drawn,
+    answered: Drawn,
+    folds: float = 0.0,
 ) -> Iterator[Request]:
     """Yield the requests of one session: after the text ``first`` about ``turns`` turns, each with tokens ``asked`` and
     ``answered`` (median and sigma), ``pause`` seconds apart. In a share ``folds`` of the turns, and in those whose text
@@ -123,7 +130,7 @@ _chat = partial(_session, turns=5, pause=60.0, asked=(100, 1.0), answered=(250, 
 _agent = partial(_session, turns=25, pause=6.0, asked=(600, 1.2), answered=(150, 0.7), folds=1 / 30)
 
 
-def _shared(rng: Random, time: float, document: Text) -> Iterator[Request]:
+def _shared(rng: Random, time: float, document: WorkloadText) -> Iterator[Request]:
     yield document.grown(_tokens(rng, 60, 0.7)).asked(time, _tokens(rng, 250, 0.8))
 
 

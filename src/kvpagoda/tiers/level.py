@@ -110,7 +110,7 @@ class Loading(NamedTuple):
     future: Future[list[Status]]
 
 
-class Part(NamedTuple):
+class LevelPart(NamedTuple):
     """A record of a checkpoint's blocks of one group. ``back``: how many blocks before the checkpoint the text ends by
     which it is found. ``number``: of the records that are found so. ``num_blocks``: that begin in it. ``nbytes``: of its
     payload."""
@@ -191,7 +191,7 @@ class Level:
         """Return whether each block of ``nbytes`` of a checkpoint has records of its own: no two fit into one."""
         return 2 * nbytes > self.payload_nbytes
 
-    def parts_of(self, n: int, nbytes: int) -> list[Part]:
+    def parts_of(self, n: int, nbytes: int) -> list[LevelPart]:
         """Return the records of ``n`` blocks of ``nbytes``, the last ones before a checkpoint, in their order.
 
         One has records of its own, or several share one. Their own are found by the text up to their end, so that other
@@ -199,10 +199,12 @@ class Level:
         payload = self.payload_nbytes
         if self.is_apart(nbytes):
             pieces = [min(payload, nbytes - at) for at in range(0, nbytes, payload)]
-            return [Part(back, i, int(not i), one) for back in range(n - 1, -1, -1) for i, one in enumerate(pieces)]
+            return [
+                LevelPart(back, i, int(not i), one) for back in range(n - 1, -1, -1) for i, one in enumerate(pieces)
+            ]
         each = payload // nbytes
         counts = [min(each, n - at) for at in range(0, n, each)]
-        return [Part(0, i, count, count * nbytes) for i, count in enumerate(counts)]
+        return [LevelPart(0, i, count, count * nbytes) for i, count in enumerate(counts)]
 
     def key(self, block_hash: bytes, kind: bytes = BLOCKS) -> bytes:
         """Return the key of the record of ``kind`` whose last block has ``block_hash``."""

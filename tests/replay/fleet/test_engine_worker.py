@@ -15,7 +15,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.replay import Group, Trace, replay_engine
 from kvpagoda.replay.batching import cache_for
 from kvpagoda.replay.engines.chains import Chains
-from kvpagoda.replay.engines.driver import Run, Schedule, serve_with
+from kvpagoda.replay.engines.driver import EngineRun, Schedule, serve_with
 from kvpagoda.replay.engines.pool import EnginePool, pool_of
 from kvpagoda.replay.engines.run import manager_of
 from kvpagoda.replay.fleet.costs import Ticks
@@ -118,7 +118,7 @@ class Plain:
         plan = cache_for(None, schema, SMALL[name], STEP[name]).plan
         pool, ticks = pool_of(engine, schema, plan, SMALL[name]), Ticks(COSTS, plan)
         chains, schedule = Chains(trace, 16), Schedule(6, STEP[name], True)
-        run = Run(chains, manager_of(engine, chains, pool, schedule, 0), schedule)
+        run = EngineRun(chains, manager_of(engine, chains, pool, schedule, 0), schedule)
         coming, now = [*enumerate(np.round(trace.arrivals * 1e12).astype(np.int64).tolist())][::-1], 0
         self.admitted, self.first, self.last = (np.full(len(trace), -1, np.int64) for _ in range(3))
         self.run = run

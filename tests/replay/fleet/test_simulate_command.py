@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpagoda.replay.fleet.simulation import Simulation
-from kvpagoda.replay.fleet.worker import Worker
+from kvpagoda.replay.fleet.worker import FleetWorker
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 pytest.importorskip("typer")
@@ -62,15 +62,15 @@ def test_engines_have_rows_of_their_own(here: Command) -> None:
 
 
 def test_ctrl_c_prints_what_is_done(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, ended = Worker.finish, list[int]()
+    finish, ended = FleetWorker.finish, list[int]()
 
-    def interrupted(worker: Worker) -> None:
+    def interrupted(worker: FleetWorker) -> None:
         finish(worker)
         if worker.num_ended >= 10 and len(ended) == 0:
             ended.append(worker.num_ended)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Worker, "finish", interrupted)
+    monkeypatch.setattr(FleetWorker, "finish", interrupted)
     done = here("simulate", "--limit", "40", "--policy", "lru,fifo", "--json")
     told = json.loads(done.stdout)
     assert done.returncode == 130 and told["partial"] and len(told["results"]) == 1

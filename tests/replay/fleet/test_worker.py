@@ -11,7 +11,7 @@ import pytest
 from kvpagoda import KVCache, Schema
 from kvpagoda.errors import RetryLater
 from kvpagoda.replay import Trace, serve
-from kvpagoda.replay.batching import Batching, Running, cache_for
+from kvpagoda.replay.batching import AdmittedRequest, Batching, cache_for
 from kvpagoda.replay.fleet.costs import Costs, Ticks
 from kvpagoda.replay.fleet.simulation import simulate
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows
@@ -57,8 +57,8 @@ class OneByOne:
         self.ticks = Ticks(COSTS, self.cache.plan)
         self.times: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
-        self.prefilling: list[Running] = []
-        self.decoding: list[Running] = []
+        self.prefilling: list[AdmittedRequest] = []
+        self.decoding: list[AdmittedRequest] = []
         self.is_blocked = False
         coming = [(round(at * 1e12), number) for number, at in enumerate(trace.arrivals.tolist())]
         now = 0
@@ -71,7 +71,7 @@ class OneByOne:
     def step(self, now: int) -> int:
         """Compute one step that begins ``now``; return when it ends."""
         decoding, context = [*self.decoding], sum(one.sequence.length for one in self.decoding)
-        budget, pieces = self.step_tokens - len(decoding), list[tuple[Running, int]]()
+        budget, pieces = self.step_tokens - len(decoding), list[tuple[AdmittedRequest, int]]()
         for request in decoding:
             request.extend(request.sequence.length + 1)
         for request in self.prefilling:
@@ -114,7 +114,7 @@ class OneByOne:
         self.is_blocked = self.is_blocked and not ended
         return now
 
-    def piece(self, request: Running, budget: int, pieces: list[tuple[Running, int]]) -> int:
+    def piece(self, request: AdmittedRequest, budget: int, pieces: list[tuple[AdmittedRequest, int]]) -> int:
         if budget <= 0:
             return 0
         length = request.sequence.length

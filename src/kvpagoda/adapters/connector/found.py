@@ -25,7 +25,7 @@ def record_kind(group: int) -> bytes:
 
 
 @dataclass(eq=False)
-class Found:
+class FoundRecords:
     """What ``levels`` have of the text of ``find``. It owns leases and staging rows until ``release``."""
 
     find: Find

@@ -60,7 +60,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MatchAnswer:
     """A request can go on after any of ``ends`` records. ``is_held``: those for the last of them are in staging
     memory."""
 
@@ -75,6 +75,6 @@ class Answers:
     """What workers report after a step. ``failed``: requests for which a record could not be loaded. ``waiting``: requests
     whose blocks are not all copied to staging memory yet."""
 
-    found: list[Answer] = field(default_factory=list)
+    found: list[MatchAnswer] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)

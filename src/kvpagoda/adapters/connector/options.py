@@ -20,7 +20,7 @@ OF_THE_SCHEDULER = ("policy", "checkpoint_every", "promised")
 
 
 @dataclass(frozen=True)
-class Options:
+class ConnectorOptions:
     """What a user of the connector may set.
 
     ``tiers``: the fastest first, each as ``tier_from_text`` reads it, or a mapping with that text as ``tier`` and
@@ -108,9 +108,9 @@ class Options:
         return made
 
 
-def options_of(extra: Mapping[str, Any]) -> Options:
+def options_of(extra: Mapping[str, Any]) -> ConnectorOptions:
     """Return the options in ``extra``. Raises BadInput for one that is unknown or wrong."""
-    known = [field.name for field in fields(Options)]
+    known = [field.name for field in fields(ConnectorOptions)]
     for name in extra:
         if name in OF_THE_SCHEDULER:
             raise BadInput(
@@ -120,4 +120,4 @@ def options_of(extra: Mapping[str, Any]) -> Options:
             )  # fmt: skip
         if name not in known:
             raise unknown_name("option of KvpagodaConnector", name, known)
-    return Options(**extra)
+    return ConnectorOptions(**extra)

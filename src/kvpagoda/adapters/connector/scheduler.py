@@ -1,6 +1,6 @@
 """The scheduler's side of the connector: which requests could begin further on, and which of their blocks are stored.
 
-get_num_new_matched_tokens   ──► Find ─► workers ─► Answer ──► None until all workers have answered
+get_num_new_matched_tokens   ──► Find ─► workers ─► MatchAnswer ──► None until all workers have answered
 update_state_after_alloc     ──► Load ─► workers ─► finished, or failed: then the request computes its tokens itself
 build_connector_meta         ──► Store, as soon as all blocks of a record are computed, or will be in this step
 """
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.adapters.connector.groups import LayerGroup, RecordGrid
-from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
-from kvpagoda.adapters.connector.options import Options
+from kvpagoda.adapters.connector.messages import Answers, Find, Load, MatchAnswer, Orders, Store
+from kvpagoda.adapters.connector.options import ConnectorOptions
 from kvpagoda.namespace import Namespace, namespace_key
 from kvpagoda.tiers import prefix_hashes, prefix_root
 
@@ -38,7 +38,7 @@ class Tracked:
         self.ordered = 0  #: the last step in which something of it was to be stored
         self.attempt = 0
         self.asked: tuple[int, int] | None = None  #: cached tokens and records in the last question; None: not asked
-        self.answers: list[Answer] = []
+        self.answers: list[MatchAnswer] = []
         self.target = 0  #: the record after which it resumes, as vLLM was told; 0: none
         self.loading: bytes | None = None  #: the hash of the first record that is being loaded; None: nothing is
         self.is_hopeless = False  #: whether a load failed: it is not tried again
@@ -52,7 +52,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        options: Options,
+        options: ConnectorOptions,
         grid: RecordGrid,
         num_workers: int,
         adapter: Callable[[Any], str],

@@ -1,7 +1,7 @@
 """The worker's side of the connector: looks texts up in the tiers, loads their blocks and stores new ones.
 
     engine's thread   begin(orders) ─► start_loads ─► wait_for_layer .. ─► save ─► finished, answers
-    finder            Found.look_up
+    finder            FoundRecords.look_up
     loaders           tier ─► staging memory ─► the request's blocks
     the tiers' own    staging memory ─► tier
 
@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpagoda.adapters.connector.found import Found, Record, batches, record_kind
+from kvpagoda.adapters.connector.found import FoundRecords, Record, batches, record_kind
 from kvpagoda.adapters.connector.groups import RecordGrid
 from kvpagoda.adapters.connector.layer_rows import rows_of
-from kvpagoda.adapters.connector.messages import Answer, Answers, Find, Load, Orders, Store
+from kvpagoda.adapters.connector.messages import Answers, Find, Load, MatchAnswer, Orders, Store
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.pages import Bytes, pages
 from kvpagoda.pools import BlockRows, page_locks
@@ -81,10 +81,10 @@ class WorkerSide:
         self._stream = stream(device) if device.type == "cuda" else None
         self._changed = Condition()
         self._finding: dict[str, int] = {}  # request -> its last attempt
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, FoundRecords] = {}
         self._backlog: dict[Level, dict[bytes, tuple[Store, float]]] = {level: {} for level in self.levels}
         self._closing: set[str] = set()
-        self._layers: deque[tuple[Load, Found, set[str]]] = deque()  # loads whose layers are not all copied
+        self._layers: deque[tuple[Load, FoundRecords, set[str]]] = deque()  # loads whose layers are not all copied
         # results for the scheduler, under the lock
         self._answers, self._received, self._failed, self._bad_ids = Answers(), set[str](), set[str](), set[int]()
         self._num_open = 0  # lookups and loads in progress
@@ -136,7 +136,7 @@ class WorkerSide:
         pool.submit(run)
 
     def _find(self, find: Find) -> None:
-        found, is_held, is_known = Found(find, self.levels, self._grid), False, False
+        found, is_held, is_known = FoundRecords(find, self.levels, self._grid), False, False
         try:
             found.look_up()
             is_held = bool(self._is_layerwise and found.ends) and self._read_ahead(found)
@@ -148,11 +148,11 @@ class WorkerSide:
                 unused = self._found.pop(find.request_id, None) if is_wanted else found
                 if is_wanted:
                     self._found[find.request_id] = found
-                self._answers.found.append(Answer(find.request_id, find.attempt, ends, is_held))
+                self._answers.found.append(MatchAnswer(find.request_id, find.attempt, ends, is_held))
             if unused is not None:
                 unused.release()
 
-    def _read_ahead(self, found: Found) -> bool:
+    def _read_ahead(self, found: FoundRecords) -> bool:
         """Read what the last end needs, if staging memory has room for it beside stores. Return whether it is read."""
         records = found.needed(found.ends[-1])
         wanted = {level: [one for one in records if found.source[one] is level] for level in self.levels}
@@ -185,7 +185,7 @@ class WorkerSide:
             else:
                 self._start(self._loader, self._load, load, found, event)
 
-    def _load(self, load: Load, found: Found | None, event: Any) -> None:
+    def _load(self, load: Load, found: FoundRecords | None, event: Any) -> None:
         """Fill the blocks of ``load``, and report the request as received, and as failed if not all are filled."""
         bad: Record | None = (0, load.begin // self._grid.tokens)
         try:
@@ -209,7 +209,7 @@ class WorkerSide:
         first = max(load.begin, bad[1] * self._grid.tokens) // size
         self._bad_ids.update(load.ids[0][first:])
 
-    def _fill(self, load: Load, found: Found, event: Any) -> Record | None:
+    def _fill(self, load: Load, found: FoundRecords, event: Any) -> Record | None:
         """Load all records of ``load``. Return the first that could not be loaded, or None."""
         records = found.needed(load.end)
         missing = [one for one in records if one not in found.source]
@@ -239,7 +239,7 @@ class WorkerSide:
         return None
 
     @staticmethod
-    def _acquire(level: Level, n: int, owner: Found, seconds: float) -> list[int] | None:
+    def _acquire(level: Level, n: int, owner: FoundRecords, seconds: float) -> list[int] | None:
         """Take ``n`` staging rows, waiting at most ``seconds`` for stores and other loads."""
         deadline = monotonic() + seconds
         while (rows := level.acquire(n, owner, deadline)) is None and monotonic() < deadline:
@@ -261,7 +261,7 @@ class WorkerSide:
 
     # -- layer by layer ------------------------------------------------------------------------------------------------
 
-    def _start_layers(self, load: Load, found: Found) -> None:
+    def _start_layers(self, load: Load, found: FoundRecords) -> None:
         """Note that the layers of ``load``, whose records are in staging memory, are copied when they are waited for.
 
         Layers of states, for which nothing waits, are copied now.
@@ -282,7 +282,7 @@ class WorkerSide:
                     names.discard(name)
                     self._copy_layer(load, found, name)
 
-    def _copy_layer(self, load: Load, found: Found, name: str) -> None:
+    def _copy_layer(self, load: Load, found: FoundRecords, name: str) -> None:
         group = next(index for index, rows in self._blocks.items() if name in rows.layers)
         records = [one for one in found.needed(load.end) if one[0] == group]
         for level in self.levels:

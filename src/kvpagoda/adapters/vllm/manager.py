@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
 from kvpagoda.adapters.vllm.options import Options
-from kvpagoda.adapters.vllm.promises import Promises
+from kvpagoda.adapters.vllm.promises import PoolPromises
 from kvpagoda.adapters.vllm.recent import Recent
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import as_policy
@@ -89,7 +89,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self.rule = RetentionRule(unit, every, keeps_prompt_end=False)
         if self._bounded:
             self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
-        self.promises = Promises(self.block_pool, self.options.promised)
+        self.promises = PoolPromises(self.block_pool, self.options.promised)
         self._order()
 
     def _is_bounded(self, manager: Any) -> bool:

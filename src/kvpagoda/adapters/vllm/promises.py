@@ -22,7 +22,7 @@ from kvpagoda.hints.keep import Keep
 
 
 @dataclass(eq=False)
-class Promise:
+class PoolPromise:
     """Blocks that are held, in the order of their positions. ``tenant``: the cache salt of the request that asked."""
 
     keep: Keep
@@ -32,7 +32,7 @@ class Promise:
     blocks: list[Any]
 
 
-class Promises:
+class PoolPromises:
     """The promises in ``pool``, a block pool of vLLM: at most ``share`` of its blocks.
 
     ``clock``: seconds. ``limits``: see ``HintLimits``; those on sessions and tenants have no meaning here.
@@ -44,7 +44,7 @@ class Promises:
         self._pool, self._clock, self._limits = pool, clock, HintLimits() if limits is None else limits
         self._most = int(share * pool.num_gpu_blocks)
         self.num_blocks = 0  #: of all promises, each for itself
-        self._held: dict[int, Promise] = {}
+        self._held: dict[int, PoolPromise] = {}
         self._by_end: list[tuple[float, int]] = []
         self._numbers = count()
         self._asked: dict[str, tuple[list[Keep], str | None]] = {}  # request -> promises for its end, its session
@@ -140,7 +140,7 @@ class Promises:
                 heapify(self._by_end)
         self._pool.touch(blocks)
         outcome = keep.asked.now(status, f"{len(blocks)} blocks", wanted=wanted, tokens=wanted, until=until)
-        self._held[number] = Promise(keep, outcome, request.cache_salt, session, blocks)
+        self._held[number] = PoolPromise(keep, outcome, request.cache_salt, session, blocks)
         self.num_blocks += len(blocks)
         self._news.append(outcome)
 

@@ -17,7 +17,7 @@ from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.places import BlockNames
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.request import Request, State
+from kvpagoda.core.cache.request import RequestState, State
 from kvpagoda.core.groups.state import Named
 from kvpagoda.core.memory.copies import Copies, Noted
 from kvpagoda.core.memory.writes import Array
@@ -468,7 +468,7 @@ class Batch:
         core: Core,
         buffers: StepBuffers,
         schema: Schema,
-        requests: Many[Request],
+        requests: Many[RequestState],
         rows: StepRows,
         before: Array,
         named: Many[Named] = (),
@@ -596,7 +596,7 @@ def batch_of(
     lifecycle: Lifecycle,
     buffers: StepBuffers,
     schema: Schema,
-    requests: Many[Request],
+    requests: Many[RequestState],
     new_tokens: Many[SupportsIndex],
     pad_to: SupportsIndex | None,
     firsts: Many[SupportsIndex] | None = None,
@@ -638,7 +638,7 @@ def batch_of(
     return batch
 
 
-def _starts(requests: Many[Request], firsts: Many[SupportsIndex]) -> list[int]:
+def _starts(requests: Many[RequestState], firsts: Many[SupportsIndex]) -> list[int]:
     """Return ``firsts`` as the positions where the tokens of a step begin. Raises BadInput."""
     given = [*islice(items_of(firsts), len(requests) + 1)]
     if len(given) != len(requests):

@@ -13,7 +13,7 @@ from kvpagoda.core.batch.step import StepRows
 from kvpagoda.core.batch.step_buffers import StepBuffers, cells_between
 from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.request import DecodeRows, Request, State
+from kvpagoda.core.cache.request import DecodeRows, RequestState, State
 from kvpagoda.core.cache.sequence import Sequence, requests_of
 from kvpagoda.core.memory.writes import Array
 from kvpagoda.errors import BadInput, StaleHandle, shown
@@ -59,15 +59,15 @@ class PersistentBatch:
         self._guard = core.guard
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
-        self._requests: list[Request] = []
+        self._requests: list[RequestState] = []
         self._rows = DecodeRows(num_rows, (lifecycle.settler.patience + 2) * core.block_size)
         self._most_lacking = 0  # no request has more tokens than this in ``newest`` that it has not copied yet
         self._steps: dict[int, StepRows] = {}  # tokens that a step computes of each sequence -> its rows
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
         self._numbers = np.arange(0)  # of the rows that are not padded
         self._batch: Batch | None = None
-        self._due: list[Request] = []  # requests to be settled
-        self._in_prompt: dict[int, Request] = {}  # row -> request with prompt tokens that are not committed yet
+        self._due: list[RequestState] = []  # requests to be settled
+        self._in_prompt: dict[int, RequestState] = {}  # row -> request with prompt tokens that are not committed yet
 
     @in_brackets
     def __repr__(self) -> str:

@@ -38,7 +38,7 @@ from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Request, State
+from kvpagoda.core.cache.request import RequestState, State
 from kvpagoda.core.cache.settling import Settler
 from kvpagoda.core.cache.swap import Suspended
 from kvpagoda.core.groups.base import Holding
@@ -185,7 +185,7 @@ class Forked:
 
     scratch: int | None = None
 
-    def __init__(self, core: Core, parent: Request) -> None:
+    def __init__(self, core: Core, parent: RequestState) -> None:
         self._core, self._parent, slot = core, parent, parent.slot
         lacking = parent.lacking_from
         self.found = PrefixMatch(parent.length, parent.length, "nothing", lacking_from=lacking)
@@ -220,7 +220,7 @@ class Ending:
         self._core, self._settler = core, settler
 
     @observable
-    def close(self, request: Request) -> None:
+    def close(self, request: RequestState) -> None:
         """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is
         around it, only mark it as closing: the end of the last fence closes it."""
         core, counters = self._core, self._core.counters
@@ -296,7 +296,7 @@ class Ending:
 
     # -- fences ------------------------------------------------------------------------------------------------------
 
-    def check_unfenced(self, request: Request, what: str) -> None:
+    def check_unfenced(self, request: RequestState, what: str) -> None:
         """Raise RetryLater if a fence is around ``request``, which therefore cannot be ``what``."""
         if request.num_fences and self._core.dropped_fences:
             self.leave_dropped_fences()
@@ -304,7 +304,7 @@ class Ending:
             text = f"slot {request.slot} has {request.num_fences} fences and cannot be {what}"
             raise RetryLater.with_hint(text, "leave them first", available=request.num_fences)
 
-    def enter_fence(self, requests: Many[Request], fenced: list[Request]) -> None:
+    def enter_fence(self, requests: Many[RequestState], fenced: list[RequestState]) -> None:
         """Add one fence around each of ``requests``, and append each to ``fenced``. Raises StaleHandle, adding none."""
         for request in requests:
             request.check_running()
@@ -312,11 +312,11 @@ class Ending:
             request.num_fences += 1
             fenced.append(request)
 
-    def leave_fence(self, fenced: list[Request], num_left: int = 0) -> None:
+    def leave_fence(self, fenced: list[RequestState], num_left: int = 0) -> None:
         """Remove one fence around each request of ``fenced``, and the request from the list, from the last one on until
         ``num_left`` are left; then do what waited for a last fence. An error in one request does not stop the others;
         the first error is raised at the end."""
-        ended, errors = list[Request](), list[BaseException]()
+        ended, errors = list[RequestState](), list[BaseException]()
         while len(fenced) > num_left:
             request = fenced[-1]
             if request.num_fences == 1:
@@ -348,7 +348,7 @@ class Ending:
             fences.popleft()
         return num_fences > 0
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: RequestState) -> None:
         """Do what waited for the last fence around ``request``: close it, or publish what it committed."""
         if request.state is State.CLOSING:
             self.close(request)
@@ -371,7 +371,7 @@ class Admission:
     @observable
     def open(
         self,
-        request: Request,
+        request: RequestState,
         capacity: int,
         reserve: int,
         prefetch: Any = None,
@@ -414,18 +414,18 @@ class Admission:
             raise
 
     @staticmethod
-    def child_of(parent: Request) -> Request:
+    def child_of(parent: RequestState) -> RequestState:
         """Return a new request with the committed tokens of ``parent``, for ``fork`` to start."""
         length = parent.length
         media_ids = {index: media_id for index, media_id in parent.media_ids.items() if index < length}
-        child = Request(
+        child = RequestState(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
         )
         child.stays, child.epochs, child.tally = parent.stays, [*parent.epochs], parent.tally
         return child
 
     @observable
-    def fork(self, parent: Request, child: Request, reserve: int) -> None:
+    def fork(self, parent: RequestState, child: RequestState, reserve: int) -> None:
         """Start ``child``, which is new, beside ``parent``; see ``Sequence.fork``."""
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
@@ -437,7 +437,7 @@ class Admission:
         child.tally.requests += 1
 
     @observable
-    def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
+    def resume(self, request: RequestState, capacity: int | None, reserve: int | None) -> None:
         """Start ``request``, which is suspended, again; see ``Sequence.resume``."""
         core, length, namespace = self._core, request.own_length, request.namespace
         self._settler.settle_waiting()
@@ -472,7 +472,7 @@ class Admission:
             self._settler.begun(request, hit)
 
     @observable
-    def receive(self, request: Request, length: int, reserve: int, source_of: Callable[[Match], Source]) -> None:
+    def receive(self, request: RequestState, length: int, reserve: int, source_of: Callable[[Match], Source]) -> None:
         """Start ``request``, which is new, with its first ``length`` tokens, from what ``source_of`` makes of what is cached
         of them. Raises what the source raises, too."""
         core = self._core
@@ -544,7 +544,7 @@ class Admission:
 
     def _look_below(
         self,
-        request: Request,
+        request: RequestState,
         length: int,
         reserved: list[int],
         match: Match,
@@ -560,7 +560,9 @@ class Admission:
 
     # -- one start ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, request: Request, reserved: list[int], capacity: int, sources: Iterator[Source | None]) -> None:
+    def _begin(
+        self, request: RequestState, reserved: list[int], capacity: int, sources: Iterator[Source | None]
+    ) -> None:
         """Start ``request`` from the first of ``sources`` for which there is room, with ``reserved[i]`` blocks of group i
         reserved and room for ``capacity`` tokens. At each None close what was dropped, else end the pin of the lowest
         priority. Raises RetryLater if there is no room and no pin; the request then holds nothing."""
@@ -576,7 +578,7 @@ class Admission:
                 _log.info("a pin of %d blocks is ended to make room for a request", pin.num_blocks)
                 core.guard.change(core.prefix.unpin, pin)
 
-    def _start(self, request: Request, source: Source, reserved: list[int], capacity: int) -> bool:
+    def _start(self, request: RequestState, source: Source, reserved: list[int], capacity: int) -> bool:
         """Start ``request`` from ``source``. Return False, with nothing held, if there is no room for it, or if tiers
         could not deliver it."""
         core, guard = self._core, self._core.guard
@@ -633,7 +635,7 @@ class Admission:
 
     def _commit(
         self,
-        request: Request,
+        request: RequestState,
         found: PrefixMatch,
         holding: Holding,
         is_same: bool,

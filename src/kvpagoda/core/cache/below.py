@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.places import BlockPlaces
-from kvpagoda.core.cache.request import Request
-from kvpagoda.core.groups.base import Freed, Kept
+from kvpagoda.core.cache.request import RequestState
+from kvpagoda.core.groups.base import CachedPart, Freed
 from kvpagoda.errors import BadInput
 
 
@@ -37,7 +37,7 @@ class Hit(Protocol):
 class RowChecker(Protocol):
     """Checks what a step reads, before it reads it: the ``Sanitizer`` of a cache."""
 
-    def check(self, requests: Many[Request], before: Many[int]) -> None: ...
+    def check(self, requests: Many[RequestState], before: Many[int]) -> None: ...
 
 
 class NoTiers:
@@ -50,7 +50,9 @@ class NoTiers:
     watches: Mapping[Any, Any] = MappingProxyType({})
     """Level -> who is told what it stored: ``kvpagoda.events`` follows tiers too."""
 
-    def find(self, request: Request, length: int, num_cached: int, resumable: int, prefetch: Any = None) -> Hit | None:
+    def find(
+        self, request: RequestState, length: int, num_cached: int, resumable: int, prefetch: Any = None
+    ) -> Hit | None:
         """Return what tiers have of all but the last of the first ``length`` tokens of ``request``, if that lets it start
         after more than ``resumable`` blocks. ``num_cached``: blocks of its text that are cached. ``prefetch``: what
         ``prefetch`` returned for the same text. The caller releases the hit."""
@@ -67,19 +69,19 @@ class NoTiers:
         """Begin to read what tiers have of a text, ``tokens``, for ``find``. Raises BadInput without tiers."""
         raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]", needed="tiers")
 
-    def on_cached(self, request: Request, begin: int, source: Hit | None = None) -> None:
+    def on_cached(self, request: RequestState, begin: int, source: Hit | None = None) -> None:
         """Store blocks ``begin ..`` of ``request``, which are cached from now on, in the levels that write at commit.
         ``source``: where the blocks were loaded from, if they were."""
 
-    def on_hit(self, request: Request, checkpoint: int | None) -> None:
+    def on_hit(self, request: RequestState, checkpoint: int | None) -> None:
         """Store the cached blocks that ``request`` starts from, and ``checkpoint``, in the levels that write at reuse,
         unless they have them."""
 
-    def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
+    def checkpoint_saved(self, checkpoint: int, request: RequestState, num_blocks: int) -> None:
         """Record that ``checkpoint`` has what a text needs to resume after the first ``num_blocks`` blocks of
         ``request``."""
 
-    def store_checkpoint(self, checkpoint: int, kept: Kept, when: str) -> None:
+    def store_checkpoint(self, checkpoint: int, kept: CachedPart, when: str) -> None:
         """Store ``checkpoint``, which keeps ``kept``, in the levels that write ``when``."""
 
     def on_evicted(self, freed: Freed, is_stored: bool) -> None:
@@ -102,7 +104,7 @@ class NoTiers:
     def set_weights(self, weights: str) -> None:
         """Store and find records of ``weights`` from now on. Forget what waits to be stored."""
 
-    def computed(self, request: Request) -> None:
+    def computed(self, request: RequestState) -> None:
         """Report how long the prompt of ``request`` took, once it is computed, so that loading can be compared with
         computing."""
 
@@ -133,6 +135,6 @@ class NoTiers:
 class NoHandOvers:
     """The sender of a cache that hands nothing over."""
 
-    def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool, upto: int | None) -> Any:
+    def hand_over(self, request: RequestState, ttl: float, after: int, goes_on: bool, upto: int | None) -> Any:
         """Hand ``request`` over; see ``Sequence.hand_over``. Raises BadInput without a sender."""
         raise BadInput("this cache hands nothing over; make a sender first: cache.sender(transfer)", needed="sender")

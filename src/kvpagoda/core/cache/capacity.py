@@ -26,8 +26,8 @@ from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.guard import Guard
 from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.prefix_cache import PrefixCache
-from kvpagoda.core.cache.request import Request
-from kvpagoda.core.groups import Group, StateGroup
+from kvpagoda.core.cache.request import RequestState
+from kvpagoda.core.groups import CacheGroup, StateGroup
 from kvpagoda.core.groups.base import Freed
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
@@ -48,13 +48,13 @@ class Capacity:
 
     def __init__(
         self,
-        groups: tuple[Group, ...],
+        groups: tuple[CacheGroup, ...],
         sectors: Sectors | None,
         prefix: PrefixCache,
         tiers: NoTiers,
         memory: NoMemory,
         guard: Guard,
-        running: dict[int, Request],
+        running: dict[int, RequestState],
         observers: Observers,
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
@@ -78,7 +78,7 @@ class Capacity:
         left = [(group.surplus - n) // group.plan.per_sector for group, n in zip(self._groups, more)]
         return self._sectors.num_free + sum(left)
 
-    def available(self, group: Group) -> int:
+    def available(self, group: CacheGroup) -> int:
         """Return how many blocks of ``group`` are free or could be, and no request has reserved."""
         surplus = group.surplus
         if self._sectors is None:
@@ -132,7 +132,7 @@ class Capacity:
             return False
         return True
 
-    def _free_some(self, group: Group, short: int, needs: Many[int], more: Many[int]) -> bool:
+    def _free_some(self, group: CacheGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
         """Free blocks of ``group``, which is ``short`` of some, in the order that the module's docstring gives. Return
         False if nothing can be freed. The caller repeats this until it has enough."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
@@ -152,11 +152,11 @@ class Capacity:
             self._grant(sectors.grant(group, wanted))
         return True
 
-    def _by_age(self, group: Group, more: Many[int]) -> list[tuple[Group, float]]:
+    def _by_age(self, group: CacheGroup, more: Many[int]) -> list[tuple[CacheGroup, float]]:
         """Return the groups that could free blocks for ``group``, the one with the least recently used block first.
         Each comes with the age of the next group's block: up to there it stays first. If a policy does not order by
         use: ``group`` itself, then the groups with the most to spare."""
-        able: list[tuple[int, int, Group]] = []
+        able: list[tuple[int, int, CacheGroup]] = []
         is_known = True
         for source in self._groups:
             spare = (source.surplus - more[source.index]) // source.plan.per_sector
@@ -170,14 +170,14 @@ class Capacity:
         ends = [*(age for age, _, _ in able[1:]), inf] if is_known else [inf] * len(able)
         return [(source, end) for (_, _, source), end in zip(able, ends)]
 
-    def _oldest(self, group: Group) -> int | None:
+    def _oldest(self, group: CacheGroup) -> int | None:
         """Return when the block of ``group`` that is evicted next was last used, None if unknown. Cold window blocks
         count as oldest of all, except as many as its requests have reserved and its next step takes: these are needed
         soon."""
         own = group.outstanding + self._for_steps[group.index] - group.free.num_free
         return 0 if group.num_cold > max(0, own) else self._guard.change(group.oldest)
 
-    def _take_idle_sectors(self, taker: Group, wanted: int, more: Many[int]) -> bool:
+    def _take_idle_sectors(self, taker: CacheGroup, wanted: int, more: Many[int]) -> bool:
         """Take up to ``wanted`` idle sectors from the group, other than ``taker``, that has most: its free blocks that
         are not outstanding, beyond a portion and what its next step takes. Takes empty sectors, or any sectors if much
         is idle. Return False if there are none."""
@@ -197,7 +197,7 @@ class Capacity:
         self._fruitless[group.index] = most
         return False
 
-    def _take_evicted_sectors(self, group: Group, wanted: int, need: int, more: Many[int], until: float) -> bool:
+    def _take_evicted_sectors(self, group: CacheGroup, wanted: int, need: int, more: Many[int], until: float) -> bool:
         """Evict cached blocks of ``group``, which could free a sector, that were used before ``until``, and take its
         sectors: ``wanted``, or a portion if that is more, since each move scans all blocks. ``need`` blocks stay free
         in it. Return False if no sector can be vacated now and nothing was evicted."""
@@ -215,7 +215,7 @@ class Capacity:
         is_vacated = least > 0 and self.vacate(self._sectors.vacate(group, count, fixed, least=least))
         return is_vacated or has_evicted
 
-    def _fixed_places(self, group: Group) -> BlockPlaces:
+    def _fixed_places(self, group: CacheGroup) -> BlockPlaces:
         """Return the places in ``group`` whose blocks may not move now: those of fenced requests. int32."""
         fenced = [request for request in self._running.values() if request.num_fences]
         places = [np.empty(0, np.int32), *(group.held_places(request.slot) for request in fenced)]
@@ -225,7 +225,7 @@ class Capacity:
 
     # -- applying ----------------------------------------------------------------------------------------------------
 
-    def _evict(self, group: Group, n: int) -> bool:
+    def _evict(self, group: CacheGroup, n: int) -> bool:
         """Evict ``n`` cached blocks of ``group`` or fewer, and some ahead; return False if it has none to evict."""
         if self._memory.is_copying:
             self._memory.finish_copies(group.index)
@@ -267,14 +267,14 @@ class Capacity:
             with suppress(MemoryError, RuntimeError):
                 self._memory.poison_freed()
 
-    def release(self, group: Group, places: BlockPlaces) -> None:
+    def release(self, group: CacheGroup, places: BlockPlaces) -> None:
         """Free the blocks at ``places``, which nothing holds any more. Tiers forget their names; their bytes may be
         overwritten."""
         group.release(places)
         if self.tells_freed or self._observers.freed:
             self.freed(group, places)
 
-    def freed(self, group: Group, places: BlockPlaces) -> None:
+    def freed(self, group: CacheGroup, places: BlockPlaces) -> None:
         """Tell the tiers, the memory and observers that the blocks at ``places`` were freed."""
         self._tiers.on_freed(group, places)
         self._memory.freed(group.index, places)

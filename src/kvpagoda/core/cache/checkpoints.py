@@ -16,8 +16,8 @@ from itertools import islice
 
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Breakpoints, Request
-from kvpagoda.core.groups.base import NO_IDS, Kept
+from kvpagoda.core.cache.request import Breakpoints, RequestState
+from kvpagoda.core.groups.base import NO_IDS, CachedPart
 from kvpagoda.core.groups.state import Named
 from kvpagoda.core.prefix import Entry, Match
 from kvpagoda.errors import Exhausted
@@ -55,7 +55,7 @@ class Checkpointer:
 
     # -- where -------------------------------------------------------------------------------------------------------
 
-    def begun(self, request: Request, begin: int) -> None:
+    def begun(self, request: RequestState, begin: int) -> None:
         """Decide where the prompt of ``request``, which starts after ``begin`` blocks, keeps checkpoints."""
         core, found, of = self._core, request.match, request.checkpoints
         if core.bounded and request.publishes:
@@ -63,7 +63,7 @@ class Checkpointer:
         if of.asked is not None:
             self._ask(request, of.asked, begin)
 
-    def _ask(self, request: Request, asked: Breakpoints, begin: int) -> None:
+    def _ask(self, request: RequestState, asked: Breakpoints, begin: int) -> None:
         """Decide what becomes of the positions ``asked`` of ``request``, which starts after ``begin`` blocks; those that
         it computes become due."""
         core, size = self._core, self._core.block_size
@@ -84,7 +84,7 @@ class Checkpointer:
             {*request.checkpoints.due, *(at // size for at, state in asked.states.items() if state == "due")}
         )
 
-    def step_limit(self, request: Request) -> int:
+    def step_limit(self, request: RequestState) -> int:
         """Return the most tokens that the next step of ``request`` should compute; see ``KVCache.step_limit``."""
         request.check_running()
         length, size = request.length, self._core.block_size
@@ -97,7 +97,7 @@ class Checkpointer:
 
     # -- kept --------------------------------------------------------------------------------------------------------
 
-    def keep_first(self, request: Request, begin: int, *, is_loaded: bool) -> int | None:
+    def keep_first(self, request: RequestState, begin: int, *, is_loaded: bool) -> int | None:
         """Keep or use the checkpoint where ``request`` starts, after ``begin`` blocks, and those before it that its caller
         asked for; return the name of the first, None if there is none. ``is_loaded``: tiers have it."""
         core, asked, saved = self._core, request.checkpoints.asked, None
@@ -111,7 +111,7 @@ class Checkpointer:
             self._keep_before(request, asked, begin)
         return saved[0] if saved is not None and saved[0] in core.prefix.kept else None
 
-    def keep_due(self, request: Request) -> None:
+    def keep_due(self, request: RequestState) -> None:
         """Keep the checkpoints of the prompt that are due. With states, also keep the newest one of an answer in
         progress; without, the newest one near the end of the prompt, so that window blocks there stay cached until the
         end is reached."""
@@ -140,7 +140,7 @@ class Checkpointer:
             if published + self._points.slack + self._longest_window // size > end:
                 self._move_tail(request, published, self._points.slack - (end - published))
 
-    def ending(self, request: Request) -> None:
+    def ending(self, request: RequestState) -> None:
         """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
         be resumed."""
         core = self._core
@@ -173,7 +173,7 @@ class Checkpointer:
 
     # -- states inside a step ----------------------------------------------------------------------------------------
 
-    def name_states(self, requests: Many[Request], ends: Many[int]) -> list[Named]:
+    def name_states(self, requests: Many[RequestState], ends: Many[int]) -> list[Named]:
         """Name blocks for the states that a step of ``requests``, up to token ``ends[i]`` of each, leaves at positions
         inside of it where checkpoints are due, and return them.
 
@@ -208,7 +208,7 @@ class Checkpointer:
             raise
         return found
 
-    def unname(self, requests: Many[Request], found: Many[Named]) -> None:
+    def unname(self, requests: Many[RequestState], found: Many[Named]) -> None:
         """Free what ``name_states`` named anew, for a step of which there is no batch."""
         core, states = self._core, self._core.states
         for row, depth, _, is_new in found:
@@ -220,7 +220,7 @@ class Checkpointer:
             ):
                 core.guard.change(core.give_back, requests[row], [depth])
 
-    def named(self, requests: Many[Request], found: Many[Named]) -> None:
+    def named(self, requests: Many[RequestState], found: Many[Named]) -> None:
         """Free what earlier steps of ``requests`` named and nobody committed, unless it is in ``found``, or a fence is around
         the request: there is a batch of the step for which ``found`` was named."""
         core, states, now = self._core, self._core.states, {one[:2] for one in found}
@@ -231,7 +231,7 @@ class Checkpointer:
             old = [at for at in named if (row, at) not in now and not states.is_written(request, at)]
             core.guard.change(core.give_back, request, old)
 
-    def round(self, request: Request) -> None:
+    def round(self, request: RequestState) -> None:
         """Round the states of ``request``, if it has computed them and stands at a multiple of the hit grid."""
         length = request.own_length
         is_new = length > request.match.resumable and length != request.states.rounded_at
@@ -242,7 +242,7 @@ class Checkpointer:
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
-    def _keep_before(self, request: Request, asked: Breakpoints, begin: int) -> None:
+    def _keep_before(self, request: RequestState, asked: Breakpoints, begin: int) -> None:
         """Keep or use checkpoints at the positions ``asked`` that lie in the ``begin`` blocks from which ``request``
         starts, where what they need is cached. Raises as ``_save`` does."""
         core, size = self._core, self._core.block_size
@@ -256,13 +256,13 @@ class Checkpointer:
                 if saved is not None and saved[1]:
                     self._store(saved[0])
 
-    def _became(self, request: Request, depth: int, state: str) -> None:
+    def _became(self, request: RequestState, depth: int, state: str) -> None:
         """Note for the caller of ``request``, if it asked for that position, what became of it after ``depth`` blocks."""
         at, asked = depth * self._core.block_size, request.checkpoints.asked
         if asked is not None and at in asked.states:
             asked.states[at] = state
 
-    def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
+    def _move_tail(self, request: RequestState, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
         core, previous = self._core, request.checkpoints.tail
         if not num_blocks or core.prefix.checkpoint_at(request.lease, num_blocks) == previous:
@@ -274,7 +274,9 @@ class Checkpointer:
         request.checkpoints.tail = name if is_new else -1
         core.capacity.forget(core.prefix.drop, previous, reason="dropped")
 
-    def _save(self, request: Request, num_blocks: int, more: int, *, is_left: bool = False) -> tuple[int, bool] | None:
+    def _save(
+        self, request: RequestState, num_blocks: int, more: int, *, is_left: bool = False
+    ) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
         it needs. Return (its name, True), or (name, False) if there is one already. ``is_left``: a step left the states in a
         block, which becomes the checkpoint's; where it does not, ``settle`` frees it.
@@ -315,7 +317,7 @@ class Checkpointer:
             states.pop(request, num_blocks)
         elif states is not None:
             states.copies.take(1)
-        name = prefix.keep(request.lease, num_blocks, Kept(*tails, copy), entry)
+        name = prefix.keep(request.lease, num_blocks, CachedPart(*tails, copy), entry)
         if core.observers.cached:
             core.observers.note_checkpoint(request, num_blocks, copy, request.namespace not in core.stale)
         core.guard.is_torn = False
@@ -323,7 +325,7 @@ class Checkpointer:
             core.tiers.checkpoint_saved(name, request, num_blocks)
         return name, True
 
-    def _has_states(self, request: Request, length: int) -> bool:
+    def _has_states(self, request: RequestState, length: int) -> bool:
         """Return whether the states of the first ``length`` tokens of ``request``, which are committed, are there: it
         started with them or wrote them later, and no step wrote those of so many more tokens that they are
         overwritten."""

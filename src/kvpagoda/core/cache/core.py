@@ -19,9 +19,9 @@ from kvpagoda.core.cache.guard import Guard
 from kvpagoda.core.cache.observers import Observers
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import PrefixCache
-from kvpagoda.core.cache.request import Request, State, TextPart
+from kvpagoda.core.cache.request import RequestState, State, TextPart
 from kvpagoda.core.cache.swap import Suspended, Swap
-from kvpagoda.core.groups import Group, StateGroup, groups_of
+from kvpagoda.core.groups import CacheGroup, StateGroup, groups_of
 from kvpagoda.core.groups.base import Added
 from kvpagoda.core.memory.copies import agreement_of
 from kvpagoda.core.memory.no_memory import NoMemory
@@ -58,7 +58,7 @@ class Settings:
 class Core:
     """The state of one cache for ``plan``: who owns which slot and which block.
 
-    It consists of request slots, one ``Group`` for each kind of layers, and the prefix cache. ``memory`` moves the
+    It consists of request slots, one ``CacheGroup`` for each kind of layers, and the prefix cache. ``memory`` moves the
     bytes. No torch.
 
     ``running``: slot -> request. ``suspended``: request -> where its bytes are. ``stale``: namespaces that were
@@ -101,12 +101,12 @@ class Core:
         self.namespaces = Namespaces(fingerprint, identity.weights.encode())
         self.media = Media(self._media_in_use, lambda: self.prefix.tree.num_cached)
         self.texts_elsewhere: list[Callable[[], Iterable[Ids]]] = []  #: texts with media ids that others remember
-        self.running: dict[int, Request] = {}
-        self.suspended: dict[Request, Suspended] = {}
+        self.running: dict[int, RequestState] = {}
+        self.suspended: dict[RequestState, Suspended] = {}
         self.stale: set[bytes] = set()
         self.dropped: deque[object] = deque()
-        self.dropped_fences: deque[list[Request]] = deque()
-        self.waiting: dict[Request, None] = {}  #: requests that are to be settled, the oldest first
+        self.dropped_fences: deque[list[RequestState]] = deque()
+        self.waiting: dict[RequestState, None] = {}  #: requests that are to be settled, the oldest first
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.tiers = settings.tiers(self.prefix, self.media, memory)
@@ -141,14 +141,14 @@ class Core:
         if not self.is_open:
             raise StaleHandle("this cache is closed", needed="cache", available="closed")
 
-    def set_epoch(self, request: Request, epoch: int | None) -> None:
+    def set_epoch(self, request: RequestState, epoch: int | None) -> None:
         """Bind the new ``request`` to the weights of ``epoch`` until it ends; None: to the newest weights, which may
         change while it runs."""
         request.stays, request.epochs = epoch is not None, [(0, self.namespaces.epoch if epoch is None else epoch)]
         if request.stays and not self.namespaces.is_current(request.namespace):
             self.stale.add(request.namespace)  # dropped when its last request ends
 
-    def allocated(self, request: Request) -> None:
+    def allocated(self, request: RequestState) -> None:
         """Set for how many tokens ``request`` has room, after its blocks changed. Cannot fail. O(groups)."""
         capacity, slot = self.max_context, request.slot
         for group in self._held:
@@ -157,7 +157,7 @@ class Core:
                 capacity = group_capacity
         request.capacity = capacity
 
-    def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
+    def release(self, request: RequestState, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """Stop ``request``: free its own blocks and its slot, and unpin what it published.
 
         ``suspended``: from ``Swap.copy_out``; the request is then suspended, else it is closed. ``last``: blocks to
@@ -199,15 +199,15 @@ class Core:
         self.counters.stopped += 1
         guard.is_torn = False
 
-    def give_back(self, request: Request, depths: Collection[int]) -> None:
+    def give_back(self, request: RequestState, depths: Collection[int]) -> None:
         """Free the blocks that steps of ``request`` named for the states after ``depths`` blocks. Cannot fail."""
         for depth in depths:
             assert self.states is not None
             self.capacity.release(self.states, self.states.places_of(self.states.pop(request, depth)))
 
     def _publish_last(
-        self, request: Request, last: TextPart, owned: list[tuple[Group, BlockPlaces]]
-    ) -> list[tuple[Group, BlockPlaces]]:
+        self, request: RequestState, last: TextPart, owned: list[tuple[CacheGroup, BlockPlaces]]
+    ) -> list[tuple[CacheGroup, BlockPlaces]]:
         """Publish the ``last`` blocks of ``request``, and return the blocks, by group, that its release must free.
 
         They are as old as those before them: at the end of a request nothing of it is used. ``owned``: its own blocks,
@@ -263,7 +263,7 @@ class Core:
             ids.update(keys[are_media(keys)].tolist())
         return ids
 
-    def num_blocks(self, group: Group) -> int:
+    def num_blocks(self, group: CacheGroup) -> int:
         """Return the number of blocks that ``group`` has memory for now."""
         if self.sectors is None:
             return group.free.num_ids

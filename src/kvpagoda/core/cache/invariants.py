@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.request import DecodeRows, Request, State
+from kvpagoda.core.cache.request import DecodeRows, RequestState, State
 from kvpagoda.errors import CheckFailed
 
 
@@ -65,7 +65,7 @@ def _check_prefix(core: Core) -> None:
     prefix.check([*readers, *(one.windows for one in holdings)])
 
 
-def _check_request(core: Core, request: Request) -> None:
+def _check_request(core: Core, request: RequestState) -> None:
     """Prove that its lengths, its rows in the tables, its lease, its fences and its place in a batch agree."""
     if request.rows is not None:
         _check_row(request, request.rows)
@@ -102,7 +102,7 @@ def _check_request(core: Core, request: Request) -> None:
     _check_published(core, request, where)
 
 
-def _check_row(request: Request, rows: DecodeRows) -> None:
+def _check_row(request: RequestState, rows: DecodeRows) -> None:
     """Prove that ``rows``, of the persistent batch that commits for ``request``, have all tokens that it lacks.
 
     The tokens that both have must be equal: those that an interrupted ``flush`` appended, and those of the prompt."""
@@ -123,7 +123,7 @@ def _check_row(request: Request, rows: DecodeRows) -> None:
         raise CheckFailed(text, needed="newest tokens", available=request.slot)
 
 
-def _check_published(core: Core, request: Request, where: str) -> None:
+def _check_published(core: Core, request: RequestState, where: str) -> None:
     """Prove that what its lease covers is its own text, in its namespace, and in the blocks that it reads. O(tokens)."""
     node, end, size = request.lease.node, request.lease.num_blocks, core.block_size
     while node.parent is not None:

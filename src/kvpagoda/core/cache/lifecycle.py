@@ -18,9 +18,9 @@ from kvpagoda.arrays import Ids, Int64s, TokenIds, as_tokens
 from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.admission import Admission
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.request import Request, positions_of
+from kvpagoda.core.cache.request import RequestState, positions_of
 from kvpagoda.core.cache.settling import Settler
-from kvpagoda.core.groups import Group
+from kvpagoda.core.groups import CacheGroup
 from kvpagoda.errors import BadInput, OutOfBlocks
 
 _INT32 = np.dtype(np.int32)
@@ -87,7 +87,7 @@ class Lifecycle:
             request.capacity = capacity
         core.guard.is_torn = False
 
-    def commit(self, request: Request, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:
+    def commit(self, request: RequestState, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:
         """Record that the rows of the next tokens are written; see ``Sequence.commit``."""
         if request.rows is not None:
             request.detach()
@@ -122,7 +122,7 @@ class Lifecycle:
         elif end // core.block_size > length // core.block_size:
             core.waiting[request] = None
 
-    def _written(self, request: Request, checkpoints: TokenIds, end: int) -> set[int]:
+    def _written(self, request: RequestState, checkpoints: TokenIds, end: int) -> set[int]:
         """Return after how many blocks of ``request`` a step left states, which are ``checkpoints`` in tokens. ``end``: the
         tokens that are committed with it. Raises BadInput for positions that the step did not name."""
         size = self.core.block_size
@@ -139,7 +139,7 @@ class Lifecycle:
 
     # -- rewinding ---------------------------------------------------------------------------------------------------
 
-    def rewind(self, request: Request, n: int) -> None:
+    def rewind(self, request: RequestState, n: int) -> None:
         """Take back the last ``n`` tokens of ``request``; see ``Sequence.rewind``."""
         request.detach()
         if n > request.own_length:
@@ -166,7 +166,7 @@ class Lifecycle:
         self.settler.plan(request)
         self.ending.tidy()
 
-    def _check_rewindable(self, request: Request, length: int) -> None:
+    def _check_rewindable(self, request: RequestState, length: int) -> None:
         """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens: a later token wrote
         over it, or the request started from more tokens."""
         core, slot = self.core, request.slot
@@ -192,7 +192,7 @@ class Lifecycle:
                 text = f"{group.name} no longer keeps positions before {furthest}; {length} tokens need them"
                 raise BadInput(text, needed=length, available=furthest, group=group.plan.name)
 
-    def _unshare(self, request: Request, columns: int, length: int) -> None:
+    def _unshare(self, request: RequestState, columns: int, length: int) -> None:
         """Shorten ``request`` to ``length`` tokens, and stop sharing its blocks behind the first ``columns``.
 
         Other tokens will be written there, so the request gets a copy of the last block if that is partial. Raises
@@ -200,7 +200,9 @@ class Lifecycle:
         core, slot = self.core, request.slot
         groups = [group for group in core.groups if group.shared[slot] > columns]
         tokens = request.tokens.copy()  # the tree keeps views of published tokens
-        cuts: list[tuple[Group, BlockPlaces, BlockPlaces, bool]] = []  # group, its own block, blocks to free, is_new
+        cuts: list[
+            tuple[CacheGroup, BlockPlaces, BlockPlaces, bool]
+        ] = []  # group, its own block, blocks to free, is_new
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
             is_copied = length % core.block_size > 0
@@ -235,7 +237,7 @@ class Lifecycle:
         core.allocated(request)
         core.guard.is_torn = False
 
-    def _make_room_for_copies(self, groups: list[Group], request: Request) -> list[Group]:
+    def _make_room_for_copies(self, groups: list[CacheGroup], request: RequestState) -> list[CacheGroup]:
         """Free one block in each of ``groups``, for the copy of a shared block; return the groups that have it.
 
         At most one group is left out: there ``request`` overwrites a block of its own, whose tokens are taken back.
@@ -260,7 +262,7 @@ class Lifecycle:
     # -- suspending ---------------------------------------------------------------------------------------------------
 
     @observable
-    def suspend(self, request: Request, whole: bool) -> None:
+    def suspend(self, request: RequestState, whole: bool) -> None:
         """Copy what ``request`` holds to host memory, and free its blocks and its slot; see ``Sequence.suspend``."""
         core = self.core
         if core.dropped:
@@ -276,7 +278,7 @@ class Lifecycle:
         self.ending.tidy()
 
 
-def step_positions(core: Core, request: Request) -> tuple[int, ...]:
+def step_positions(core: Core, request: RequestState) -> tuple[int, ...]:
     """Return the positions, in tokens and ascending, at which the newest step of ``request`` leaves states and that are not
     committed yet."""
     depths = () if core.states is None else core.states.positions(request)
@@ -284,13 +286,15 @@ def step_positions(core: Core, request: Request) -> tuple[int, ...]:
     return tuple(at * core.block_size for at in depths if at * core.block_size > length)
 
 
-def _lacking(groups: Many[Group], slots: int | Int64s, ends: int | Int64s) -> tuple[list[Int64s], list[int], list[int]]:
+def _lacking(
+    groups: Many[CacheGroup], slots: int | Int64s, ends: int | Int64s
+) -> tuple[list[Int64s], list[int], list[int]]:
     """Return what slots lack for ``ends`` tokens: by group, how many blocks each of ``slots`` does (nothing for one slot);
     how many blocks in all; and how many of these were not reserved."""
     if isinstance(slots, int):
         assert isinstance(ends, int)
         needs, more = [0] * len(groups), [0] * len(groups)
-        for index, group in enumerate(groups):  # ``Group.lacking`` for one: numpy would take ten times as long
+        for index, group in enumerate(groups):  # ``CacheGroup.lacking`` for one: numpy would take ten times as long
             n = -(-ends // group.block_size) * group.places - group.end[slots]
             if n > 0:
                 needs[index], outstanding = n, group.reserved[slots] - group.end[slots] + group.first[slots]

@@ -13,7 +13,7 @@ from kvpagoda.arrays import Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin, PrefixMatch
-from kvpagoda.core.cache.request import Request
+from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.prefix import Match
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.namespace import Namespace, with_media
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 AnyNamespace = Namespace | str | bytes | None
 
 
-class Reuse:
+class PrefixReuse:
     """Pins and invalidation for the prefix cache of ``core``."""
 
     def __init__(self, core: Core, lifecycle: Lifecycle) -> None:
@@ -113,7 +113,7 @@ class Reuse:
 
 # -- lookup ----------------------------------------------------------------------------------------------------------
 
-_Running = dict[tuple[bytes, bytes], list[Request]]
+_Running = dict[tuple[bytes, bytes], list[RequestState]]
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _running_by_beginning(core: Core) -> _Running:
 
 def _found_and_running(
     core: Core, running: _Running, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
-) -> tuple[PrefixMatch, int, Request | None]:
+) -> tuple[PrefixMatch, int, RequestState | None]:
     """Return what is cached of a text, and how much of it a running request has.
 
     The second result is the largest number of leading tokens, in whole blocks and at most all but the last token, that

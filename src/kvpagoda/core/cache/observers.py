@@ -22,7 +22,7 @@ from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.guard import Guard, Telling
 from kvpagoda.core.cache.prefix_cache import PrefixCache
-from kvpagoda.core.cache.request import Request
+from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.groups.base import Freed
 from kvpagoda.errors import BadInput
 from kvpagoda.namespace import Media, Namespaces, with_media
@@ -41,7 +41,7 @@ class RequestSnapshot:
         "priority", "prompt_length", "slot",
     )  # fmt: skip
 
-    def __init__(self, request: Request, media: Media, is_findable: bool) -> None:
+    def __init__(self, request: RequestState, media: Media, is_findable: bool) -> None:
         match = request.match
         self._request, self._tokens, self._media_ids = request, request.tokens, request.media_ids
         self.namespace, self.priority, self.slot = request.namespace, request.priority, request.slot
@@ -125,7 +125,7 @@ class Observers:
 
     # -- notes: made while the guard marks a change --------------------------------------------------------------------
 
-    def note_start(self, request: Request, columns: Many[range], names: Many[BlockNames]) -> None:
+    def note_start(self, request: RequestState, columns: Many[range], names: Many[BlockNames]) -> None:
         """Note that ``request`` got a slot, and shares the blocks ``names`` of each group, which are its ``columns``."""
         try:
             view = RequestSnapshot(request, self._media, True)
@@ -139,7 +139,7 @@ class Observers:
         except MemoryError:
             self._has_lost = True
 
-    def note_cached(self, request: Request, begin: int, is_findable: bool) -> None:
+    def note_cached(self, request: RequestState, begin: int, is_findable: bool) -> None:
         """Note that the blocks of ``request`` from ``begin`` on are shared."""
         try:
             prefix, slot, end, low = self._prefix, request.slot, request.lease.num_blocks, begin
@@ -154,7 +154,7 @@ class Observers:
         except MemoryError:
             self._has_lost = True
 
-    def note_checkpoint(self, request: Request, num_blocks: int, copy: BlockNames, is_findable: bool) -> None:
+    def note_checkpoint(self, request: RequestState, num_blocks: int, copy: BlockNames, is_findable: bool) -> None:
         """Note a checkpoint after the first ``num_blocks`` blocks of ``request``, with its states in block ``copy``: ``[1]``,
         ``[0]`` without states."""
         states = self._prefix.states
@@ -166,7 +166,7 @@ class Observers:
                 self._has_lost = True
 
     def _note_cached(
-        self, request: Request, low: int, end: int, blocks: list[BlockIds], begin: int, is_findable: bool
+        self, request: RequestState, low: int, end: int, blocks: list[BlockIds], begin: int, is_findable: bool
     ) -> None:
         prefix, above = self._prefix, low - 1 if low else 0
         if prefix.full is not None:
@@ -210,7 +210,7 @@ class Observers:
         except MemoryError:
             self._has_lost = True
 
-    def note_end(self, request: Request) -> None:
+    def note_end(self, request: RequestState) -> None:
         """Note that ``request`` ended."""
         try:
             self._noted.append((5, (RequestSnapshot(request, self._media, True),)))

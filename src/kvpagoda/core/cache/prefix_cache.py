@@ -23,7 +23,7 @@ import numpy as np
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.options import Retention
-from kvpagoda.core.groups.base import NO_IDS, Added, Freed, Group, Holding, Kept, ToCache
+from kvpagoda.core.groups.base import NO_IDS, Added, CachedPart, CacheGroup, Freed, Holding, ToCache
 from kvpagoda.core.groups.full import FullGroup
 from kvpagoda.core.groups.state import CopyGroup
 from kvpagoda.core.groups.window import WindowGroup
@@ -106,7 +106,7 @@ MOST_PRIORITY = 100
 """The priority of pins that users make themselves."""
 
 
-def checkpoint_cost(kept: Many[Group], texts: Many[Group]) -> float:
+def checkpoint_cost(kept: Many[CacheGroup], texts: Many[CacheGroup]) -> float:
     """Return how many blocks of ``texts``, the groups that keep every token, take as many bytes as a checkpoint, which keeps
     the last window or the states of the groups ``kept``. Without ``texts``, blocks of windows count; 0 if there are none."""
     windows = [group for group in kept if not group.growth.is_state]
@@ -176,7 +176,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        groups: Many[Group],
+        groups: Many[CacheGroup],
         block_size: int,
         policy: str | EvictionPolicy,
         retention: Retention,
@@ -193,7 +193,7 @@ class PrefixCache:
         of_states = [group for group in groups if isinstance(group, CopyGroup)]
         self.states = of_states[-1] if of_states else None
         self.bounded = tuple(group for group in groups if group in self.required or group is self.states)
-        self._in_tree: tuple[Group, ...] = (*(() if self.full is None else (self.full,)), *self.windows)
+        self._in_tree: tuple[CacheGroup, ...] = (*(() if self.full is None else (self.full,)), *self.windows)
         self.block_size, self._fresh_policy = block_size, copied(policy)
         cost = checkpoint_cost(self.bounded, () if self.full is None else (self.full,))
         every, has_states = retention.checkpoint_every, bool(of_states)
@@ -216,7 +216,7 @@ class PrefixCache:
             self.block_size, num_rows + self.is_numbered, policy, capacity=max(1, self._capacity), proves_ids=False,
             rule=self.points.rule,
         )  # fmt: skip
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, CachedPart] = {}
         self._next_checkpoint = 0
         self._numbers = IdPool(first=1) if self.is_numbered else None
         row = 0
@@ -380,7 +380,7 @@ class PrefixCache:
 
     def cache_blocks(
         self, slots: list[int], begins: list[int], added: Many[Added], is_whole: bool, *, takes_over: bool = True
-    ) -> tuple[int, list[tuple[Group, BlockPlaces]]]:
+    ) -> tuple[int, list[tuple[CacheGroup, BlockPlaces]]]:
         """Make what the requests in ``slots`` have ``added`` shareable, behind their first ``begins`` blocks, one after
         another; their leases then cover it. ``is_whole``: whether optional groups have the rows of all tokens; if not, their
         blocks stay the requests' own. ``takes_over``: see ``WindowGroup.adopt``.
@@ -395,7 +395,7 @@ class PrefixCache:
         is_even = all(each.counts == sizes for each in given)
         column, first, at, done = 0, 0, [0] * len(given), 0  # ``at``: where the ids of text ``first`` begin
         # (slot, group, ids that the tree has, those given that duplicate them)
-        adopted: list[tuple[int, Group, BlockNames, BlockNames]] = []
+        adopted: list[tuple[int, CacheGroup, BlockNames, BlockNames]] = []
         for one, n in zip(added, sizes):
             blocks = rows if n == rows.shape[1] else rows[:, column : column + n]
             column += n
@@ -469,7 +469,7 @@ class PrefixCache:
             needed.append(tail[1])
         return tuple(found), tuple(needed)
 
-    def keep(self, lease: Lease, num_blocks: int, kept: Kept, entry: Entry | None = None) -> int:
+    def keep(self, lease: Lease, num_blocks: int, kept: CachedPart, entry: Entry | None = None) -> int:
         """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there; return its name,
         which is never used again. ``entry``: see ``Clock``."""
         name = self._next_checkpoint
@@ -492,7 +492,7 @@ class PrefixCache:
         self.tree.checkpoints.drop(name)
         return self._forget((name,))
 
-    def blocks_of(self, kept: Kept) -> list[tuple[BlockNames, int]]:
+    def blocks_of(self, kept: CachedPart) -> list[tuple[BlockNames, int]]:
         """Return for each of the ``bounded`` groups, in their order, the blocks that a checkpoint with ``kept`` keeps, and how
         many of these, the last, a text needs to be resumed there."""
         tails = {group.index: (ids, n) for group, ids, n in zip(self.windows, kept.tails, kept.needed)}
@@ -549,7 +549,7 @@ class PrefixCache:
         """Evict the blocks at the end of ``match`` that no other text, request or pin uses, whatever their age."""
         return self._counted(self.removed(self.tree.evict_end(match)))
 
-    def evict(self, group: Group, n: int) -> Freed:
+    def evict(self, group: CacheGroup, n: int) -> Freed:
         """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable: as its kind does, else one checkpoint."""
         freed = group.evict(n)
         if freed is None:

@@ -138,7 +138,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Request:
+class RequestState:
     """A text that is being computed: its tokens, its slot, and its place in the prefix cache.
 
     Tokens. ``tokens``: the buffer, int32; the first ``prompt_length`` are the prompt, the first ``length`` are
@@ -330,18 +330,18 @@ class DecodeRows:
     def __init__(self, num_rows: int, width: int) -> None:
         self.lengths, self.capacity, self.written, self.known, self.settle_at = np.zeros((5, num_rows), np.int64)
         self.newest = np.zeros((num_rows, width), np.int32)
-        self.row_of: dict[Request, int] = {}
-        self.alone: set[Request] = set()
+        self.row_of: dict[RequestState, int] = {}
+        self.alone: set[RequestState] = set()
 
-    def length_of(self, request: Request) -> int:
+    def length_of(self, request: RequestState) -> int:
         """Return the number of tokens of ``request`` that are written."""
         return int(self.lengths[self.row_of[request]])
 
-    def written_of(self, request: Request) -> int:
+    def written_of(self, request: RequestState) -> int:
         """Return the most tokens of ``request`` that a step reached."""
         return int(self.written[self.row_of[request]])
 
-    def flush(self, request: Request) -> None:
+    def flush(self, request: RequestState) -> None:
         """Append to ``request`` the committed tokens that only this batch has. Idempotent."""
         row = self.row_of[request]
         known, length = int(self.known[row]), int(self.lengths[row])
@@ -349,7 +349,7 @@ class DecodeRows:
             request.append(self.newest[row, request.own_length - known : length - known])
         self.known[row] = length
 
-    def detach(self, request: Request) -> None:
+    def detach(self, request: RequestState) -> None:
         """Flush ``request`` and let it continue outside of the batch; its row is read again before the next use."""
         self.flush(request)
         request.written = max(request.written, self.written_of(request))

@@ -14,7 +14,7 @@ from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle, step_positions
 from kvpagoda.core.cache.outcome import Outcome
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
-from kvpagoda.core.cache.request import Breakpoint, Request, State
+from kvpagoda.core.cache.request import Breakpoint, RequestState, State
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.text import in_brackets
 from kvpagoda.units import MOST, items_of, truth, whole_number
@@ -58,7 +58,7 @@ class Sequence:
     hints: list[Outcome]
     """The outcomes of the hints with which it was opened."""
 
-    def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
+    def __init__(self, lifecycle: Lifecycle, request: RequestState) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
         request.handle = ref(self, lifecycle.core.dropped.append)
 
@@ -278,7 +278,7 @@ class Sequence:
             self.close()
 
 
-def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Request]:
+def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[RequestState]:
     """Return the requests of ``sequences``. Raises BadInput for anything that ``core`` did not open."""
     requests = []
     for sequence in items_of(sequences):
@@ -289,7 +289,7 @@ def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Re
     return requests
 
 
-def published_request(sequence: Sequence) -> Request:
+def published_request(sequence: Sequence) -> RequestState:
     """Return the request of ``sequence``, after publishing all blocks that running requests completed."""
     sequence._lifecycle.settler.settle_waiting()
     return sequence._request
@@ -300,9 +300,9 @@ class Fence:
 
     It can be entered again, also while it is entered: every ``with`` block protects the sequences until its end."""
 
-    _fenced: list[Request] = []  # noqa: RUF012  never changed: for __del__ after an interrupt in __init__
+    _fenced: list[RequestState] = []  # noqa: RUF012  never changed: for __del__ after an interrupt in __init__
 
-    def __init__(self, lifecycle: Lifecycle, requests: list[Request]) -> None:
+    def __init__(self, lifecycle: Lifecycle, requests: list[RequestState]) -> None:
         self._lifecycle, self._requests, self._guard = lifecycle, tuple(requests), lifecycle.core.guard
         self._num_entered, self._fenced = 0, []  # blocks entered; requests, once for each fence around them
 

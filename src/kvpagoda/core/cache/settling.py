@@ -20,7 +20,7 @@ import numpy as np
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.checkpoints import Checkpointer, report
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.request import Request, TextPart
+from kvpagoda.core.cache.request import RequestState, TextPart
 from kvpagoda.core.groups.base import Added
 
 _MOST_WAITING = 64
@@ -55,7 +55,7 @@ class Settler:
 
     # -- when --------------------------------------------------------------------------------------------------------
 
-    def plan(self, request: Request) -> None:
+    def plan(self, request: RequestState) -> None:
         """Decide at which length ``request``, which was just settled or just started, is settled next."""
         size, length, end = self._core.block_size, request.own_length, request.prompt_length
         if length < end and (self._is_bounded or self._is_followed):
@@ -86,14 +86,14 @@ class Settler:
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
-    def settle(self, *requests: Request) -> None:
+    def settle(self, *requests: RequestState) -> None:
         """Publish the whole blocks of each of ``requests``, keep the checkpoints that are due, and slide its windows: in turn,
         but in one call for those whose turns do not meet (``_together``).
 
         Does nothing for one with a fence around it; the end of the last fence calls this again. If memory is lacking, or a
         copy fails, the next commit of that request tries again."""
         core = self._core
-        waiting: list[Request] = []
+        waiting: list[RequestState] = []
         for request in requests:
             core.waiting[request] = None
             if request.records.opened_at:
@@ -141,7 +141,7 @@ class Settler:
                     del core.waiting[request]
             at += count
 
-    def _together(self, requests: list[Request], at: int) -> list[Request]:
+    def _together(self, requests: list[RequestState], at: int) -> list[RequestState]:
         """Return request ``at`` and those that follow as long as it is all the same whether each of them is published and
         slides before the next, or all are published and then all slide: nothing is evicted for any of them, and none frees
         blocks of its own."""
@@ -153,14 +153,14 @@ class Settler:
             end += 1
         return requests[at : max(at + 1, end)]
 
-    def settle_waiting(self, but: Request | None = None) -> None:
+    def settle_waiting(self, but: RequestState | None = None) -> None:
         """Settle the requests that wait for it, all ``but`` one. Callers that read the prefix tree or lack blocks call
         this first."""
         waiting = [request for request in self._core.waiting if request is not but]
         if waiting:
             self.settle(*waiting)
 
-    def begun(self, request: Request, hit: Hit | None) -> None:
+    def begun(self, request: RequestState, hit: Hit | None) -> None:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
         it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
@@ -184,7 +184,9 @@ class Settler:
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
-    def _publish_blocks(self, requests: Many[Request], source: Hit | None = None, length: int | None = None) -> int:
+    def _publish_blocks(
+        self, requests: Many[RequestState], source: Hit | None = None, length: int | None = None
+    ) -> int:
         """Make the whole blocks of ``requests`` shareable, and report them to events and tiers. ``source``: the hit that they
         were loaded from, if any. ``length``: only those of the first so many tokens.
 
@@ -228,7 +230,7 @@ class Settler:
                 core.tiers.on_cached(requests[row], begin, source)
         return len(requests) if num_done == len(rows) else rows[num_done]
 
-    def last_blocks(self, request: Request) -> TextPart | None:
+    def last_blocks(self, request: RequestState) -> TextPart | None:
         """Return the blocks that ``request``, which ends, has not published; None if there are none. Only for models
         without bounded groups, whose hits may end inside a block. A partial block at the end is one of them: the tree
         treats it as a whole one, with ``NO_TOKEN`` behind its tokens, and it can be reused up to there."""
@@ -241,7 +243,7 @@ class Settler:
             return None
         return request.last_keys(begin * size, end * size)
 
-    def _failed(self, request: Request, error: MemoryError | RuntimeError) -> None:
+    def _failed(self, request: RequestState, error: MemoryError | RuntimeError) -> None:
         """Let the next commit of ``request`` try again what ``error`` stopped."""
         self._core.waiting[request] = None
         request.settle_at = 0

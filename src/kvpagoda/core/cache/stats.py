@@ -9,8 +9,8 @@ from typing import Any
 
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.counters import HIT_TOKENS, ResidencyStats, Tally
-from kvpagoda.core.cache.request import Request
-from kvpagoda.core.groups import Group
+from kvpagoda.core.cache.request import RequestState
+from kvpagoda.core.groups import CacheGroup
 from kvpagoda.tiers.health import Histogram
 from kvpagoda.tiers.level import LevelStats
 
@@ -193,7 +193,7 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
     )
 
 
-def group_stats(core: Core, group: Group) -> GroupStats:
+def group_stats(core: Core, group: CacheGroup) -> GroupStats:
     """Return the counters of ``group``, one of ``core``, now, but for ``blocks_per_run``. O(1)."""
     cached, idle = group.num_cached, group.num_evictable
     return GroupStats(
@@ -203,12 +203,12 @@ def group_stats(core: Core, group: Group) -> GroupStats:
     )  # fmt: skip
 
 
-def _blocks_per_run(core: Core, group: Group) -> float:
+def _blocks_per_run(core: Core, group: CacheGroup) -> float:
     num_blocks, num_runs = group.runs([*core.running])
     return num_blocks / max(1, num_runs)
 
 
-def _namespaces(core: Core, alive: Iterable[Request], names: Mapping[str, str]) -> tuple[NamespaceStats, ...]:
+def _namespaces(core: Core, alive: Iterable[RequestState], names: Mapping[str, str]) -> tuple[NamespaceStats, ...]:
     """Return the counters of every namespace, the requests ``alive`` included. Namespaces with the same name are added
     up."""
     computed: dict[int, int] = {}

@@ -41,7 +41,7 @@ class Rate:
         self._seconds, self._count = self._seconds / 2 + seconds, self._count / 2 + count
 
 
-class Part(NamedTuple):
+class SwapPart(NamedTuple):
     """Columns ``begin .. end - 1`` of one group's table row, and the rows of the swap that have their bytes."""
 
     begin: int
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Suspended(NamedTuple):
     """The copy of a suspended request, and what it held."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SwapPart, ...]
     """For each group: what was copied, and where it lies."""
     firsts: tuple[int, ...]
     """For each group: the column where its row began. Columns from there to its part were left in the prefix cache."""
@@ -124,7 +124,7 @@ class Swap:
             hint = f"resume or close what is suspended, or raise swap (now {format_bytes(self.nbytes)})"
             raise OutOfBlocks.with_hint(text, hint, needed=need, available=free)
         pieces = np.split(self._rows.peek(need), np.cumsum(counts)[:-1])
-        parts = tuple(Part(begin, end, rows) for (begin, end), rows in zip(columns, pieces))
+        parts = tuple(SwapPart(begin, end, rows) for (begin, end), rows in zip(columns, pieces))
         at = [
             length % max(1, group.places) for group in self._groups
         ]  # of states: the place that is read next, and no other
@@ -141,7 +141,7 @@ class Swap:
         parts = []
         for (begin, end, rows), ids in zip(suspended.parts, targets):
             shared = end - begin - len(ids)  # shared again, not copied; such blocks are as wide as a row
-            parts.append(Part(begin + shared, end, rows[shared:]))
+            parts.append(SwapPart(begin + shared, end, rows[shared:]))
         self._copy(parts, targets, is_out=False)
 
     def put(self, suspended: Suspended) -> None:
@@ -197,7 +197,7 @@ class Swap:
             self._table = memory[offset : offset + self.nbytes].reshape(-1, self.width)
         return self._table
 
-    def _copy(self, parts: Iterable[Part], ids: Iterable[Ids], *, is_out: bool) -> None:
+    def _copy(self, parts: Iterable[SwapPart], ids: Iterable[Ids], *, is_out: bool) -> None:
         """Copy blocks ``ids[i]`` of group i to (``is_out``) or from the rows of its part."""
         copy = self._memory.to_host if is_out else self._memory.from_host
         start, nbytes = perf_counter(), 0

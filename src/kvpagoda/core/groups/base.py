@@ -7,8 +7,8 @@
 
     rows of the tree | full | .. | window: id, generation | window: id, generation | .. | number of a block
 
-A new kind is a subclass of ``Group``, which ``groups_of`` makes for its spec (``Growth.spec``). It has a block table, a free
-list and reservations of ``BlockGroup``, and its own answer to: ``shared_columns``, ``can_resume`` (hits), ``hold`` and
+A new kind is a subclass of ``CacheGroup``, which ``groups_of`` makes for its spec (``Growth.spec``). It has a block table, a
+free list and reservations of ``BlockGroup``, and its own answer to: ``shared_columns``, ``can_resume`` (hits), ``hold`` and
 ``leave`` (readers), ``rows_to_cache`` and ``cache_blocks`` (publishing), ``leaving`` and ``slide`` (blocks that slid out),
 ``surplus``, ``oldest`` and ``evict`` (eviction), ``cached_ids`` and ``check``. Requests and the cache loop over groups and do
 not ask for their kind.
@@ -33,7 +33,7 @@ from kvpagoda.schema.plan import GroupPlan
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class CachedPart(NamedTuple):
     """What one checkpoint keeps."""
 
     tails: tuple[BlockNames, ...]
@@ -49,7 +49,7 @@ class Freed(NamedTuple):
 
     blocks: tuple[tuple[int, BlockNames], ...] = ()
     """(index of the group, ids). Blocks of the full group are ordered deepest first."""
-    checkpoints: tuple[tuple[int, Kept], ...] = ()
+    checkpoints: tuple[tuple[int, CachedPart], ...] = ()
     """(name of the checkpoint, what it kept)."""
     numbers: Ids | None = None
     """The numbers of evicted blocks of texts, int32, where the tree numbers them."""
@@ -113,7 +113,7 @@ _EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so 
 _SHARE = 32  # at most 1/32 of a window group
 
 
-class Group(BlockGroup):
+class CacheGroup(BlockGroup):
     """The blocks of one kind of layers. This base has what requests hold and caches nothing.
 
     ``num_tree_rows``: the rows of the prefix tree in which its blocks are. ``num_ahead``: how many blocks are evicted beyond

@@ -8,11 +8,11 @@ import numpy as np
 
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
-from kvpagoda.core.groups.base import Freed, Group, ToCache
+from kvpagoda.core.groups.base import CacheGroup, Freed, ToCache
 from kvpagoda.core.prefix.node import Evicted, Inserted, Lease
 
 
-class FullGroup(Group):
+class FullGroup(CacheGroup):
     """Blocks of layers that read all tokens. The tree evicts them from the ends of texts, with what other groups have of the
     same tokens. ``removed``: returns what follows in all groups from what the tree evicted."""
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
-from kvpagoda.core.groups.base import Group, Kept
+from kvpagoda.core.groups.base import CachedPart, CacheGroup
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.prefix.tree import PrefixTree
 from kvpagoda.schema.plan import GroupPlan
@@ -51,14 +51,14 @@ class Stepping(Protocol):
     def length(self) -> int: ...
 
 
-class CopyGroup(Group):
+class CopyGroup(CacheGroup):
     """Copies of states, one for each checkpoint; requests hold none. ``kept``: the checkpoints, by name."""
 
     def __init__(self, plan: GroupPlan, num_slots: int, num_columns: int, index: int, *, may_move: bool) -> None:
         super().__init__(plan, num_slots, num_columns, index, may_move=may_move)
-        self._kept: Mapping[int, Kept] = {}  # stays empty where another group has the copies
+        self._kept: Mapping[int, CachedPart] = {}  # stays empty where another group has the copies
 
-    def begin_with_copies(self, tree: PrefixTree, kept: Mapping[int, Kept]) -> None:
+    def begin_with_copies(self, tree: PrefixTree, kept: Mapping[int, CachedPart]) -> None:
         """Begin with nothing cached: the copies of the checkpoints ``kept``, which are in ``tree``, are in this group."""
         self.begin_empty(tree, 0)
         self._kept = kept

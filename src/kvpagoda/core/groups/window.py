@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
-from kvpagoda.core.groups.base import NO_IDS, Freed, Group, Leaving, Running, ToCache
+from kvpagoda.core.groups.base import NO_IDS, CacheGroup, Freed, Leaving, Running, ToCache
 from kvpagoda.core.prefix.node import Inserted, Lease, Match
 from kvpagoda.core.prefix.tree import PrefixTree
 from kvpagoda.errors import CheckFailed
@@ -27,7 +27,7 @@ _READERS = _KEEPER - 1
 _NO_PLACES = BlockPlaces(np.empty(0, np.int32))
 
 
-class WindowGroup(Group):
+class WindowGroup(CacheGroup):
     """The blocks of layers that read a window, or a chunk, of the newest tokens.
 
     ``num_cached``: blocks that the tree names. ``num_read``: cached blocks with a reader. ``num_reads``: the sum of

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvpagoda.core.blocks.places import BlockPlaces
 from kvpagoda.core.cache.core import Core
-from kvpagoda.core.cache.request import Request
+from kvpagoda.core.cache.request import RequestState
 from kvpagoda.handover.checksums import algorithm, checksums_of
 from kvpagoda.handover.content import GroupPlace
 from kvpagoda.handover.lease import Section, checksums_in, lease_layout, seal_in, seal_of
@@ -25,7 +25,7 @@ class Extent:
 
     For each group: ``firsts``, the first column (block of the text; 0 of states); ``counts``, how many."""
 
-    def __init__(self, core: Core, request: Request, length: int, after: int) -> None:
+    def __init__(self, core: Core, request: RequestState, length: int, after: int) -> None:
         self._core, self._request, self.length = core, request, length
         self.firsts, self.counts = list[int](), list[int]()
         for group in core.groups:

@@ -20,7 +20,7 @@ from kvpagoda.arrays import as_tokens
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.lookup import AnyNamespace
-from kvpagoda.core.cache.request import Request, buffer_of
+from kvpagoda.core.cache.request import RequestState, buffer_of
 from kvpagoda.core.cache.sequence import Sequence
 from kvpagoda.core.handover.received import Received, Taken
 from kvpagoda.core.prefix import Match
@@ -79,7 +79,7 @@ class Receiver:
             media_ids = core.media.ids(media, len(tokens))
         except BadInput as error:
             raise TicketRefused(f"the text of the ticket is none of this model: {error}") from None
-        request = Request(
+        request = RequestState(
             buffer_of(tokens, most, core.block_size), prompt, namespace_key,
             whole_number(priority, "priority", -(2**63), below=2**63), media_ids, publishes=ticket.publishes,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from kvpagoda.arrays import Ids
 from kvpagoda.core.cache.below import NoHandOvers
 from kvpagoda.core.cache.guard import either_way, exclusive
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.request import Request, State
+from kvpagoda.core.cache.request import RequestState, State
 from kvpagoda.core.handover.export import Export, Extent, export_of
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.handover.checksums import algorithm
@@ -43,7 +43,7 @@ class _Lease:
     it is kept, by the sender's clock. ``goes_on``: the request runs on here. ``tokens``: what is known of its text, int32;
     ``keys``: the same with media ids. ``export``: None until memory is taken."""
 
-    request: Request
+    request: RequestState
     length: int
     weights: bytes
     nbytes: int
@@ -54,7 +54,7 @@ class _Lease:
     slot: int = field(default=-1, init=False)
     offset: int = field(default=0, init=False)
     export: Export | None = field(default=None, init=False)
-    fenced: list[Request] = field(default_factory=list, init=False)
+    fenced: list[RequestState] = field(default_factory=list, init=False)
 
     @property
     def is_sealed(self) -> bool:
@@ -103,7 +103,7 @@ class Sender(NoHandOvers):
 
     # -- called by Sequence.hand_over ----------------------------------------------------------------------------------
 
-    def hand_over(self, request: Request, ttl: float, after: int, goes_on: bool, upto: int | None) -> Ticket:
+    def hand_over(self, request: RequestState, ttl: float, after: int, goes_on: bool, upto: int | None) -> Ticket:
         """See ``Sequence.hand_over``."""
         seconds, core = real_number(ttl, "ttl, in seconds,"), self._core
         if request.rows is not None:
@@ -134,7 +134,7 @@ class Sender(NoHandOvers):
             raise
         return ticket
 
-    def _length(self, request: Request, upto: int | None) -> int:
+    def _length(self, request: RequestState, upto: int | None) -> int:
         """Return the length at which ``request`` is handed over: now, or when the first ``upto`` tokens are computed. Raises
         BadInput, and RetryLater inside a fence."""
         length = request.own_length
@@ -152,7 +152,7 @@ class Sender(NoHandOvers):
         self._check_version(request)
         return length
 
-    def _check_version(self, request: Request) -> None:
+    def _check_version(self, request: RequestState) -> None:
         """Raise BadInput if the tokens of ``request`` are of several versions of the weights, or of what its namespace stands
         for."""
         epochs, names = request.epochs, self._core.namespaces
@@ -347,7 +347,7 @@ class Sender(NoHandOvers):
         if name not in ("suspend", "close"):
             return call
 
-        def ending(request: Request, *given: Any) -> Any:
+        def ending(request: RequestState, *given: Any) -> Any:
             result = call(request, *given)
             for lease_name, lease in [*self._leases.items()] if self._leases else ():
                 if lease.request is request and not lease.is_sealed and not lease.fenced:

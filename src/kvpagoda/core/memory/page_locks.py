@@ -47,7 +47,7 @@ def machine_nbytes() -> int:
         return 0
 
 
-class _Range:
+class _LockedRange:
     """Watched memory from ``begin`` to ``end``: locked up to ``locked``, to be locked up to ``wanted``; in ``pieces``."""
 
     def __init__(self, memory: Bytes) -> None:
@@ -70,7 +70,7 @@ class PageLocks:
         self.nbytes = 0
         """Bytes that are locked now."""
         self._lock = RLock()  # reentrant: memory may be collected, and unlocked, at any point of its own thread
-        self._ranges: dict[int, _Range] = {}
+        self._ranges: dict[int, _LockedRange] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._is_full = self._has_told = False
 
@@ -88,7 +88,7 @@ class PageLocks:
                 return
             if known is not None:  # collected, but not unlocked yet
                 self._unlock(known)
-            one = self._ranges[address] = _Range(memory)
+            one = self._ranges[address] = _LockedRange(memory)
         finalize(memory, self._forget, one).atexit = False
         self._want(one, one.begin + 1)
 
@@ -120,7 +120,7 @@ class PageLocks:
         while self._thread is not None and any(one.is_running for one in [*self._ranges.values()]):
             self._thread.submit(int).result()
 
-    def _want(self, one: _Range, end: int) -> None:
+    def _want(self, one: _LockedRange, end: int) -> None:
         """Have ``one`` locked up to ``end``, rounded up to pieces, and as much again."""
         used = end - one.begin
         wanted = min(one.end, one.begin + -(-used // PIECE) * PIECE + (used if used > PIECE else 0))
@@ -133,7 +133,7 @@ class PageLocks:
                 self._thread = ThreadPoolExecutor(1, "kvpagoda-lock")
             self._thread.submit(self._advance, one)
 
-    def _advance(self, one: _Range) -> None:
+    def _advance(self, one: _LockedRange) -> None:
         """Lock ``one`` up to what is wanted, piece by piece: the thread."""
         while True:
             memory = one.memory()  # keeps it while it is locked
@@ -169,7 +169,7 @@ class PageLocks:
                 format_bytes(self.nbytes), why,
             )  # fmt: skip
 
-    def _unlock(self, one: _Range) -> None:
+    def _unlock(self, one: _LockedRange) -> None:
         """Unlock what is locked of ``one``."""
         pieces, one.pieces, one.locked = one.pieces, [], one.begin
         for address, nbytes in pieces:
@@ -178,7 +178,7 @@ class PageLocks:
             with _logged():
                 self._runtime.unregister(address)
 
-    def _forget(self, one: _Range) -> None:
+    def _forget(self, one: _LockedRange) -> None:
         if os.getpid() != self._process:
             return
         with self._lock:

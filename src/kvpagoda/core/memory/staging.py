@@ -29,7 +29,7 @@ size of a copy is rounded."""
 _log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
+class StagedPart(NamedTuple):
     """The beginning of a slot: on the host, the same as numpy sees it (int64), and on the device (int32)."""
 
     host: Tensor
@@ -43,14 +43,14 @@ class Slot:
 
     def __init__(self, host: Tensor, device: Tensor, event: Any = None) -> None:
         self.host, self.device, self.event, self.nbytes = host, device, event, len(host)
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, StagedPart] = {}
 
-    def part(self, nbytes: int) -> Part:
+    def part(self, nbytes: int) -> StagedPart:
         """Return its first ``nbytes`` or a few more. Steps are of similar sizes, so most parts are there already."""
         size = -(-nbytes // ROUND) * ROUND
         if size not in self._parts:
             host = self.host[:size]
-            self._parts[size] = Part(
+            self._parts[size] = StagedPart(
                 host.view(torch.int32), host.numpy().view(np.int64), self.device[:size].view(torch.int32)
             )
         return self._parts[size]

@@ -36,7 +36,7 @@ class VirtualMemory:
         if asked.type != "cuda":
             text = f"memory that the CUDA driver maps is on a cuda device, got {asked}"
             raise BadInput(text, needed="cuda", available=asked.type)
-        self._driver, self._ranges = _driver() if driver is None else driver, list[_Range]()
+        self._driver, self._ranges = _driver() if driver is None else driver, list[_MappedRange]()
         try:
             _call(self._driver, "cuInit", 0)
             self._device = torch.device("cuda", torch.cuda.current_device()) if asked.index is None else asked
@@ -52,7 +52,7 @@ class VirtualMemory:
         """See ``Backing``. Raises Exhausted, keeping nothing."""
         size = align_up(max(1, whole_number(nbytes, "bytes to allocate")), self._granularity)
         address = _call(self._driver, "cuMemAddressReserve", size, 0, 0, 0)
-        one = _Range(self._driver, self._device, address, size)
+        one = _MappedRange(self._driver, self._device, address, size)
         try:
             one.map(self._kind(), self._access())
             memory = _tensor(one, self._device)[:nbytes]
@@ -96,7 +96,7 @@ class VirtualMemory:
         return access
 
 
-class _Range:
+class _MappedRange:
     """``size`` bytes of reserved addresses from ``address`` on. ``state``: these, the handle of the physical memory (None:
     there is none), and whether it is ``mapped``, and ``ready`` to be used. It outlives the range, to be freed."""
 
@@ -122,7 +122,7 @@ class _Range:
             raise
 
 
-def _tensor(one: _Range, device: torch.device) -> torch.Tensor:
+def _tensor(one: _MappedRange, device: torch.device) -> torch.Tensor:
     """Return a tensor over ``one``, which it keeps: uint8 ``[size]``."""
     return torch.as_tensor(one, device=device)
 

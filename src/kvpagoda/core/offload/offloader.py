@@ -27,8 +27,8 @@ from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.prefix_cache import PrefixCache
-from kvpagoda.core.cache.request import Request
-from kvpagoda.core.groups.base import Freed, Kept
+from kvpagoda.core.cache.request import RequestState
+from kvpagoda.core.groups.base import CachedPart, Freed
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.offload.hit import Prefetch, TierHit, bounded_part
 from kvpagoda.core.offload.reader import TierReader
@@ -118,7 +118,7 @@ class Offloader(NoTiers):
         for level in self.levels:
             level.set_identity(self._identity)
 
-    def hashes_of(self, request: Request, end: int) -> list[bytes]:
+    def hashes_of(self, request: RequestState, end: int) -> list[bytes]:
         """Return the list of block hashes of ``request``: the root, then one for each of at least ``end`` blocks."""
         if len(request.records.block_hashes) <= end:
             tokens = request.raw_tokens(0, end * self._identity.block_size)
@@ -142,7 +142,7 @@ class Offloader(NoTiers):
     # -- finding and loading -----------------------------------------------------------------------------------------
 
     def find(
-        self, request: Request, length: int, num_cached: int, resumable: int, prefetch: Prefetch | None = None
+        self, request: RequestState, length: int, num_cached: int, resumable: int, prefetch: Prefetch | None = None
     ) -> TierHit | None:
         end = max(0, length - 1) // self._identity.block_size
         return self.reader.find(self.hashes_of(request, end)[: end + 1], num_cached, resumable, prefetch)
@@ -164,7 +164,7 @@ class Offloader(NoTiers):
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def on_cached(self, request: Request, begin: int, source: Any = None) -> None:
+    def on_cached(self, request: RequestState, begin: int, source: Any = None) -> None:
         if self._full is None:
             return
         names = self._full.names_between(request.slot, 0, request.lease.num_blocks)
@@ -177,7 +177,7 @@ class Offloader(NoTiers):
                 self._queue(level, block_hashes, begin, names)
         self.drain()
 
-    def on_hit(self, request: Request, checkpoint: int | None) -> None:
+    def on_hit(self, request: RequestState, checkpoint: int | None) -> None:
         if not self._sent:
             return
         names = _NONE
@@ -317,7 +317,7 @@ class Offloader(NoTiers):
             if not isinstance(error, Exception):  # an Exception is not raised: a GPU without room to pack, say
                 raise
 
-    def computed(self, request: Request) -> None:
+    def computed(self, request: RequestState) -> None:
         if request.records.opened_at and request.own_length >= request.prompt_length:
             num_tokens = request.prompt_length - request.match.resumable
             self.reader.computed(perf_counter() - request.records.opened_at, num_tokens)
@@ -328,12 +328,12 @@ class Offloader(NoTiers):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def checkpoint_saved(self, checkpoint: int, request: Request, num_blocks: int) -> None:
+    def checkpoint_saved(self, checkpoint: int, request: RequestState, num_blocks: int) -> None:
         blocks = self._prefix.blocks_of(self._prefix.kept[checkpoint])
         first = num_blocks - max((len(names) for names, _ in blocks), default=0)
         self._checkpoints[checkpoint] = self.hashes_of(request, num_blocks)[first + 1 : num_blocks + 1]
 
-    def store_checkpoint(self, checkpoint: int, kept: Kept, when: str) -> None:
+    def store_checkpoint(self, checkpoint: int, kept: CachedPart, when: str) -> None:
         """As ``NoTiers`` says. Blocks before those that are needed, which serve texts that part a little earlier, are stored
         as far as staging memory goes, the last first; but a quarter of it is left for what later texts need. One of a prompt
         waits for staging memory; one that is evicted cannot."""
@@ -344,12 +344,12 @@ class Offloader(NoTiers):
                 else:
                     self._due[level][checkpoint] = None
 
-    def _num_needed(self, level: Level, kept: Kept) -> int:
+    def _num_needed(self, level: Level, kept: CachedPart) -> int:
         """Return how many records of ``level`` a text needs to be resumed at a checkpoint with ``kept``."""
         blocks = self._prefix.blocks_of(kept)
         return sum(len(level.parts_of(n, width)) for (_, n), width in zip(blocks, self._widths))
 
-    def _store_checkpoint(self, level: Level, checkpoint: int, kept: Kept) -> bool:
+    def _store_checkpoint(self, level: Level, checkpoint: int, kept: CachedPart) -> bool:
         """Store ``checkpoint`` in ``level``; return False, doing nothing, if there is too little staging memory."""
         count = self._num_needed(level, kept)
         if count > level.num_writable:

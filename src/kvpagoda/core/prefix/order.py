@@ -33,7 +33,7 @@ _ENTRIES = 40  # the lowest bits of a time count entries, and keep their times a
 _USE = 1 << 20 + _ENTRIES  # from one use to the next
 
 
-class Run(NamedTuple):
+class LeafRun(NamedTuple):
     """Nodes that are evicted whole, one after the other, in one step. ``ids``: int32 ``[rows, blocks]`` of each.
     ``keys``: parent -> the keys of those among them that are its children; it is a root, or keeps two others."""
 
@@ -42,7 +42,7 @@ class Run(NamedTuple):
     num_blocks: int
 
 
-Victims = tuple[Node, int] | Run
+Victims = tuple[Node, int] | LeafRun
 """What an eviction order gives up next: the last so many blocks of a node, or whole nodes."""
 
 
@@ -137,7 +137,7 @@ class LRUOrder:
         """Yield what is evicted next, ``limit`` blocks in all, fewer if fewer are evictable.
 
         A node is out of the queue when it is yielded; the caller handles it before it asks for the next one. Those of a
-        ``Run`` leave the queue when the caller, which evicted them, asks for more.
+        ``LeafRun`` leave the queue when the caller, which evicted them, asks for more.
         """
         heap, in_order, heaped, clock = self._heap, self._in_order, self._heaped, self._clock
         while limit > 0:
@@ -175,7 +175,7 @@ class LRUOrder:
             yield node, count
             clock.floor = max(clock.floor, when)  # not before the caller asks for more: it did evict these
 
-    def _run(self, limit: int) -> Run:
+    def _run(self, limit: int) -> LeafRun:
         """Return the longest run of nodes, first in the queue, that ``victims`` would yield whole one by one, ``limit``
         blocks at most, and of which none changes the order when it is evicted. Changes nothing."""
         ids: list[Ids] = []
@@ -200,7 +200,7 @@ class LRUOrder:
             left -= count
             ids.append(node.ids)
             among.append(node.first)
-        return Run(ids, keys, limit - left)
+        return LeafRun(ids, keys, limit - left)
 
     def remove(self, node: Node, count: int) -> None:
         """Update the stretches of ``node``, which still has its last ``count`` blocks; they are about to be evicted."""

@@ -35,7 +35,7 @@ from kvpagoda.core.prefix.node import (
     put_ids_above,
     read_ids_above,
 )
-from kvpagoda.core.prefix.order import Checkpoints, Clock, Entry, EvictionOrder, LRUOrder, PolicyOrder, Run, Victims
+from kvpagoda.core.prefix.order import Checkpoints, Clock, Entry, EvictionOrder, LeafRun, LRUOrder, PolicyOrder, Victims
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
 from kvpagoda.policies import as_policy
 from kvpagoda.retention import RetentionRule
@@ -284,7 +284,7 @@ def evict_leaves(
     bare: list[Node] = []
     try:
         for victim in order.victims(ids.shape[1]) if victims is None else victims:
-            if isinstance(victim, Run):
+            if isinstance(victim, LeafRun):
                 _write_whole(victim.ids, ids[:, done : done + victim.num_blocks])
                 done += victim.num_blocks  # nothing can fail from here on
                 for parent, keys in victim.keys.items():

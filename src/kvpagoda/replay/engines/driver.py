@@ -90,7 +90,7 @@ class Served:
 
 
 @dataclass
-class Step:
+class EngineStep:
     """What a step did. ``admitted``: requests that were admitted for the first time; ``refused``: those that never fit,
     also one that fitted at first, was preempted, and has grown too large since;
     ``ended``: those that are complete. ``prefilled``: tokens of texts that were computed; ``decoding``: requests that
@@ -112,7 +112,7 @@ class Step:
             self.prefilled += end - begin
 
 
-class Run:
+class EngineRun:
     """The waiting and running requests of ``chains``. ``waiting``: their numbers, in order. ``hits``: see ``Served``; None:
     its own. ``running``: request -> [tokens that are computed, tokens that are known]."""
 
@@ -131,16 +131,16 @@ class Run:
         self.known: dict[int, int] = {}  # of the requests that were preempted: their known tokens
         self.running: dict[int, list[int]] = {}
         self.served = Served(np.zeros(len(chains), np.int64) if hits is None else hits)
-        self._done = Step()
+        self._done = EngineStep()
 
     @property
     def num_left(self) -> int:
         """Requests that wait or run."""
         return len(self.waiting) + len(self.running)
 
-    def step(self) -> Step:
+    def step(self) -> EngineStep:
         """Compute a step."""
-        served, before, moved, self._done = self.served, self.served.preempted, False, Step()
+        served, before, moved, self._done = self.served, self.served.preempted, False, EngineStep()
         self.manager.step_starts()
         self.left = self.most
         for request in [*self.running]:
@@ -218,7 +218,7 @@ def serve_with(
     """Serve all requests of ``chains``. ``on_request`` is called after every step with the number of finished requests."""
     if not len(chains):
         raise BadInput(f"{chains.trace.name} has no requests")
-    run = Run(chains, manager, schedule, range(len(chains)))
+    run = EngineRun(chains, manager, schedule, range(len(chains)))
     while run.num_left:
         run.step()
         if on_request is not None:

@@ -11,7 +11,7 @@ from kvpagoda.units import ceil_div
 
 
 @dataclass
-class Running:
+class EdgeRequest:
     """A running request. ``edge``: the deepest one that it holds; ``held``: blocks up to there, which are the tree's;
     ``count``: all its blocks; ``length``: its computed tokens; ``known``: the tokens up to which they are a prompt."""
 
@@ -36,7 +36,7 @@ class EdgeLRU:
     def __init__(self, chains: Chains, num_blocks: int) -> None:
         self.chains, self.size, self.tree = chains, chains.block_size, TextTree()
         self.free = num_blocks  # below 0 while blocks are promised that are still to be evicted
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, EdgeRequest] = {}
         self._asked: tuple[int, Ints, int, Edge] = -1, chains.prompts[:0], 0, self.tree.root
         self._due: dict[int, tuple[int, int]] = {}  # request -> tokens and blocks that it gets in this step
         self._computed: dict[int, int] = {}  # request -> the end of its chunk, which is not in the tree yet
@@ -78,7 +78,7 @@ class EdgeLRU:
         if ceil_div(known, self.size) - found > self.free + self.tree.num_unlocked:
             self.tree.unlock(edge)
             return False
-        self.running[request] = Running(keys, edge, found, found, found * self.size, known)
+        self.running[request] = EdgeRequest(keys, edge, found, found, found * self.size, known)
         self._promise(request, end)
         return True
 

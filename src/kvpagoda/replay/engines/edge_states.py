@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.engines.chains import Chains
-from kvpagoda.replay.engines.edge_lru import EdgeLRU, Running
+from kvpagoda.replay.engines.edge_lru import EdgeLRU, EdgeRequest
 from kvpagoda.replay.engines.edge_windows import WindowTree
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.text_tree import Edge, TextTree
@@ -96,7 +96,7 @@ class StateTree(WindowTree):
 
 
 @dataclass
-class _Stateful(Running):
+class _Stateful(EdgeRequest):
     """A running request. ``branch``: tokens after which it leaves the cached text, or 0. ``slots``: those that it holds.
     ``tracked``: the tokens after which its last state was copied, if it is not published yet, or 0."""
 

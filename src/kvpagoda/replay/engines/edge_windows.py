@@ -14,7 +14,7 @@ from itertools import count
 
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.engines.chains import Chains
-from kvpagoda.replay.engines.edge_lru import EdgeLRU, Running
+from kvpagoda.replay.engines.edge_lru import EdgeLRU, EdgeRequest
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.text_tree import Edge, TextTree
 from kvpagoda.replay.trace import Ints
@@ -196,7 +196,7 @@ class WindowTree(TextTree):
 
 
 @dataclass
-class _Windowed(Running):
+class _Windowed(EdgeRequest):
     """A running request. ``slid``: blocks whose windows it has freed; ``first``: see ``lock_windows``. ``branch``:
     blocks after which it leaves the cached text, where its windows are published first, or 0."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from kvpagoda.replay.engines.block_queue import BlockPool, Blocks
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.profiles import Profile
-from kvpagoda.replay.engines.queued import QueuedManager, Request
+from kvpagoda.replay.engines.queued import QueuedManager, QueuedRequest
 from kvpagoda.replay.trace import Ints
 from kvpagoda.units import ceil_div
 
@@ -80,16 +80,16 @@ class MovedStates(QueuedManager):
         self.pool.release(self._states.pop(request).blocks)
         super().stop(request, is_complete)
 
-    def _needed(self, new: Request, end: int, is_all: bool = False) -> int:
+    def _needed(self, new: QueuedRequest, end: int, is_all: bool = False) -> int:
         """See ``QueuedManager``. The state that it starts from stays, and is copied."""
         return super()._needed(new, end, is_all) + len(self._offsets) + self.pool.num_idle(self._source(new))
 
-    def _source(self, new: Request) -> Blocks:
+    def _source(self, new: QueuedRequest) -> Blocks:
         """Return the blocks of the state that ``new`` starts from."""
         last = new.length // self.size - 1
         return self.pool.find(new.keys[last] + self._offsets) if new.length else _NO_BLOCKS
 
-    def _extend(self, request: int, state: Request, end: int) -> None:
+    def _extend(self, request: int, state: QueuedRequest, end: int) -> None:
         """Give ``state`` the blocks of its first ``end`` tokens. An output is computed token by token."""
         source = _NO_BLOCKS
         if request not in self._states:
@@ -102,7 +102,7 @@ class MovedStates(QueuedManager):
             self._compute(request, state, own, place)
         self.pool.release(source)
 
-    def _compute(self, request: int, state: Request, own: _State, end: int) -> None:
+    def _compute(self, request: int, state: QueuedRequest, own: _State, end: int) -> None:
         """Compute up to ``end``: what others find is copied first; at a boundary the copy is given up."""
         copy = _NO_BLOCKS
         if own.is_found:
@@ -118,7 +118,7 @@ class MovedStates(QueuedManager):
             self._let_find(state, own, own.blocks)
             own.is_found = True
 
-    def _let_find(self, state: Request, own: _State, blocks: Blocks) -> None:
+    def _let_find(self, state: QueuedRequest, own: _State, blocks: Blocks) -> None:
         """Let others find the state of ``own.place`` in ``blocks``, from the next step on."""
         key = int(state.keys[own.place])
         self.pool.share(blocks, key + self._offsets)

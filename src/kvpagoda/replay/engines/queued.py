@@ -23,7 +23,7 @@ _ALL = 1 << 62
 
 
 @dataclass
-class Request:
+class QueuedRequest:
     """A request that was looked up, and then runs. ``blocks`` int32 ``[groups, n]``: those of each group, ``NO_BLOCK`` where
     it needs none. ``length``: the tokens that are found or computed. ``junction``: up to where some group had more cached
     than all, in tokens; else 0. ``slid``: for each group how many leading blocks are freed; ``shared``: how many of all
@@ -58,8 +58,8 @@ class QueuedManager:
         self._kinds = [(kind, [i for i, group in enumerate(self.groups) if group == kind]) for kind in kinds]
         longest = int(chains.totals.max(initial=0)) + 1
         self._most = [group.most(self.size, self.step, longest) for group in self.groups]
-        self._running: dict[int, Request] = {}
-        self._asked: dict[int, Request] = {}  # the last one that was looked up
+        self._running: dict[int, QueuedRequest] = {}
+        self._asked: dict[int, QueuedRequest] = {}  # the last one that was looked up
         self._fresh: set[int] = set()  # keys of states that are computed in this step
         self.finds_all = not profile.recomputes
         self._spare = int(profile.watermark * (num_blocks + 1))  # vLLM counts its block of zeros too
@@ -89,7 +89,7 @@ class QueuedManager:
             row[needed] = blocks[needed]
         junction = longest if longest > hit and len(self.groups) > 1 else 0
         slid = [group.skipped(hit) // self.size for group in self.groups]
-        self._asked = {request: Request(keys, found, hit, junction, slid, hit // self.size)}
+        self._asked = {request: QueuedRequest(keys, found, hit, junction, slid, hit // self.size)}
         return hit
 
     def peek(self, request: int) -> int:
@@ -136,7 +136,7 @@ class QueuedManager:
         total, held = int(self.chains.totals[request]) + 1, self._running[request].length
         return len(self.groups) * (ceil_div(total, self.size) - ceil_div(held, self.size))
 
-    def _needed(self, new: Request, end: int, is_all: bool = False) -> int:
+    def _needed(self, new: QueuedRequest, end: int, is_all: bool = False) -> int:
         """Return how many free blocks ``new`` needs for its first ``end`` tokens. ``is_all``: a group counts no more than
         one request holds at most."""
         needed, hit = 0, new.length // self.size
@@ -169,7 +169,7 @@ class QueuedManager:
         for blocks in state.blocks:
             self.pool.release(blocks[::-1])
 
-    def _extend(self, request: int, state: Request, end: int) -> None:
+    def _extend(self, request: int, state: QueuedRequest, end: int) -> None:
         """Give ``state`` the blocks of its first ``end`` tokens; whole ones can be found from now on."""
         held, count = ceil_div(state.length, self.size), ceil_div(end, self.size)
         for group, blocks in zip(self.groups, state.blocks):
@@ -180,7 +180,7 @@ class QueuedManager:
         if self.profile.shares == "chunk":
             self._share(request, state)
 
-    def _share(self, request: int, state: Request) -> None:
+    def _share(self, request: int, state: QueuedRequest) -> None:
         """Let others find the whole blocks of the computed tokens that the groups keep for them."""
         new = slice(state.shared, state.length // self.size)
         if new.stop <= new.start:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpagoda.replay.engines.chains import Chains
-from kvpagoda.replay.engines.driver import Run, Schedule, Step
+from kvpagoda.replay.engines.driver import EngineRun, EngineStep, Schedule
 from kvpagoda.replay.engines.pool import pool_of
 from kvpagoda.replay.engines.run import manager_of
 from kvpagoda.replay.fleet.costs import Costs, Ticks
@@ -21,7 +21,7 @@ from kvpagoda.replay.trace import Trace
 class EngineWorker:
     """Worker ``index``, which serves with ``run``, in a cache of ``nbytes`` bytes. See ``worker.AnyWorker``."""
 
-    def __init__(self, index: int, run: Run, ticks: Ticks, outcomes: Outcomes, nbytes: int) -> None:
+    def __init__(self, index: int, run: EngineRun, ticks: Ticks, outcomes: Outcomes, nbytes: int) -> None:
         self.index, self.outcomes, self.nbytes = index, outcomes, nbytes
         self._run, self._ticks = run, ticks
         self._chains, self._manager = run.chains, run.manager
@@ -30,7 +30,7 @@ class EngineWorker:
         self._expected: dict[int, int] = {}  # waiting request -> the tokens of its prompt that will be computed
         self._waits = 0  # their sum
         self._began = 0
-        self._step = Step()
+        self._step = EngineStep()
         self._first: list[int] = []  # running requests without a first token
 
     @property
@@ -116,6 +116,6 @@ def engine_workers(trace: Trace, setup: Setup, fleet: Fleet, costs: Costs, outco
     workers = list[EngineWorker]()
     for index in range(fleet.workers):
         manager = manager_of(fleet.engine, chains, pool, schedule, fleet.retention)
-        run = Run(chains, manager, schedule, hits=outcomes.cached)
+        run = EngineRun(chains, manager, schedule, hits=outcomes.cached)
         workers.append(EngineWorker(index, run, ticks, outcomes, pool.nbytes))
     return workers

@@ -21,7 +21,7 @@ RULES = ("round-robin", "random", "prefix-aware")
 """The names of the rules."""
 
 
-class Rule(Protocol):
+class RoutingRule(Protocol):
     """Chooses a worker for each request, in the order of their arrival."""
 
     def choose(self, number: int) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class EngineCaches:
         return [worker.cached(number) for worker in self._workers]
 
 
-def rule_named(name: str, trace: Trace, workers: Sequence[AnyWorker], views: Views, seed: int) -> Rule:
+def rule_named(name: str, trace: Trace, workers: Sequence[AnyWorker], views: Views, seed: int) -> RoutingRule:
     """Return a new rule of ``RULES``. ``views``: for prefix-aware. ``seed``: of random. Raises BadInput."""
     if name == "prefix-aware":
         return PrefixAware(trace, workers, views)

@@ -1,6 +1,6 @@
 """Simulates workers that serve a trace at its times of arrival: hits, and the time to the first and the last token.
 
-    arrival ──rule──► Worker ──steps──► Outcomes          one clock; a heap of the ends of steps
+    arrival ──rule──► FleetWorker ──steps──► Outcomes     one clock; a heap of the ends of steps
 
 At one time the arrivals come first, then the ends of steps, then new steps begin."""
 
@@ -19,7 +19,7 @@ from kvpagoda.replay.batching import Batching
 from kvpagoda.replay.fleet.costs import PER_SECOND, Costs, Ticks, tier_specs
 from kvpagoda.replay.fleet.engine_worker import engine_workers
 from kvpagoda.replay.fleet.routing import EngineCaches, OwnCaches, Untold, Views, rule_named
-from kvpagoda.replay.fleet.worker import AnyWorker, Outcomes, Worker, summary
+from kvpagoda.replay.fleet.worker import AnyWorker, FleetWorker, Outcomes, summary
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.setup import OWN, Fleet, Setup
 from kvpagoda.replay.trace import Trace
@@ -171,7 +171,7 @@ class Simulation:
             self.workers, views = others, EngineCaches(others)
         self._rule = rule_named(fleet.routing, self._trace, self.workers, views, fleet.seed)
 
-    def _worker(self, index: int, costs: Costs) -> Worker:
+    def _worker(self, index: int, costs: Costs) -> FleetWorker:
         """Return worker ``index``, with a cache of ours."""
         setup, tiers = self._setup, self._fleet.tiers
         is_followed = self._fleet.routing == "prefix-aware"
@@ -182,7 +182,7 @@ class Simulation:
             )
             Probe(cache).load_always()  # what is found is loaded, whatever this machine measures
         batching, ticks = Batching(cache, self._trace, setup.tokens_per_id), Ticks(costs, cache.plan, tiers)
-        return Worker(index, batching, ticks, setup, self.outcomes)
+        return FleetWorker(index, batching, ticks, setup, self.outcomes)
 
     def run(self, on_request: Callable[[int], None] | None = None) -> None:
         """Serve all requests."""

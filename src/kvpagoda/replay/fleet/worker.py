@@ -20,7 +20,7 @@ import numpy as np
 
 from kvpagoda.errors import RetryLater
 from kvpagoda.probe import Probe
-from kvpagoda.replay.batching import Batching, Running
+from kvpagoda.replay.batching import AdmittedRequest, Batching
 from kvpagoda.replay.fleet.costs import PER_SECOND, Ticks
 from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Floats, Ints
@@ -43,7 +43,7 @@ class Outcomes:
         self.worker, self.admitted, self.first, self.last = (np.full(count, -1, np.int64) for _ in range(4))
         self.prompt, self.matched, self.cached, self.loaded = np.zeros((4, count), np.int64)
 
-    def admit(self, worker: int, request: Running, now: int) -> None:
+    def admit(self, worker: int, request: AdmittedRequest, now: int) -> None:
         """Note that ``worker`` admitted ``request``, and what it found."""
         number, sequence = request.number, request.sequence
         self.worker[number], self.admitted[number] = worker, now
@@ -110,7 +110,7 @@ class AnyWorker(Protocol):
         """Close the cache, which ends the threads of its tiers."""
 
 
-class Worker:
+class FleetWorker:
     """Worker ``index`` of a simulation, with a ``KVCache``."""
 
     def __init__(self, index: int, batching: Batching, ticks: Ticks, setup: Setup, outcomes: Outcomes) -> None:
@@ -119,17 +119,19 @@ class Worker:
         self.until: int | None = None
         self.backlog = self.busy = self.num_steps = self.num_ended = 0
         self._expected: dict[int, int] = {}  # waiting request -> its share of the backlog
-        self._prefilling: list[Running] = []
-        self._decoding: set[Running] = set()
-        self._pieces: list[tuple[Running, int]] = []  # of the step: a request, and where its piece ends
+        self._prefilling: list[AdmittedRequest] = []
+        self._decoding: set[AdmittedRequest] = set()
+        self._pieces: list[tuple[AdmittedRequest, int]] = []  # of the step: a request, and where its piece ends
         self._began = self._stretch = 0  # when the step began; how many steps in one go
         self._probe = Probe(self._cache)
         self._has_tiers = bool(self._probe.num_loaded)
         self._is_plain = self._probe.is_plain and setup.policy == "lru"
         self._is_blocked = False  # whether the first waiting request found no room, and nothing ended since
         self._decoded = self._orders = self._context = 0  # decode steps; requests that decoded; tokens of ``_decoding``
-        self._due: dict[int, list[Running]] = {}  # number of a decode step -> requests that must commit at its end
-        self._growing: list[Running] = []  # requests that begin a block in the next decode step
+        self._due: dict[
+            int, list[AdmittedRequest]
+        ] = {}  # number of a decode step -> requests that must commit at its end
+        self._growing: list[AdmittedRequest] = []  # requests that begin a block in the next decode step
 
     @property
     def num_requests(self) -> int:
@@ -209,7 +211,7 @@ class Worker:
     def _has_slot(self) -> bool:
         return len(self._prefilling) + len(self._decoding) < self._cache.plan.max_requests
 
-    def _plan_piece(self, request: Running, budget: int, now: int) -> int:
+    def _plan_piece(self, request: AdmittedRequest, budget: int, now: int) -> int:
         """Make room for the next piece of a prompt, of at most ``budget`` tokens, and return its tokens."""
         length = request.sequence.length
         if budget <= 0 or request.ready > now:
@@ -270,7 +272,7 @@ class Worker:
         self._is_blocked = self._is_blocked and not ended
         self.until = None
 
-    def _begin_decoding(self, request: Running) -> None:
+    def _begin_decoding(self, request: AdmittedRequest) -> None:
         request.order, self._orders = self._orders, self._orders + 1
         request.since = self._decoded - request.num_prompt  # of a decode step, minus the tokens that it has after it
         request.ends_at = self._decoded + len(request.text) - request.num_prompt - 1
@@ -281,7 +283,7 @@ class Worker:
             self._growing.append(request)
         self._plan_commit(request, request.num_prompt)
 
-    def _plan_commit(self, request: Running, length: int) -> None:
+    def _plan_commit(self, request: AdmittedRequest, length: int) -> None:
         """Note after which decode step ``request``, of ``length`` tokens now, must commit: at the end of a block, where the
         cache settles it, at its end."""
         at = (length // request.block_size + 1) * request.block_size
@@ -290,9 +292,9 @@ class Worker:
             at = settles if length < settles < at else at
         self._due.setdefault(min(request.ends_at, request.since + at), []).append(request)
 
-    def _decode(self, steps: int) -> list[Running]:
+    def _decode(self, steps: int) -> list[AdmittedRequest]:
         """Commit what ``steps`` decode steps complete. Return the requests that end with the last of them."""
-        ended, first, self._decoded = list[Running](), self._decoded + 1, self._decoded + steps
+        ended, first, self._decoded = list[AdmittedRequest](), self._decoded + 1, self._decoded + steps
         if self._is_plain and steps > 1:
             for request in self._decoding:
                 self._grow(request, self._decoded - request.since)
@@ -308,7 +310,7 @@ class Worker:
             self._context -= len(request.text) - 1
         return ended
 
-    def _commit(self, due: list[Running], step: int, ended: list[Running]) -> None:
+    def _commit(self, due: list[AdmittedRequest], step: int, ended: list[AdmittedRequest]) -> None:
         """Commit all that the requests ``due`` have after decode step ``step``. Append those that end to ``ended``."""
         due.sort(key=_by_order)
         for request in due:
@@ -329,14 +331,14 @@ class Worker:
         self._growing.clear()
 
     @staticmethod
-    def _grow(request: Running, length: int) -> None:
+    def _grow(request: AdmittedRequest, length: int) -> None:
         """Make room for all blocks of the first ``length`` tokens."""
         end = min(len(request.text), length + -length % request.block_size)
         if end > request.room:
             request.room = request.extend(end)
 
     @staticmethod
-    def _last_token(request: Running) -> None:
+    def _last_token(request: AdmittedRequest) -> None:
         """Commit the last token, which takes no step of its own: it was answered, and nobody computes with it."""
         end = len(request.text)
         if request.sequence.length < end:

@@ -63,7 +63,7 @@ class Needs:
 
 
 @dataclass(frozen=True, eq=False)
-class Demand:
+class TraceDemand:
     """The stretches of a trace, in the order of the requests, from the root on, and what it takes to resume at their ends.
 
     Int64 ``[stretches]``: ``request``; ``first`` and ``last``, the steps from and up to which its tokens have to lie in the
@@ -112,7 +112,7 @@ def check_ids(trace: Trace) -> None:
         )  # fmt: skip
 
 
-def demand_of(texts: Texts, lives: Lives, needs: Needs) -> Demand:
+def demand_of(texts: Texts, lives: Lives, needs: Needs) -> TraceDemand:
     """Return what the reuses of ``texts`` take if its requests have these ``lives``. O(references) Python."""
     rows = _stretches(texts, lives)
     columns = np.array(rows, np.int64).reshape(-1, 5).T
@@ -126,7 +126,7 @@ def demand_of(texts: Texts, lives: Lives, needs: Needs) -> Demand:
     for tokens, of_each in needs.windows:
         nbytes += of_each * np.maximum(0, end[part] - np.maximum(begin[part], end[option] - tokens))
     nbytes += needs.state * (part == option)
-    return Demand(request, first, last, end, option, part, nbytes)
+    return TraceDemand(request, first, last, end, option, part, nbytes)
 
 
 def _stretches(texts: Texts, lives: Lives) -> list[tuple[int, int, int, int, int]]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpagoda import KVCache
 from kvpagoda.replay.batching import Batching
-from kvpagoda.replay.serving import Clock, Steps
+from kvpagoda.replay.serving import Steps, TraceClock
 from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Ints, Trace
 
@@ -53,7 +53,7 @@ def one_at_a_time(trace: Trace, served: npt.NDArray[np.bool_]) -> Lives:
 def served_here(trace: Trace, setup: Setup, cache: KVCache, on_request: Callable[[int], None] | None = None) -> Lives:
     """Serve ``trace`` with ``cache``, an empty cache of ``setup``, as ``serve`` does, and return the lives of the requests.
     ``on_request`` is called with the number of those that ended."""
-    steps = Steps(Batching(cache, trace, setup.tokens_per_id, range(len(trace))), setup.step_tokens, Clock())
+    steps = Steps(Batching(cache, trace, setup.tokens_per_id, range(len(trace))), setup.step_tokens, TraceClock())
     admitted, ended = np.full((2, len(trace)), -1, np.int64)
     rows: list[tuple[int, int, int]] = []
     before: dict[int, int] = {}

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpagoda.replay.offline.demand import Demand
+from kvpagoda.replay.offline.demand import TraceDemand
 from kvpagoda.replay.trace import Floats
 
 ROUNDS = 3000
@@ -53,7 +53,7 @@ class Bound:
 class _Market:
     """A demand in ``room`` bytes, float64 ``[steps]``: what its reuses cost by prices, and what they take."""
 
-    def __init__(self, demand: Demand, room: Floats) -> None:
+    def __init__(self, demand: TraceDemand, room: Floats) -> None:
         self.demand, self.room = demand, room
         self.has_to_lie = demand.first <= demand.last
         starts = np.r_[True, demand.request[1:] != demand.request[:-1]]
@@ -75,7 +75,9 @@ class _Market:
         return np.cumsum(np.bincount(begins, nbytes, steps) - np.bincount(ends, nbytes, steps))[:-1]
 
 
-def bound(demand: Demand, room: Floats, rounds: int = ROUNDS, on_round: Callable[[int], None] | None = None) -> Bound:
+def bound(
+    demand: TraceDemand, room: Floats, rounds: int = ROUNDS, on_round: Callable[[int], None] | None = None
+) -> Bound:
     """Return a bound on the tokens that are found with ``room`` bytes, float64 ``[steps]``, above 0.
 
     Prices rise where more is wanted than there is room, and fall elsewhere; the best of ``rounds`` is kept. Each takes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvpagoda.errors import BadInput, BadLine
-from kvpagoda.replay.readers.records import Form, Request
+from kvpagoda.replay.readers.records import RecordForm, Request
 from kvpagoda.replay.readers.requests import AZURE_HEADER, BURST_HEADER, TABLES, Bailian, DynamoTrace, LookupLog, Public
 from kvpagoda.replay.readers.sessions import (
     AgentTimes,
@@ -22,9 +22,9 @@ from kvpagoda.replay.readers.sessions import (
 )  # fmt: skip
 from kvpagoda.text import json_of
 
-HEADED: dict[str, type[Form]] = {"weka-rle-v1": RunLength, "lcp-v1": CommonPrefix}
+HEADED: dict[str, type[RecordForm]] = {"weka-rle-v1": RunLength, "lcp-v1": CommonPrefix}
 """``format`` of a first line -> the form of the lines below it."""
-BY_FIELDS: tuple[tuple[tuple[str, ...], type[Form]], ...] = (
+BY_FIELDS: tuple[tuple[tuple[str, ...], type[RecordForm]], ...] = (
     (("schema", "event_type"), DynamoTrace),
     (("event",), DynamoTrace),
     (("chunk_hashes",), LookupLog),
@@ -50,7 +50,7 @@ class Records:
     """Reads records one after another; the first one tells the form of all."""
 
     def __init__(self, times: AgentTimes | None = None) -> None:
-        self._form: Form | None = None
+        self._form: RecordForm | None = None
         self._times = times
 
     def __call__(self, record: Any) -> list[Request]:
@@ -70,7 +70,7 @@ class Lines(Records):
 
     def __init__(self, times: AgentTimes | None = None) -> None:
         super().__init__(times)
-        self._table: Form | None = None
+        self._table: RecordForm | None = None
         self._is_first = True
 
     def begin(self) -> None:
@@ -109,7 +109,7 @@ class Lines(Records):
         return False
 
 
-def _form_of(record: Mapping[str, Any]) -> type[Form]:
+def _form_of(record: Mapping[str, Any]) -> type[RecordForm]:
     """Return the form of which ``record`` is the first. Raises BadLine for an unknown ``format``."""
     if (form := record.get("format")) is not None:
         if not isinstance(form, str) or form not in HEADED:
@@ -199,7 +199,7 @@ def _items(lines: io.TextIOWrapper) -> Iterator[Any]:
     yield from document if isinstance(document, list) else [document]
 
 
-def _parsed(items: Iterator[Any], parse: Form, path: str, unit: str, counts: _Counts) -> Iterator[Request]:
+def _parsed(items: Iterator[Any], parse: RecordForm, path: str, unit: str, counts: _Counts) -> Iterator[Request]:
     """Yield the requests of ``items``. Raises BadLine with the path and the number of the item, counted from 1."""
     number = 0
     while True:

@@ -43,7 +43,7 @@ class Request:
     calls_tool: bool = False
 
 
-class Form(Protocol):
+class RecordForm(Protocol):
     """Reads the records of one trace, in their order. A record is an object of JSON, or a row of a table."""
 
     def __call__(self, record: Any, /) -> list[Request]:

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.errors import BadLine, shown
-from kvpagoda.replay.readers.records import Form, Ids, Numbers, Request, count, field, listed, named, object_in, seconds
+from kvpagoda.replay.readers.records import (
+    Ids,
+    Numbers,
+    RecordForm,
+    Request,
+    count,
+    field,
+    listed,
+    named,
+    object_in,
+    seconds,
+)
 
 GROUPED_BLOCK = 512  # the most tokens that an id of the grouped form stands for
 BAILIAN_BLOCK = 16  # tokens that an id of Bailian's traces stands for
@@ -20,7 +31,7 @@ _AZURE_LINE = re.compile(r"[0-9]{4}-[0-9-]+[ T][0-9:.]+,[0-9]{1,9},[0-9]{1,9}")
 _NAMES = BURST_HEADER.split(",")
 
 
-class Sessions(dict[str | int, int]):
+class SessionNumbers(dict[str | int, int]):
     """Numbers the sessions of a trace from 0 by their names."""
 
     def number(self, record: Mapping[str, Any], name: str) -> int:
@@ -47,7 +58,7 @@ class Public:
     """
 
     def __init__(self) -> None:
-        self._numbers, self._sessions = Numbers(), Sessions()
+        self._numbers, self._sessions = Numbers(), SessionNumbers()
         self._arrivals = {-1: 0.0}  # session -> when its last request arrived; -1: the last of all
 
     def __call__(self, record: Mapping[str, Any]) -> list[Request]:
@@ -144,7 +155,7 @@ class DynamoTrace:
     ``trace_block_size``, ``input_length`` and ``input_sequence_hashes``; other types are passed over."""
 
     def __init__(self) -> None:
-        self._numbers, self._sessions = Numbers(), Sessions()
+        self._numbers, self._sessions = Numbers(), SessionNumbers()
         self._origin: float | None = None
 
     def __call__(self, record: Mapping[str, Any]) -> list[Request]:
@@ -207,5 +218,5 @@ def _number(row: Mapping[str, object], name: str) -> object:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else row[name]
 
 
-TABLES: dict[str, type[Form]] = {AZURE_HEADER: Azure, BURST_HEADER: BurstGPT}
+TABLES: dict[str, type[RecordForm]] = {AZURE_HEADER: Azure, BURST_HEADER: BurstGPT}
 """Header -> the form of the lines below it."""
