@@ -16,6 +16,7 @@ KINDS = {
     "branch": "a prompt that leaves an earlier one in its middle",
     "turn": "a prompt that goes on after the answer to an earlier one",
     "other beginning": "a prompt with another beginning than an earlier one, and the same rest,",
+    "splice": "the beginning of an earlier prompt, and the rest of another one,",
     "in turn": "two prompts, asked in turn,",
     "chat turn": "the next turn of a chat",
     "tool turn": "a turn with a tool's result",
@@ -97,6 +98,19 @@ def hits(texts: ProbeTexts, n: int) -> Case:
         texts.ask(longer, "extend"), texts.ask(branch, "branch"),
     ]  # fmt: skip
     return Case("hits", one(*asks))
+
+
+def spliced(texts: ProbeTexts, n: int) -> Case:
+    """The beginning of a prompt and the rest of another, both cached: with the same first unit, and with nothing in common."""
+    draw, u = texts.draw, texts.unit
+    n = max(n, 3 * u + 1)
+    p, r = texts.new(n), texts.new(n)
+    same = p[:u] + draw.text(u + 2)
+    asks = [
+        texts.ask(p), texts.ask(same), texts.ask(same[: 2 * u] + p[2 * u :], "splice"), texts.ask(r),
+        texts.ask(r[:u] + p[u:], "splice"),
+    ]  # fmt: skip
+    return Case("splice", one(*asks))
 
 
 def turns(texts: ProbeTexts, n: int) -> Case:
@@ -287,6 +301,7 @@ def probes(profile: ServerProfile, after: str | None, has_salts: bool) -> Iterat
     both = profile.chats is not None and profile.completions is not None
     yield "hits", hits, ""
     yield "turns", turns, ""
+    yield "splice", spliced, ""
     yield "at once", at_once, ""
     yield "abort", aborted, ""
     yield "churn", churned if profile.churn else None, "the cache could not be filled"
