@@ -273,22 +273,28 @@ def _refuses(server: Server, path: str, body: dict[str, Any]) -> bool:
 def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterator[str]:
     profile = server.profile
     if not profile.counter or not profile.unit:
-        server.learn(churn=12)
+        server.learn(churn=12, churn_length=profile.longest)
         return
     lengths = (min(profile.longest, n * max(profile.unit, 16) + 3) for n in (4, 8))
     marks = [Ask(prompt(draw, profile, n), most=1, chat=is_chat) for n in lengths]
     for mark in marks:
         ask(mark)
+    # a cache of so many prompts, whatever their lengths, is filled by short ones in no time
+    sizes = (min(profile.longest, 64), profile.longest) if profile.cold == "churn" else (profile.longest,)
     most = server.max_requests // (5 if profile.cold == "churn" else 10)
-    for more in _FILLED:
-        most -= more + len(marks)
-        if most < 0:
-            break
-        for _ in range(more):
-            ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
-        server.learn(churn=more)
-        if max((ask(mark).cached or 0) - profile.by_chance(mark) for mark in marks) <= 0:
-            server.learn(churn=more + (more + 1) // 2, evicts=True)
-            return
-    said = f"after {server.profile.churn} other prompts of {profile.longest:,} tokens a prompt was still found"
+    for size in sizes:
+        left = most
+        for more in _FILLED:
+            left -= more + len(marks)
+            if left < 0:
+                break
+            for _ in range(more):
+                ask(Ask(prompt(draw, profile, size), most=1, chat=is_chat))
+            server.learn(churn=more, churn_length=size)
+            if max((ask(mark).cached or 0) - profile.by_chance(mark) for mark in marks) <= 0:
+                server.learn(churn=more + (more + 1) // 2, evicts=True)
+                return
+    said = (
+        f"after {server.profile.churn} other prompts of {server.profile.churn_length:,} tokens a prompt was still found"
+    )
     yield f"{said}, so that no prompt is cold" if profile.cold == "churn" else said
