@@ -118,7 +118,7 @@ def test_a_letter_of_an_answer_may_have_several_tokens() -> None:
     server.profile = ServerProfile("m", completions={})
     first = Ask((PromptPart((0, 1)),))
     server._remember(first, [], answer)
-    assert server._common(Ask((*first.parts, PromptPart(answer=0))), [answer]) == len(" a b") + 6 + 2
+    assert server._common(Ask((*first.parts, PromptPart(answer=0))), [answer]) == len("a b") + 6 + 2
 
 
 def test_a_line_for_a_shell_sends_the_same() -> None:
@@ -129,4 +129,4 @@ def test_a_line_for_a_shell_sends_the_same() -> None:
     words = shlex.split(line)
     assert words[0] == "curl" and words[2] == "http://127.0.0.1:9/v1/completions" and "secret" not in line
     assert json.loads(words[-1]) == server.body(ask, [ServerAnswer("x'y")])[1]
-    assert json.loads(words[-1])["prompt"] == " a bx'y" and json.loads(words[-1])["cache_salt"] == "it's"
+    assert json.loads(words[-1])["prompt"] == "a bx'y" and json.loads(words[-1])["cache_salt"] == "it's"

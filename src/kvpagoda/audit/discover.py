@@ -171,7 +171,8 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
     for chat in [False] * (not is_chat) + [True] * (profile.chats is not None):
         short, long = (ask(Ask((PromptPart(draw.text(n, head=True)),), most=1, chat=chat)).num_prompt for n in (8, 40))
         each = max(1, round((long - short) / 32))
-        profile.shared["chat" if chat else "completion"] = max(0, short - 8 * each)
+        space = each > 1 and not draw.as_ids  # the first letter has none before it
+        profile.shared["chat" if chat else "completion"] = max(0, short - 8 * each + space)
         profile.per["chat" if chat else "completion"] = each
     while True:  # the server may take less than it says, or not say what it takes
         try:
@@ -291,7 +292,7 @@ def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterat
             for _ in range(more):
                 ask(Ask(prompt(draw, profile, size), most=1, chat=is_chat))
             server.learn(churn=more, churn_length=size)
-            if max((ask(mark).cached or 0) - profile.by_chance(mark) for mark in marks) <= 0:
+            if max((ask(mark).cached or 0) - profile.shared_by(mark) for mark in marks) <= 0:
                 server.learn(churn=more + (more + 1) // 2, evicts=True)
                 return
     said = (

@@ -264,7 +264,7 @@ class Audit:
         return json.dumps(self.server.body(ask.key, answers)[1])
 
     def _is_cold(self, ask: Ask, answer: ServerAnswer) -> bool:
-        return answer.cached is None or answer.cached <= self.server.profile.by_chance(ask)
+        return answer.cached is None or answer.cached <= self.server.profile.shared_by(ask)
 
     # -- cold twins --------------------------------------------------------------------------------------------------
 

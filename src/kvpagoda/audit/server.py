@@ -130,11 +130,6 @@ class ServerProfile:
         """Return how many tokens ``ask`` begins with that every prompt begins with."""
         return self.shared.get("chat" if ask.chat else "completion", 0)
 
-    def by_chance(self, ask: Ask) -> int:
-        """Return how many tokens of ``ask`` may be cached though it is cold: those that every prompt begins with and,
-        where hits have no unit, the first few, with which another prompt may begin as well."""
-        return self.shared_by(ask) + (3 * self.per_symbol if self.unit == 1 else 0)
-
 
 class Server:
     """A server at ``url``.
@@ -326,7 +321,8 @@ class Server:
                 found = None if part.answer is None else answers[part.answer]
                 ids += part.symbols if part.answer is None else (found and found.ids) or ()
             return ids
-        return "".join(self._text(part.symbols, part.answer, answers) for part in ask.parts)
+        text = "".join(self._text(part.symbols, part.answer, answers) for part in ask.parts)
+        return text.removeprefix(" ")  # which may be a token of its own, with which all prompts would begin
 
     @staticmethod
     def _text(symbols: Symbols, answer: int | None, answers: Sequence[ServerAnswer | None]) -> str:
