@@ -245,7 +245,7 @@ class Sequence:
             OutOfBlocks: it does not fit in the swap memory (``Limits.swap``).
             RetryLater: the sequence is fenced.
             StaleHandle: the sequence is closed or suspended.
-            BadInput: the cache has no memory for suspended requests.
+            BadInput: ``whole`` is neither True nor False.
         """
         self._lifecycle.suspend(self._request, truth(whole, "whole"))
 
@@ -268,8 +268,8 @@ class Sequence:
         Raises:
             RetryLater: no slot or no room is free.
             NeverFits: ``capacity`` or ``reserve`` is larger than the cache.
-            BadInput: an argument is no whole number, or is negative.
-            StaleHandle: the sequence is closed, or runs.
+            BadInput: the sequence is not suspended, or an argument is no whole number or out of range.
+            StaleHandle: the sequence is closed.
         """
         request = self._request
         if request.state is not State.SUSPENDED:
