@@ -451,18 +451,16 @@ class CacheObserver:
     def on_evicted(self, blocks: tuple[BlockIds, ...], reason: str, namespaces: frozenset[bytes]) -> None:
         """Blocks are not cached any more.
 
-        ``reason``:
-
-        ``evicted``      to make room, or because a hint, ``sleep`` or a limit asked for it.
-        ``dropped``      nobody can find them, or they are replaced.
-        ``invalidated``  without blocks: nothing that was cached in ``namespaces`` (none: in any) can be found from now on; its
-                         blocks are told as ``dropped`` when no request uses them.
-        ``reset``        without blocks: everything is forgotten, requests too, without an ``on_end``.
-        ``lost``         without blocks: memory lacked to note what happened; some was not told.
+        - ``evicted``: to make room, or because a hint, ``sleep`` or a limit asked for it.
+        - ``dropped``: nobody can find them, or they are replaced.
+        - ``invalidated``: nothing that was cached in ``namespaces`` (none: in any) can be found from now on; told without
+          blocks, which are told as ``dropped`` when no request uses them.
+        - ``reset``: everything is forgotten, requests too, without an ``on_end``; told without blocks.
+        - ``lost``: memory lacked to note what happened, and some was not told; without blocks.
 
         Args:
             blocks: those of texts come deepest first.
-            reason: see above.
+            reason: one of the above.
             namespaces: those of an invalidation, else empty.
         """
 

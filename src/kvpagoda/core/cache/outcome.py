@@ -17,10 +17,12 @@ class Outcome:
 
     ``status``, at once:
 
-    ``accepted``   all that was asked for. ``clipped``    a part of it; ``tokens``, ``nbytes`` and ``until`` say what.
-    ``deferred``   to the end of the request: then comes another outcome. ``rejected``   not done, ``reason`` says why.
-    ``missing``    nothing of that text is cached, or nobody knows that session. ``unknown``    no such action, or not
-    in that version.
+    - ``accepted``: all that was asked for.
+    - ``clipped``: a part of it; ``tokens``, ``nbytes`` and ``until`` say what.
+    - ``deferred``: to the end of the request: then comes another outcome.
+    - ``rejected``: not done, ``reason`` says why.
+    - ``missing``: nothing of that text is cached, or nobody knows that session.
+    - ``unknown``: no such action, or not in that version.
 
     and when a promise ends: ``expired``, ``taken`` (for a running request, or a promise of higher priority),
     ``replaced`` (by the next request of its session), ``released`` (by ``kv.release``, ``kv.session``, an

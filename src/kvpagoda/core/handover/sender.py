@@ -65,8 +65,8 @@ class _Lease:
 class Sender(NoHandOvers):
     """Hands over requests of one cache. Made by ``KVCache.sender``; the cache has at most one.
 
-    Leases that ended are freed by ``expire``, by every ``KVCache.open``, and before each hand-over. ``fetched``,
-    ``expired``, ``given_up``: leases that ended so. ``skew`` seconds after its ticket says a lease is over. Like its
+    It keeps a lease ``skew`` seconds longer than its ticket says. Leases that ended are freed by ``expire``, by every
+    ``KVCache.open``, and before each hand-over. ``fetched``, ``expired``, ``given_up``: leases that ended so. Like its
     cache, it is used by one thread at a time.
     """
 

@@ -26,15 +26,16 @@ _NOWHERE = 0, 0
 class Copy(NamedTuple):
     """One operation on the memory.
 
-    kind      source              target              what is done block     blocks of group     blocks of into
-    copied: a request goes on in a partly filled block of its own move      blocks of group     blocks of into
-    copied: they give their sector to another group state     states of group     states of into      copied, and
-    encoded as ``into`` keeps them if that is another group swap_out  blocks of group     rows of the swap    copied to
-    host memory: a request was suspended swap_in   rows of the swap    blocks of group     copied back reset     -
-    states of group     set to the initial values of their fields, mostly zeros round     -                   states of
-    group     rounded to what a checkpoint in group ``into`` gives back clear     -                   sectors
-    set to zeros, or to NaN if the worker's cache poisons poison    -                   blocks of group     free now:
-    set to NaN if the worker's cache poisons
+        kind      source              target              what is done
+        block     blocks of group     blocks of into      copied: a request goes on in a partly filled block of its own
+        move      blocks of group     blocks of into      copied: they give their sector to another group
+        state     states of group     states of into      copied, and encoded as into keeps them if that is another group
+        swap_out  blocks of group     rows of the swap    copied to host memory: a request was suspended
+        swap_in   rows of the swap    blocks of group     copied back
+        reset     -                   states of group     set to the initial values of their fields, mostly zeros
+        round     -                   states of group     rounded to what a checkpoint in group into gives back
+        clear     -                   sectors             set to zeros, or to NaN if the worker's cache poisons
+        poison    -                   blocks of group     free now: set to NaN if the worker's cache poisons
 
     Args:
         kind: one of the above.
