@@ -220,6 +220,9 @@ class Schema:
     def owner_of(self, index: SupportsIndex) -> Layer:
         """Return the layer whose rows layer ``index`` reads: itself, or the layer that it shares.
 
+        Args:
+            index: of the layer.
+
         Raises:
             BadInput: no layer has this index.
         """
@@ -267,7 +270,10 @@ class Schema:
         return math.lcm(1, *(rows.tokens_per_row for layer in self.layers for rows in layer.block_rows()))
 
     def block_size(self, wanted: int | None = None) -> int:
-        """Return the tokens of one block: ``wanted``; None: the least number from 16 on that suits every layer.
+        """Return the tokens of one block.
+
+        Args:
+            wanted: returned if it suits every layer; None: the least number from 16 on that does.
 
         Raises:
             BadInput: ``wanted`` is not a positive multiple of ``tokens_per_row``.
@@ -468,7 +474,8 @@ class Schema:
             checkpoint_format: how checkpoints keep float32 states, see ``Retention``.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: neither or both of ``budget`` and ``num_blocks`` are given, an unknown ``order`` or format, or a
+                number that is out of range or does not suit the layers; the message names it.
             NeverFits: not even one block of one request fits.
             SchemaError: a kernel would refuse, copy or misread the cache: the kernel's rule, what would satisfy it, and
                 the layouts that fit (its ``available``).
