@@ -194,7 +194,7 @@ class Encoding:
             refuses events that have them.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: an unknown ``form`` or ``names``.
     """
 
     form: str = "map"
@@ -210,8 +210,12 @@ class Encoding:
                 raise unknown_name(f"{what} of an encoding", value, known)
 
     def name(self, digest: bytes, taken: Container[Name]) -> Name:
-        """Return the name of a block with this ``digest``, which is not ``taken`` yet: the first bits of the digest, or the
-        next free number."""
+        """Return the name of a block: the first bits of its digest, or the next free number.
+
+        Args:
+            digest: of the block.
+            taken: names of other blocks.
+        """
         if self.names == "bytes":
             return digest
         name = int.from_bytes(digest[:8], "big") >> 64 - NAME_BITS
@@ -220,7 +224,11 @@ class Encoding:
         return name
 
     def encode(self, batch: EventBatch) -> bytes:
-        """Return ``batch`` as the third frame of a message. May change its events."""
+        """Return a batch as the third frame of a message.
+
+        Args:
+            batch: its events may be changed.
+        """
         if not self.own_fields:
             batch.events = [event for event in batch.events if _is_vllms(event)]
         if self.form == "map":
