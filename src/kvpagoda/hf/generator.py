@@ -140,9 +140,9 @@ class Generator:
             digest of the whole model, which takes seconds for a large one.
 
     Raises:
-        BadInput: ``prefill_chunk`` is below 1 or ``lookup`` below 0, ``model`` or ``draft`` is no causal language model
-            or of another vocabulary, or what ``KVCache`` refuses.
-        SchemaError: a model with unknown layers.
+        BadInput: ``prefill_chunk`` is below 1 or ``lookup`` below 0, ``model`` is no transformers model, or an argument
+            that ``KVCache`` refuses.
+        SchemaError: a model with unknown layers, or a ``draft`` that does not suit it.
         NeverFits: a budget too small for one request.
 
     Examples:

@@ -71,7 +71,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         **cache_arguments: all other arguments of ``KVCache``.
 
     Raises:
-        BadInput: ``prefill_chunk`` is below 1, ``model`` is no causal language model, or what ``KVCache`` refuses.
+        BadInput: ``prefill_chunk`` is below 1, ``model`` is no transformers model, or an argument that ``KVCache``
+            refuses.
         SchemaError: a model with unknown layers.
         NeverFits: a budget too small for one request.
 
