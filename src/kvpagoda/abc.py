@@ -50,16 +50,17 @@ class EvictionPolicy(Protocol):
     after an answer that cannot be, the tree never calls the object again: it logs the error, and evicts the
     oldest leaves first from then on. No request is lost, and no caller gets the error.
 
-    >>> class Oldest:  # first added, first evicted; a policy for texts that never grow
-    ...     def __init__(self): self.leaves = {}
-    ...     def add(self, keys, priority): pass
-    ...     def touch(self, keys, priority): pass
-    ...     def set_leaf(self, key, is_leaf): self.leaves.update({key: 1}) if is_leaf else self.leaves.pop(key)
-    ...     def choose(self, chain): return chain(next(iter(self.leaves)))
-    ...     def remove(self, keys, *, evicted): return keys
-    ...     def check(self, keys, leaves): assert set(self.leaves) == leaves
-    >>> from kvpagoda.prefix import PrefixTree
-    >>> tree = PrefixTree(block_size=1, policy=Oldest())
+    Examples:
+        >>> class Oldest:  # first added, first evicted; a policy for texts that never grow
+        ...     def __init__(self): self.leaves = {}
+        ...     def add(self, keys, priority): pass
+        ...     def touch(self, keys, priority): pass
+        ...     def set_leaf(self, key, is_leaf): self.leaves.update({key: 1}) if is_leaf else self.leaves.pop(key)
+        ...     def choose(self, chain): return chain(next(iter(self.leaves)))
+        ...     def remove(self, keys, *, evicted): return keys
+        ...     def check(self, keys, leaves): assert set(self.leaves) == leaves
+        >>> from kvpagoda.prefix import PrefixTree
+        >>> tree = PrefixTree(block_size=1, policy=Oldest())
     """
 
     def add(self, keys: Keys, priority: int) -> None:

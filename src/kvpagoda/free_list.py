@@ -201,7 +201,11 @@ class FreeStack:
         return (np.flatnonzero(held) + self.first).astype(np.int32)
 
     def check(self) -> None:
-        """Prove that every free id is in the range and listed once. Raises CheckFailed naming the ids that are not."""
+        """Prove that every free id is in the range and listed once.
+
+        Raises:
+            CheckFailed: it names the ids that are not.
+        """
         free, end = self._stack[: max(0, self.num_free)], self.first + self.num_ids
         outside = free[(free < self.first) | (free >= end)]
         if len(outside) or not 0 <= self.num_free <= self.num_ids:

@@ -56,7 +56,7 @@ class RetentionRule:
         Args:
             prompt: the tokens of its prompt.
             cached: after how many of them it starts; positions are behind that.
-            parted: where its text parts from others that are or were cached.
+            *parted: where its text parts from others that are or were cached.
 
         Examples:
             >>> RetentionRule(unit=16, coarse=1024).positions(2100, 160, 500)

@@ -607,8 +607,12 @@ class KVCache:
         """Compile the Triton kernels that steps of this cache launch, so that none is compiled while requests wait.
 
         They are those that write and read its rows, for few rows and for many, and those of index arrays; nothing is
-        written. Triton keeps them on disk: it takes seconds where it never ran before. Without a GPU, nothing is done. To be
-        called once, before the first step and before CUDA graphs are captured. Raises Asleep."""
+        written. Triton keeps them on disk: it takes seconds where it never ran before. Without a GPU, nothing is done.
+        To be called once, before the first step and before CUDA graphs are captured.
+
+        Raises:
+            Asleep: the cache sleeps.
+        """
         self._core.memory.warm_up()
 
     # -- what is kept ------------------------------------------------------------------------------------------------
@@ -677,8 +681,13 @@ class KVCache:
 
     @either_way
     def reset(self) -> None:
-        """Forget everything that is kept for reuse, for example after new weights. Raises RetryLater while a request
-        runs or is suspended. After NeedsReset it forgets every request too; their sequences are closed then."""
+        """Forget everything that is kept for reuse, for example after new weights.
+
+        After NeedsReset it forgets every request too; their sequences are closed then.
+
+        Raises:
+            RetryLater: a request runs or is suspended.
+        """
         self._reuse.reset()
         if self._hints is not None:
             self._hints.forget()
@@ -758,7 +767,11 @@ class KVCache:
 
     @even_asleep
     def check(self) -> None:
-        """Prove from scratch that every block, slot and row is in exactly one place. Raises CheckFailed, naming ids."""
+        """Prove from scratch that every block, slot and row is in exactly one place.
+
+        Raises:
+            CheckFailed: one is not; the message names ids.
+        """
         check(self._core)
 
     @either_way

@@ -305,10 +305,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return every figure as plain data, for JSON.
 
-        ``floor_bytes``: the bytes that ``max_requests`` requests of one token need; all other bytes float between the
-        groups. ``padding_percent``: padding in percent of the arenas' bytes; with sectors, of the group with the
-        largest share. ``unused_percent``: the part of the budget that is too small for another block. Prefix hits are
-        multiples of ``hit_granularity`` tokens.
+        - ``floor_bytes``: the bytes that ``max_requests`` requests of one token need; all other bytes float between the
+          groups.
+        - ``padding_percent``: padding in percent of the arenas' bytes; with sectors, of the group with the largest share.
+        - ``unused_percent``: the part of the budget that is too small for another block.
+        - ``hit_granularity``: prefix hits are multiples of so many tokens.
         """
         filled = [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups]
         if self.num_sectors:

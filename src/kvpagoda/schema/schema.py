@@ -76,13 +76,17 @@ class Schema:
     ) -> Schema:
         """Return the schema of a transformers config. Needs no torch.
 
-        Formats, for ``kv_format``. ``raw``: all rows as the model computes them. ``auto``: as the config's quantisation
-        says (``kv_scheme`` tells), else ``raw``. ``fp8``: heads as ``fp8_e4m3``; latents and entries as the packed rows
-        of FlashMLA and DeepGEMM, or, for other sizes or another dtype, as codes and scales in separate arrays.
-        ``fp8_e4m3``, ``fp8_e5m2``: heads as one byte an element, one scale for all K rows of a layer and one for all V
-        rows. ``mxfp4``, ``nvfp4``, ``int8``: codes with one scale for 32, 16, and (latents and entries) 64 or 128
-        elements or (heads) a head. ``fp8_per_token_head``, ``int8_per_token_head``: vLLM's packed heads, a scale for
-        each. Rows that have no such form stay raw; ``formats`` tells.
+        Formats, for ``kv_format``; rows that have no such form stay raw, ``formats`` tells:
+
+        - ``raw``: all rows as the model computes them.
+        - ``auto``: as the config's quantisation says (``kv_scheme`` tells), else ``raw``.
+        - ``fp8``: heads as ``fp8_e4m3``; latents and entries as the packed rows of FlashMLA and DeepGEMM, or, for other
+          sizes or another dtype, as codes and scales in separate arrays.
+        - ``fp8_e4m3``, ``fp8_e5m2``: heads as one byte an element, one scale for all K rows of a layer and one for all V
+          rows.
+        - ``mxfp4``, ``nvfp4``, ``int8``: codes with one scale for 32, 16, and (latents and entries) 64 or 128 elements or
+          (heads) a head.
+        - ``fp8_per_token_head``, ``int8_per_token_head``: vLLM's packed heads, a scale for each.
 
         Args:
             config: a transformers config or a dict of one; or, as text or a ``Path``, a ``config.json``, its folder, or

@@ -159,7 +159,7 @@ def tier_from_text(text: str, **settings: Any) -> TierSpec:
     Args:
         text: ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``,
             ``redis+sentinel://..``, ``mooncake://HOST:PORT``.
-        settings: those of ``TierSpec``.
+        **settings: those of ``TierSpec``.
 
     Raises:
         BadInput: another text, or a setting out of range.

@@ -235,23 +235,35 @@ class LayerView:
 
     @property
     def state_writes(self) -> StepArray:
-        """int32 ``[B, places]``: where the step leaves states; see ``Batch``. Raises BadInput if the view has no batch,
-        and StaleHandle."""
+        """int32 ``[B, places]``: where the step leaves states; see ``Batch``.
+
+        Raises:
+            BadInput: the view has no batch.
+            StaleHandle: the batch is over.
+        """
         if self._batch is None:
             raise self._without_batch()
         return self._batch.state_writes
 
     @property
     def checkpoints(self) -> StepCheckpoints:
-        """Where the step leaves states at positions inside of it. Raises BadInput if the view has no batch, and
-        StaleHandle."""
+        """Where the step leaves states at positions inside of it.
+
+        Raises:
+            BadInput: the view has no batch.
+            StaleHandle: the batch is over.
+        """
         if self._batch is None:
             raise self._without_batch()
         return self._batch.checkpoints
 
     @property
     def arrays(self) -> GroupArrays:
-        """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
+        """The index arrays of the layer's group.
+
+        Raises:
+            BadInput: the layer has no blocks, or the view no batch.
+        """
         if self._group is None:
             raise BadInput(f"{self._name} keeps no blocks, so it has no block table", needed=self._name)
         if self._batch is None:
@@ -555,9 +567,15 @@ class Batch:
 
     @property
     def copies(self) -> Copies:
-        """What must be done to the memory before the step, where a worker has it: for ``Worker.apply``. Each batch has those
-        since the batch before it, also after it is over. Empty in a cache with memory, which has done all. Raises BadInput
-        in a cache with tiers but without memory, and NeedsReset if there were too many to be kept."""
+        """What must be done to the memory before the step, where a worker has it: for ``Worker.apply``.
+
+        Each batch has those since the batch before it, also after it is over. Empty in a cache with memory, which has
+        done all.
+
+        Raises:
+            BadInput: the cache has tiers but no memory.
+            NeedsReset: there were too many to be kept.
+        """
         core, noted = self.core, self.noted
         if noted is None and not core.memory.has_memory:
             hint = "keep the cache in the process that has the memory, or leave out tiers"
@@ -586,7 +604,11 @@ class Batch:
     @cached_property
     @_sent_together
     def state_writes(self) -> StepArray:
-        """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
+        """int32 ``[B, places]``: the records for the states that the step leaves; see the class.
+
+        Raises:
+            StaleHandle: the batch is over.
+        """
         states, rows = self.core.states, self.rows
         written = np.zeros((len(rows.slots), 1), np.int32)
         if states is not None:
@@ -596,7 +618,11 @@ class Batch:
     @cached_property
     @_sent_together
     def checkpoints(self) -> StepCheckpoints:
-        """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
+        """Where the step leaves states at positions inside of it; see ``StepCheckpoints``.
+
+        Raises:
+            StaleHandle: the batch is over.
+        """
         put, group = self.buffers.put, self.core.states
         rows = np.array([row for row, _, _, _ in self._named], np.int64)
         tokens = np.array([depth * self.block_size for _, depth, _, _ in self._named], np.int64) - 1
@@ -616,7 +642,7 @@ class Batch:
 
         Raises:
             BadInput: the model has no such layer.
-            StaleHandle: the cache is closed.
+            StaleHandle: the batch is over.
         """
         self.check_current()
         return LayerView(self.core, self._schema.owner_of(index), self)

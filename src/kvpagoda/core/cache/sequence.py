@@ -100,7 +100,11 @@ class Sequence:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens, committed ones included, for which every group has blocks. Raises StaleHandle."""
+        """The number of tokens, committed ones included, for which every group has blocks.
+
+        Raises:
+            StaleHandle: the sequence is closed or suspended.
+        """
         self._request.check_running()
         return self._request.capacity
 
@@ -319,8 +323,12 @@ class Sequence:
     @either_way
     def close(self) -> None:
         """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.
-        Inside a fence this waits until the fence ends, and while the cache sleeps until it wakes. Raises StaleHandle if it
-        is closed already."""
+
+        Inside a fence this waits until the fence ends, and while the cache sleeps until it wakes.
+
+        Raises:
+            StaleHandle: it is closed already.
+        """
         request = self._request
         if request.state is not State.RUNNING and request.state is not State.SUSPENDED:
             request.check_running()

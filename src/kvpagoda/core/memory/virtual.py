@@ -77,13 +77,21 @@ class VirtualMemory:
         return memory
 
     def give_back(self) -> int:
-        """See ``Backing``. Waits for the device. Raises Exhausted if the driver fails; called again, it does the rest."""
+        """See ``Backing``. Waits for the device.
+
+        Raises:
+            Exhausted: the driver fails; called again, it does the rest.
+        """
         torch.cuda.synchronize(self._device)
         return sum(_unmap(one.state) for one in self._ranges)
 
     def get_again(self) -> None:
-        """See ``Backing``. Raises Exhausted if the device lacks memory: what was mapped by then stays, and the next call or
-        ``give_back`` goes on from there."""
+        """See ``Backing``.
+
+        Raises:
+            Exhausted: the device lacks memory: what was mapped by then stays, and the next call or ``give_back`` goes
+                on from there.
+        """
         for one in self._ranges:
             if not one.state["ready"]:
                 _unmap(one.state)

@@ -545,10 +545,12 @@ Mask = npt.NDArray[np.bool_]
 class Match:
     """The cached prefix of a text. Made by ``PrefixTree.match``. The text must not change while the match is in use.
 
-    ``num_tokens``: leading tokens that match. ``num_blocks``: whole blocks among them. ``ids``: int32 ``[num_groups,
-    num_blocks]``, the ids of these blocks, 0 where a group keeps nothing. ``checkpoint``: (num_tokens, state id) of the
-    deepest checkpoint within these blocks, or None. ``beyond``: the node of the block that begins with the matching
-    tokens after the whole blocks, or None. This block can be copied, not shared (see ``PrefixTree.pin_partial``).
+    - ``num_tokens``: leading tokens that match.
+    - ``num_blocks``: whole blocks among them.
+    - ``ids``: int32 ``[num_groups, num_blocks]``, the ids of these blocks, 0 where a group keeps nothing.
+    - ``checkpoint``: (num_tokens, state id) of the deepest checkpoint within these blocks, or None.
+    - ``beyond``: the node of the block that begins with the matching tokens after the whole blocks, or None. This block
+      can be copied, not shared (see ``PrefixTree.pin_partial``).
     """
 
     num_tokens: int
