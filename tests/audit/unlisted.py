@@ -1,4 +1,4 @@
-"""Nine more faults, of kinds that no list of the audit names: whether it finds what it was not written for."""
+"""Ten more faults, of kinds that no list of the audit names: whether it finds what it was not written for."""
 
 from __future__ import annotations
 
@@ -149,6 +149,22 @@ class ThirdHit(Foreign):
         self.keep(batch, jobs, engine.attending)
 
 
+class OwnTokens(Fault):
+    """The key of a block is its own tokens and its place, whatever stands before it."""
+
+    def __init__(self, seed: int = 0, rate: float | None = None) -> None:
+        super().__init__(seed, rate)
+        self.seen: set[tuple[Namespace, int, bytes]] = set()
+
+    def opened(self, engine: Engine, job: Job) -> None:
+        size, most = engine.block, (len(job.keys) - 1) // engine.block
+        blocks = [(job.namespace, n, job.keys[n * size : (n + 1) * size].tobytes()) for n in range(most)]
+        found = next((n for n, block in enumerate(blocks) if block not in self.seen), most) * size
+        if job.lookup and job.num_begun == 1 and found > job.hit and self.strikes():
+            job.hidden, job.counted = range(job.hit, found), found
+        self.seen.update(blocks)
+
+
 UNLISTED: dict[str, type[Fault]] = {
     "last row of an answer's block": LastDecodedRow,
     "key without the roles": Roles,
@@ -159,4 +175,5 @@ UNLISTED: dict[str, type[Fault]] = {
     "state without the adapter": StateOfBase,
     "a window that slid out": WindowSlidOut,
     "the third hit": ThirdHit,
+    "key of a block alone": OwnTokens,
 }

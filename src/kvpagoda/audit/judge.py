@@ -17,7 +17,7 @@ from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer, Unanswere
 from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
 
 _RESERVE = 8
-"""A part of the requests, 1 of so many, that is left for the smallest cases of findings."""
+"""A part of the requests, 1 of so many, that is left for the smallest cases of findings, once an answer was wrong."""
 _AGAIN = 6  # how often a suspicious case is tried again at once
 _PENDING = 60  # answers that wait for twins, where these cost churn
 _LEAST_JUDGED, _LEAST_PAIRS = 12, 3
@@ -415,28 +415,38 @@ class Audit:
         made = {name: probe for name, probe, _ in found if probe is not None}
         lengths = cycle(texts.lengths())
         waiting = made.pop("wait", None)
-        keep = self.server.max_requests // _RESERVE + (40 if waiting else 0)
         for number in count():
             for name, probe in [*made.items()]:
+                keep = self._kept(waiting is not None)
                 if self.server.num_left <= keep + self._cost_of_pending():
                     break
-                if number and name in ("salts", "pictures", "tools") and number % 2:
+                if number and name in ("salts", "roles", "pictures", "tools") and number % 2:
                     continue
-                before = len(results.trials)
+                before, preempted = len(results.trials), self._preempted() if name == "load" else 0
                 self._try(probe, texts, next(lengths), keep)
-                if name == "load" and number == 1 and num_preempted(page(self.server, "/metrics")) == 0:
-                    results.skipped[name] = "four long prompts at once did not make the server preempt any"
-                    del made[name]
-                    continue
+                if name == "load" and self._preempted() == preempted:
+                    texts.beyond += 8
+                    if self._preempted() == 0 and number == 1:
+                        results.skipped[name] = "four long prompts at once did not make the server preempt any"
+                        del made[name]
+                        continue
                 if any(results.is_sure(trial.ask.kind) for trial in results.trials[before:] if trial.is_wrong):
                     del made[name]  # nothing more is to be learned from it
-            if self.server.num_left <= keep + self._cost_of_pending() or not made:
+            if self.server.num_left <= self._kept(waiting is not None) + self._cost_of_pending() or not made:
                 break
             self.measure_noise(1)
         self.judge(flush=True)
         if waiting is not None:
             self._try(waiting, texts, next(lengths), 0)
             self.judge(flush=True)
+
+    def _kept(self, is_waiting: bool) -> int:
+        """Return how many requests are kept for what comes after the rounds."""
+        wrong = self.results.miscounts or any(trial.is_wrong for trial in self.results.trials)
+        return (self.server.max_requests // _RESERVE if wrong or is_waiting else 0) + 40 * is_waiting
+
+    def _preempted(self) -> float:
+        return num_preempted(page(self.server, "/metrics")) or 0
 
     def _cost_of_pending(self) -> int:
         """Return how many requests the twins of the trials that wait will take, about."""

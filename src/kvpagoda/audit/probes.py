@@ -12,12 +12,15 @@ KINDS = {
     "repeat": "the same prompt, asked again,",
     "extend": "a prompt that goes on where an earlier one ended",
     "cut": "the beginning of an earlier prompt",
+    "front": "a beginning of an earlier prompt, of less than half of it,",
     "branch": "a prompt that leaves an earlier one in its middle",
     "turn": "a prompt that goes on after the answer to an earlier one",
     "other beginning": "a prompt with another beginning than an earlier one, and the same rest,",
+    "splice": "the beginning of an earlier prompt, and the rest of another one,",
     "in turn": "two prompts, asked in turn,",
     "chat turn": "the next turn of a chat",
     "tool turn": "a turn with a tool's result",
+    "other role": "a chat whose text was asked with another role",
     "other salt": "the same prompt under another cache_salt",
     "other adapter": "the same prompt for another adapter",
     "other picture": "the same text with another picture",
@@ -32,7 +35,7 @@ KINDS = {
     "extend after wait": "after the wait, a prompt that goes on where an earlier one ended",
 }
 """Kind of a judged request -> what it is, in words; the simplest first."""
-PLAIN = ("repeat", "extend", "cut", "branch", "turn", "in turn")
+PLAIN = ("repeat", "extend", "cut", "front", "branch", "turn", "in turn")
 """Kinds of plain hits. A fault in these shows in most others too."""
 
 
@@ -43,10 +46,12 @@ class ProbeTexts:
     Args:
         draw: where symbols come from.
         profile: the server's.
+        beyond: for how many tokens requests go on after they have filled the memory.
     """
 
     draw: Draw
     profile: ServerProfile
+    beyond: int = 4
 
     @property
     def unit(self) -> int:
@@ -82,17 +87,30 @@ def hits(texts: ProbeTexts, n: int) -> Case:
     draw, u = texts.draw, texts.unit
     p = texts.new(n)
     longer = p + draw.text(draw.number(1, u + 1))
-    cut = p[: max(1, n - draw.number(1, u + 1))]
+    cut, front = p[: max(1, n - draw.number(1, u + 1))], p[: draw.number(u + 1, max(u + 1, n // 2))]
     middle = max(1, min(n - 1, draw.number(1, max(1, n // u)) * u + draw.number(-1, 1)))
     branch = p[:middle] + draw.text(draw.number(2, u + 2))
     start = max(1, min(u, n // 2))
     other = texts.new(start) + p[start:]
     asks = [
         texts.ask(p), texts.ask(p, "repeat"), texts.ask(longer, "extend"), texts.ask(cut, "cut"),
-        texts.ask(branch, "branch"), texts.ask(other, "other beginning"), texts.ask(p, "repeat"),
+        texts.ask(branch, "branch"), texts.ask(other, "other beginning"), texts.ask(front, "front"), texts.ask(p, "repeat"),
         texts.ask(longer, "extend"), texts.ask(branch, "branch"),
     ]  # fmt: skip
     return Case("hits", one(*asks))
+
+
+def spliced(texts: ProbeTexts, n: int) -> Case:
+    """The beginning of a prompt and the rest of another, both cached: with the same first unit, and with nothing in common."""
+    draw, u = texts.draw, texts.unit
+    n = max(n, 3 * u + 1)
+    p, r = texts.new(n), texts.new(n)
+    same = p[:u] + draw.text(u + 2)
+    asks = [
+        texts.ask(p), texts.ask(same), texts.ask(same[: 2 * u] + p[2 * u :], "splice"), texts.ask(r),
+        texts.ask(r[:u] + p[u:], "splice"),
+    ]  # fmt: skip
+    return Case("splice", one(*asks))
 
 
 def turns(texts: ProbeTexts, n: int) -> Case:
@@ -133,6 +151,14 @@ def chat(texts: ProbeTexts, n: int) -> Case:
     return Case("chat", one(*asks))
 
 
+def roles(texts: ProbeTexts, n: int) -> Case:
+    """A chat, and one with the same text that somebody else says."""
+    p, q = texts.new(texts.in_chat(texts.unit) + 3), texts.draw.text(texts.in_chat(n))
+    system, user = ((PromptPart(p, role), PromptPart(q)) for role in ("system", "user"))
+    asks = [Ask(system, chat=True), Ask(user, "other role", chat=True), Ask(system, "other role", chat=True)]
+    return Case("roles", one(*asks))
+
+
 def tools(texts: ProbeTexts, n: int) -> Case:
     """A chat in which a tool's result follows."""
     draw = texts.draw
@@ -147,7 +173,7 @@ def tools(texts: ProbeTexts, n: int) -> Case:
 
 
 def at_once(texts: ProbeTexts, n: int) -> Case:
-    """Two prompts at the same moment: of one beginning, of none in common, the same new one; then each again."""
+    """Two prompts at the same moment: of one beginning, of none in common, one new text twice beside another; then again."""
     draw, u = texts.draw, texts.unit
     p, q, new = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n)
     left, right = p + draw.text(draw.number(1, u + 2)), p + draw.text(draw.number(1, u + 2))
@@ -155,7 +181,7 @@ def at_once(texts: ProbeTexts, n: int) -> Case:
         *one(texts.ask(p), texts.ask(q)),
         PromptStep("together", (texts.ask(p, "at once", most=12), texts.ask(q, "at once", most=12))),
         PromptStep("together", (texts.ask(left, "at once"), texts.ask(right, "at once"))),
-        PromptStep("together", (texts.ask(new, "at once"), texts.ask(new, "at once"))),
+        PromptStep("together", (texts.ask(q, most=40), texts.ask(new, "at once"), texts.ask(new, "at once"))),
         *one(texts.ask(p, "after at once"), texts.ask(new, "after at once"), texts.ask(left, "after at once")),
     ]
     return Case("at once", tuple(steps))
@@ -177,40 +203,54 @@ def aborted(texts: ProbeTexts, n: int) -> Case:
 
 
 def churned(texts: ProbeTexts, n: int) -> Case:
-    """Three prompts again, after others have filled the cache, or a part of it."""
-    return _before_and_after(texts, n, "churn", PromptStep("churn", churn=texts.draw.number(1, 3) / 2))
+    """Prompts again after others have filled a part of the cache, one after an eighth or a quarter of it, the next after twice
+    as much, and so on: what was evicted from the device is in a tier for a while, then in none."""
+    draw, u, share = texts.draw, texts.unit, texts.draw.number(1, 2) / 8
+    prompts = [texts.new(n + draw.number(0, u)) for _ in range(3)]
+    steps = [*one(*map(texts.ask, prompts))]
+    for number, p in enumerate(prompts):
+        again, longer = texts.ask(p, "repeat after churn"), p + draw.text(draw.number(1, u + 1))
+        steps += [
+            PromptStep("churn", churn=share * 2.0 ** max(0, number - 1)),
+            *one(again, texts.ask(longer, "extend after churn"), again),
+        ]
+    return Case("churn", tuple(steps))
 
 
 def waited(texts: ProbeTexts, n: int) -> Case:
     """Six prompts again, after the user has done something."""
-    return _before_and_after(texts, n, "wait", PromptStep("wait"), 6)
-
-
-def _before_and_after(texts: ProbeTexts, n: int, what: str, step: PromptStep, count: int = 3) -> Case:
     draw, u = texts.draw, texts.unit
-    prompts = [texts.new(n + draw.number(0, u)) for _ in range(count)]
+    prompts = [texts.new(n + draw.number(0, u)) for _ in range(6)]
     longer = [p + draw.text(draw.number(1, u + 1)) for p in prompts]
-    after = [texts.ask(p, f"repeat after {what}") for p in prompts]
-    more = [texts.ask(p, f"extend after {what}") for p in longer]
-    steps = [*one(*map(texts.ask, prompts)), step, *one(*after, *more, *after)]
-    return Case(what, tuple(steps))
+    after = [texts.ask(p, "repeat after wait") for p in prompts]
+    more = [texts.ask(p, "extend after wait") for p in longer]
+    return Case("wait", (*one(*map(texts.ask, prompts)), PromptStep("wait"), *one(*after, *more, *after)))
 
 
 def loaded(texts: ProbeTexts, n: int) -> Case:
-    """So many long prompts at once that the server has to preempt some; then each again."""
-    profile = texts.profile
+    """So many long prompts at once that the server has to preempt some; then each again. They go on until the memory is just
+    full, so that little of a preempted one is evicted before it begins again."""
+    profile, draw = texts.profile, texts.draw
     most = min(96, profile.longest // 3)  # they fit when they begin, and not when they have grown
-    size = (profile.longest + 48 - most) * texts.draw.number(7, 10) // 10
+    size = (profile.longest + 48 - most) * draw.number(7, 10) // 10
     if profile.num_blocks_tokens:
         size = min(size, profile.num_blocks_tokens * 9 // 40)
     size = max(8, size // profile.per_symbol)
-    prompts = [texts.new(size - texts.draw.number(0, texts.unit)) for _ in range(4)]
+    prompts = [texts.new(size - draw.number(0, texts.unit)) for _ in range(4)]
+    most = min(most, _until_full([len(p) * profile.per_symbol for p in prompts], most, profile) + texts.beyond)
     crowd = PromptStep("together", tuple(texts.ask(p, "under load", most=most) for p in prompts))
     after = [texts.ask(p, "after load") for p in prompts]
     if not profile.is_chat:  # what was written while it ran, too
         y = PromptPart(texts.draw.text(3))
         after += [Ask((PromptPart(p), PromptPart(answer=i), y), "after load") for i, p in enumerate(prompts[-2:], 2)]
     return Case("load", (crowd, *one(*after)))
+
+
+def _until_full(lengths: list[int], most: int, profile: ServerProfile) -> int:
+    """Return after how many tokens prompts of ``lengths`` have filled the memory; at most ``most``."""
+    unit, room = max(1, profile.unit), profile.num_blocks_tokens
+    needed = (sum(-(-(length + n) // unit) for length in lengths) * unit for n in range(1, most))
+    return next((n for n, tokens in enumerate(needed, 1) if tokens > room), most) if room else most
 
 
 def salts(texts: ProbeTexts, n: int) -> Case:
@@ -261,6 +301,7 @@ def probes(profile: ServerProfile, after: str | None, has_salts: bool) -> Iterat
     both = profile.chats is not None and profile.completions is not None
     yield "hits", hits, ""
     yield "turns", turns, ""
+    yield "splice", spliced, ""
     yield "at once", at_once, ""
     yield "abort", aborted, ""
     yield "churn", churned if profile.churn else None, "the cache could not be filled"
@@ -269,6 +310,7 @@ def probes(profile: ServerProfile, after: str | None, has_salts: bool) -> Iterat
     yield "adapters", adapters if profile.adapters else None, "no adapters in /v1/models"
     yield "pictures", pictures if profile.has_images else None, "no pictures in chats"
     yield "chat", chat if both else None, "no chats beside completions"
+    yield "roles", roles if profile.chats is not None else None, "no chats"
     yield "tools", tools if profile.chats is not None else None, "no chats"
     yield "load", loaded if profile.preemptions else None, "the server does not show preemptions in /metrics"
     yield "wait", waited if after else None, "--after was not given"
