@@ -216,10 +216,10 @@ class Sequence:
     def rewind(self, n: SupportsIndex) -> None:
         """Remove the last ``n`` committed tokens; others may be committed in their place, after ``extend``.
 
-        How far a layer can go back is counted from the last token that any batch wrote, committed or not. A layer that
-        cannot go back any far cannot go back behind what the request started from either: a checkpoint, or the sequence
-        it was forked from; and states that have several places (``Schema.rewindable``) not behind a suspend. If it
-        raises, nothing changed.
+        How far a window or a state can go back is counted from the last token that any batch wrote, committed or not.
+        Such layers cannot go back behind what the request started from either: a checkpoint, or the sequence it was
+        forked from; and states that have several places (``Schema.rewindable``) not behind a suspend. If it raises,
+        nothing changed.
 
         Args:
             n: tokens, at least 0.
