@@ -53,35 +53,41 @@ class Public(NamedTuple):
 
 
 @cache
-def tree_of(module: str) -> ast.Module | None:
+def tree_of(module: str) -> ast.Module:
     path = SRC.parent / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(path.read_text()) if path.exists() else None
+    return ast.parse(path.read_text())
 
 
 def is_overload(node: Function | ast.ClassDef) -> bool:
     return any(ast.unparse(one) == "overload" for one in node.decorator_list)
 
 
+@cache
+def imports_of(module: str) -> tuple[tuple[str, str, str], ...]:
+    """Return (name here, module, name there) of what a module imports from others of this library; "*": all names."""
+    return tuple(
+        (alias.asname or alias.name, node.module, alias.name)
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvpagoda")
+        for alias in node.names
+    )
+
+
 def defined(module: str, name: str) -> tuple[str, ast.ClassDef | Function] | None:
     """Return the module that defines what ``module`` calls ``name``, and its definition; None for a value."""
-    tree = tree_of(module)
-    for node in tree.body if tree else ():
+    for node in tree_of(module).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name and not is_overload(node):
             return module, node
-    for node in ast.walk(tree) if tree else ():
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvpagoda"):
-            for alias in node.names:
-                if alias.name == "*" or name == (alias.asname or alias.name):
-                    found = defined(node.module, name if alias.name == "*" else alias.name)
-                    if found is not None:
-                        return found
+    for here, origin, there in imports_of(module):
+        if here in (name, "*") and (found := defined(origin, name if here == "*" else there)) is not None:
+            return found
     return None
 
 
 def names_of(module: str) -> list[str]:
     """Return the ``__all__`` of a module, as far as it is written out."""
-    for node in tree_of(module).body:  # type: ignore[union-attr]
+    for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
     return []
