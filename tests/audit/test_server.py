@@ -112,6 +112,15 @@ def test_what_can_be_cached_is_what_was_sent_before() -> None:
         assert server.ask(tool).common is None or server.ask(tool).common is None
 
 
+def test_a_letter_of_an_answer_may_have_several_tokens() -> None:
+    """As with mlx-lm 0.32.2, whose answers in random bytes are cut into others when they are part of a prompt."""
+    server, answer = Server("http://127.0.0.1:9"), ServerAnswer("\ufffd\u20ac")
+    server.profile = ServerProfile("m", completions={})
+    first = Ask((PromptPart((0, 1)),))
+    server._remember(first, [], answer)
+    assert server._common(Ask((*first.parts, PromptPart(answer=0))), [answer]) == len("a b") + 6 + 2
+
+
 def test_a_line_for_a_shell_sends_the_same() -> None:
     server = Server("http://127.0.0.1:9", key="secret")
     server.profile = ServerProfile("m", completions={"logprobs": 5})
@@ -120,4 +129,4 @@ def test_a_line_for_a_shell_sends_the_same() -> None:
     words = shlex.split(line)
     assert words[0] == "curl" and words[2] == "http://127.0.0.1:9/v1/completions" and "secret" not in line
     assert json.loads(words[-1]) == server.body(ask, [ServerAnswer("x'y")])[1]
-    assert json.loads(words[-1])["prompt"] == " a bx'y" and json.loads(words[-1])["cache_salt"] == "it's"
+    assert json.loads(words[-1])["prompt"] == "a bx'y" and json.loads(words[-1])["cache_salt"] == "it's"

@@ -171,7 +171,8 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
     for chat in [False] * (not is_chat) + [True] * (profile.chats is not None):
         short, long = (ask(Ask((PromptPart(draw.text(n, head=True)),), most=1, chat=chat)).num_prompt for n in (8, 40))
         each = max(1, round((long - short) / 32))
-        profile.shared["chat" if chat else "completion"] = max(0, short - 8 * each)
+        space = each > 1 and not draw.as_ids  # the first letter has none before it
+        profile.shared["chat" if chat else "completion"] = max(0, short - 8 * each + space)
         profile.per["chat" if chat else "completion"] = each
     while True:  # the server may take less than it says, or not say what it takes
         try:
@@ -273,22 +274,28 @@ def _refuses(server: Server, path: str, body: dict[str, Any]) -> bool:
 def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterator[str]:
     profile = server.profile
     if not profile.counter or not profile.unit:
-        server.learn(churn=12)
+        server.learn(churn=12, churn_length=profile.longest)
         return
     lengths = (min(profile.longest, n * max(profile.unit, 16) + 3) for n in (4, 8))
     marks = [Ask(prompt(draw, profile, n), most=1, chat=is_chat) for n in lengths]
     for mark in marks:
         ask(mark)
+    # a cache of so many prompts, whatever their lengths, is filled by short ones in no time
+    sizes = (min(profile.longest, 64), profile.longest) if profile.cold == "churn" else (profile.longest,)
     most = server.max_requests // (5 if profile.cold == "churn" else 10)
-    for more in _FILLED:
-        most -= more + len(marks)
-        if most < 0:
-            break
-        for _ in range(more):
-            ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
-        server.learn(churn=more)
-        if max((ask(mark).cached or 0) - profile.by_chance(mark) for mark in marks) <= 0:
-            server.learn(churn=more + (more + 1) // 2, evicts=True)
-            return
-    said = f"after {server.profile.churn} other prompts of {profile.longest:,} tokens a prompt was still found"
+    for size in sizes:
+        left = most
+        for more in _FILLED:
+            left -= more + len(marks)
+            if left < 0:
+                break
+            for _ in range(more):
+                ask(Ask(prompt(draw, profile, size), most=1, chat=is_chat))
+            server.learn(churn=more, churn_length=size)
+            if max((ask(mark).cached or 0) - profile.shared_by(mark) for mark in marks) <= 0:
+                server.learn(churn=more + (more + 1) // 2, evicts=True)
+                return
+    said = (
+        f"after {server.profile.churn} other prompts of {server.profile.churn_length:,} tokens a prompt was still found"
+    )
     yield f"{said}, so that no prompt is cold" if profile.cold == "churn" else said

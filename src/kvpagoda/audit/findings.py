@@ -207,7 +207,7 @@ def _lines(audit: Audit, case: Case, answers: list[ServerAnswer | None], what: s
     for step in case.steps:
         if step.do == "churn":
             count = max(1, round(server.profile.churn * step.churn))
-            lines.append(f"# fill the cache: {count} other prompts of {server.profile.longest:,} tokens")
+            lines.append(f"# fill the cache: {count} other prompts of {server.profile.churn_length:,} tokens")
         if step.do == "wait":
             lines.append("# wait, as with --after")
         for ask in step.asks:

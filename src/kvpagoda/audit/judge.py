@@ -230,7 +230,9 @@ class Audit:
         """Ask so many other prompts that they fill ``share`` of the cache. Raises OutOfRequests, Unanswered."""
         profile = self.server.profile
         for _ in range(max(1, round(profile.churn * share))):
-            self._ask(Ask(prompt(self.draw, profile, profile.longest), most=1, chat=profile.is_chat))
+            self._ask(
+                Ask(prompt(self.draw, profile, profile.churn_length or profile.longest), most=1, chat=profile.is_chat)
+            )
 
     def run_case(self, case: Case) -> list[Trial]:
         """Run ``case`` and return its judged requests, without verdicts. Raises OutOfRequests, Unanswered."""
@@ -262,7 +264,7 @@ class Audit:
         return json.dumps(self.server.body(ask.key, answers)[1])
 
     def _is_cold(self, ask: Ask, answer: ServerAnswer) -> bool:
-        return answer.cached is None or answer.cached <= self.server.profile.by_chance(ask)
+        return answer.cached is None or answer.cached <= self.server.profile.shared_by(ask)
 
     # -- cold twins --------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class Report:
                 + ("" if share is None else f"; {share:.0%} of what had been sent before was found"),
             )
         if profile.counter and profile.churn:
-            filled = f"{profile.churn} other prompts of {profile.longest:,} tokens"
+            filled = f"{profile.churn} other prompts of {profile.churn_length:,} tokens"
             yield "life", f"a prompt was {'gone' if profile.evicts else 'still found'} after {filled}"
         for row in self._judged():
             largest = "" if noise.by_tokens else f", largest difference {row['largest']:.2g}"

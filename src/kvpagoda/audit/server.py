@@ -82,7 +82,7 @@ class ServerProfile:
         has_images: whether chats take pictures; None: not known.
         unit: hits are whole multiples of it; least: the shortest prompt that was found; 0: not known.
         cold: how a cold twin is made: "salt", "off" or "churn".
-        churn: how many prompts of ``longest`` tokens are asked to fill the cache.
+        churn: how many other prompts are asked to fill the cache; churn_length: tokens of each.
         evicts: whether a prompt was found no more after these; it is found where there are tiers.
         num_blocks_tokens: tokens that the cache holds, as the server says; 0: it does not.
         preemptions: whether the server says how many requests were preempted.
@@ -107,6 +107,7 @@ class ServerProfile:
     least: int = 0
     cold: str = ""
     churn: int = 0
+    churn_length: int = 0
     evicts: bool = False
     num_blocks_tokens: int = 0
     preemptions: bool = False
@@ -128,11 +129,6 @@ class ServerProfile:
     def shared_by(self, ask: Ask) -> int:
         """Return how many tokens ``ask`` begins with that every prompt begins with."""
         return self.shared.get("chat" if ask.chat else "completion", 0)
-
-    def by_chance(self, ask: Ask) -> int:
-        """Return how many tokens of ``ask`` may be cached though it is cold: those that every prompt begins with and,
-        where hits have no unit, the first few, with which another prompt may begin as well."""
-        return self.shared_by(ask) + (3 * self.per_symbol if self.unit == 1 else 0)
 
 
 class Server:
@@ -325,7 +321,8 @@ class Server:
                 found = None if part.answer is None else answers[part.answer]
                 ids += part.symbols if part.answer is None else (found and found.ids) or ()
             return ids
-        return "".join(self._text(part.symbols, part.answer, answers) for part in ask.parts)
+        text = "".join(self._text(part.symbols, part.answer, answers) for part in ask.parts)
+        return text.removeprefix(" ")  # which may be a token of its own, with which all prompts would begin
 
     @staticmethod
     def _text(symbols: Symbols, answer: int | None, answers: Sequence[ServerAnswer | None]) -> str:
@@ -363,13 +360,13 @@ class Server:
         adapter = ask.model if ask.model in self.profile.adapters else None
         if not ask.chat:
             prompt = self.prompt(ask, answers)
-            numbers = prompt if isinstance(prompt, list) else [*map(ord, prompt)]
+            numbers = prompt if isinstance(prompt, list) else [*_bytes(prompt)]
         else:
             numbers = [-1] * any(part.role == "tool" for part in ask.parts)
             for part in ask.parts:
-                numbers += [-2, *map(ord, part.role), -2]
+                numbers += [-2, *_bytes(part.role), -2]
                 numbers += [] if part.image is None else [-3, part.image, -4]
-                numbers += map(ord, self._text(part.symbols, part.answer, answers).strip())
+                numbers += _bytes(self._text(part.symbols, part.answer, answers).strip())
         salt = ask.salt if self.profile.takes_salts else None
         return (ask.chat, adapter, salt), np.array(numbers, np.int32)
 
@@ -377,9 +374,9 @@ class Server:
         who, numbers = self._written(ask, answers)
         more: Sequence[int] = ()
         if answer is not None and not ask.chat:
-            more = (answer.ids or ()) if self.profile.as_ids else [*map(ord, answer.text)]
+            more = (answer.ids or ()) if self.profile.as_ids else [*_bytes(answer.text)]
         elif answer is not None:
-            more = [-2, *map(ord, "assistant"), -2, *map(ord, answer.text.strip())]
+            more = [-2, *_bytes("assistant"), -2, *_bytes(answer.text.strip())]
         self._sent.setdefault(who, []).append(np.append(numbers, np.array(more, np.int32)))
 
     def _common(self, ask: Ask, answers: Sequence[ServerAnswer | None]) -> int | None:
@@ -395,6 +392,11 @@ class Server:
             return None
         messages = max(1, int((numbers[:most] == -2).sum()) // 2)  # what a template has before each
         return most + self.profile.shared_by(ask) * messages + (8 if ask.chat else 2)
+
+
+def _bytes(text: str) -> bytes:
+    """Return ``text`` as bytes: a token has one of them at least, where a letter may have several tokens."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def answer_of(reply: Any) -> ServerAnswer:
