@@ -85,6 +85,16 @@ def defined(module: str, name: str) -> tuple[str, ast.ClassDef | Function] | Non
     return None
 
 
+def definitions(body: list[ast.stmt], is_method: bool = False) -> Iterator[tuple[ast.ClassDef | Function, bool]]:
+    """Yield the classes and functions of a module and of its classes, and whether each is a method."""
+    for node in body:
+        if isinstance(node, Function):
+            yield node, is_method
+        elif isinstance(node, ast.ClassDef):
+            yield node, False
+            yield from definitions(node.body, is_method=True)
+
+
 def names_of(module: str) -> list[str]:
     """Return the ``__all__`` of a module, as far as it is written out."""
     for node in tree_of(module).body:
@@ -160,6 +170,20 @@ def test_every_parameter_is_described_in_the_order_of_the_signature() -> None:
             others = one.name in contracts or one.where.split(".")[-2] in THEIRS
         if listed != one.parameters and (listed or not others):
             differ[one.where] = {"described": listed, "parameters": one.parameters}
+    assert not differ
+
+
+def test_what_is_not_public_describes_no_parameter_that_is_gone() -> None:
+    """Where such a docstring has ``Args``, these are all parameters of the signature, and fields."""
+    differ = {}
+    for path in sorted(SRC.rglob("*.py")):
+        module = ".".join(("kvpagoda", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
+        for one, is_method in definitions(tree_of(module).body):
+            wanted = fields(one) if isinstance(one, ast.ClassDef) else parameters(one, is_method)
+            more = {ast.unparse(each.target) for each in one.body if isinstance(each, ast.AnnAssign)}
+            listed = Public("", ast.get_docstring(one) or "", wanted).listed("Args")
+            if listed and not {*wanted} <= {*listed} <= {*wanted, *more}:
+                differ[f"{path.relative_to(SRC)}:{one.lineno}"] = {*listed} ^ {*wanted}
     assert not differ
 
 
