@@ -50,50 +50,77 @@ class EvictionPolicy(Protocol):
     after an answer that cannot be, the tree never calls the object again: it logs the error, and evicts the
     oldest leaves first from then on. No request is lost, and no caller gets the error.
 
-    >>> class Oldest:  # first added, first evicted; a policy for texts that never grow
-    ...     def __init__(self): self.leaves = {}
-    ...     def add(self, keys, priority): pass
-    ...     def touch(self, keys, priority): pass
-    ...     def set_leaf(self, key, is_leaf): self.leaves.update({key: 1}) if is_leaf else self.leaves.pop(key)
-    ...     def choose(self, chain): return chain(next(iter(self.leaves)))
-    ...     def remove(self, keys, *, evicted): return keys
-    ...     def check(self, keys, leaves): assert set(self.leaves) == leaves
-    >>> from kvpagoda.prefix import PrefixTree
-    >>> tree = PrefixTree(block_size=1, policy=Oldest())
+    Examples:
+        >>> class Oldest:  # first added, first evicted; a policy for texts that never grow
+        ...     def __init__(self): self.leaves = {}
+        ...     def add(self, keys, priority): pass
+        ...     def touch(self, keys, priority): pass
+        ...     def set_leaf(self, key, is_leaf): self.leaves.update({key: 1}) if is_leaf else self.leaves.pop(key)
+        ...     def choose(self, chain): return chain(next(iter(self.leaves)))
+        ...     def remove(self, keys, *, evicted): return keys
+        ...     def check(self, keys, leaves): assert set(self.leaves) == leaves
+        >>> from kvpagoda.prefix import PrefixTree
+        >>> tree = PrefixTree(block_size=1, policy=Oldest())
     """
 
     def add(self, keys: Keys, priority: int) -> None:
-        """Called when the blocks ``keys``, nearest to the root first, were cached.
+        """Called when blocks were cached. The deepest block counts as added, and used, first.
 
-        The deepest block counts as added, and used, first. ``priority``: from the call that inserted the blocks.
+        Args:
+            keys: the blocks, nearest to the root first.
+            priority: from the call that inserted them.
         """
 
     def touch(self, keys: Keys, priority: int) -> None:
-        """Called when the blocks ``keys``, nearest to the root first, were used once.
+        """Called when blocks were used once. The deepest block counts as used first.
 
-        The deepest block counts as used first. ``priority``: from the call that used the blocks.
+        Args:
+            keys: the blocks, nearest to the root first.
+            priority: from the call that used them.
         """
 
     def set_leaf(self, key: int, is_leaf: bool) -> None:
-        """Called when the block ``key`` becomes a leaf, or is no leaf any more. Must not raise, not even MemoryError."""
+        """Called when a block becomes a leaf, or is no leaf any more. Must not raise, not even MemoryError.
+
+        Args:
+            key: the block.
+            is_leaf: whether it is one now.
+        """
 
     def choose(self, chain: Callable[[int], Keys]) -> Keys:
         """Return the blocks to evict next: one leaf, followed by those of its ancestors to evict before any other leaf.
 
-        ``chain(leaf)`` returns the leaf and its ancestors, deepest first, as far as they can be evicted; the result is
-        a leading part of it. There is at least one leaf. The tree evicts all blocks returned. If it cannot, it calls
-        ``set_leaf`` for the first one with False and then with True.
+        There is at least one leaf. The tree evicts all blocks returned. If it cannot, it calls ``set_leaf`` for the
+        first one with False and then with True.
+
+        Args:
+            chain: ``chain(leaf)`` returns the leaf and its ancestors, deepest first, as far as they can be evicted.
+
+        Returns:
+            A leading part of what ``chain`` returned.
         """
 
     def remove(self, keys: Keys, *, evicted: bool) -> Forgotten:
-        """Called when the blocks ``keys``, deepest first, are no longer cached; return the keys that are forgotten.
+        """Called when blocks are no longer cached.
 
-        These may be of removed blocks or of ghosts, as a vector or a list. If not ``evicted``, the blocks were removed
-        for good, and there is no need to remember them.
+        Args:
+            keys: the blocks, deepest first.
+            evicted: if False, they were removed for good, and there is no need to remember them.
+
+        Returns:
+            The keys that are forgotten, of removed blocks or of ghosts, as a vector or a list.
         """
 
     def check(self, keys: Keys, leaves: set[int]) -> None:
-        """Prove that the policy knows exactly the cached ``keys`` and these ``leaves``. Raises CheckFailed."""
+        """Prove that the policy knows exactly the cached blocks and leaves.
+
+        Args:
+            keys: the cached blocks.
+            leaves: those that are leaves.
+
+        Raises:
+            CheckFailed: it knows others.
+        """
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
@@ -112,10 +139,16 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Lease:
-    """The result of a lookup: ``statuses[i]`` is OK if the driver has the record of ``keys[i]``.
+    """The result of a lookup: which records the driver has, and until when it keeps them.
 
-    The driver does not evict these records until the time ``until`` (of ``time.monotonic``) or ``release``. That is a
-    hint: only the status of a load says whether a record could be read.
+    The driver does not evict these records until the time ``until`` or ``release``. That is a hint: only the status of
+    a load says whether a record could be read.
+
+    Args:
+        keys: that were looked up.
+        statuses: of each key; OK if the driver has its record.
+        until: of ``time.monotonic``.
+        release: ends the lease; it may be called again.
     """
 
     keys: tuple[bytes, ...]
@@ -131,7 +164,16 @@ class Lease:
 
 @dataclass(frozen=True)
 class DriverStats:
-    """What a driver holds. ``nbytes`` includes records that are being written and never exceeds ``capacity_nbytes``."""
+    """What a driver holds.
+
+    Args:
+        num_records: records.
+        nbytes: their bytes, with those that are being written; never more than ``capacity_nbytes``.
+        capacity_nbytes: the most bytes.
+        num_leases: leases that are open.
+        evicted: records evicted so far.
+        rejected: records that were not taken so far.
+    """
 
     num_records: int
     nbytes: int
@@ -162,19 +204,53 @@ class Driver(Protocol):
     """
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """Store the records ``rows`` under ``keys``, parents before children. OK does not promise that they stay."""
+        """Store records, parents before children. OK does not promise that they stay.
+
+        Args:
+            keys: of the records.
+            rows: of the buffer, one for each key.
+            deadline: see the class.
+
+        Returns:
+            A status for each key.
+        """
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
-        """Find which ``keys`` have records; these are not evicted for ``hold`` seconds, or until ``Lease.release``."""
+        """Find which keys have records.
+
+        Args:
+            keys: of the records.
+            deadline: see the class.
+            hold: seconds for which what was found is not evicted, unless ``Lease.release`` ends that.
+
+        Returns:
+            The lease of what was found.
+        """
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """Read the records of ``keys`` into ``rows``. The content of a row whose status is not OK is undefined.
+        """Read records into rows. The content of a row whose status is not OK is undefined.
 
         So is that of a record that is discarded during the call: the caller must verify the checksum of what was read.
+
+        Args:
+            keys: of the records.
+            rows: of the buffer, one for each key.
+            deadline: see the class.
+
+        Returns:
+            A status for each key.
         """
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
-        """Delete the records of ``keys``, leased or not: OK, or MISS for a key without a record."""
+        """Delete records, leased or not.
+
+        Args:
+            keys: of the records.
+            deadline: see the class.
+
+        Returns:
+            A status for each key: OK, or MISS for a key without a record.
+        """
 
     def stats(self) -> DriverStats:
         """Return the counts, without I/O."""
@@ -201,13 +277,32 @@ class Transfer(Protocol):
         """Return how others reach ``memory``, as JSON can hold it."""
 
     def landing(self, nbytes: int) -> Bytes:
-        """Return memory to ``read`` into, uint8 ``[nbytes]``; it is the caller's until the next ``landing``."""
+        """Return memory to ``read`` into.
+
+        Args:
+            nbytes: bytes.
+
+        Returns:
+            uint8 ``[nbytes]``; it is the caller's until the next ``landing``.
+        """
 
     def read(self, address: dict[str, Any], offset: int, into: Bytes) -> None:
-        """Copy the bytes from ``offset`` on of the memory at ``address`` to ``into``, a part of ``landing``."""
+        """Copy bytes of the memory of another side.
+
+        Args:
+            address: what ``address`` returned there.
+            offset: the first byte.
+            into: a part of ``landing``.
+        """
 
     def write(self, address: dict[str, Any], offset: int, data: Bytes) -> None:
-        """Copy ``data``, a part of ``landing``, to ``offset`` in the memory at ``address``."""
+        """Copy bytes to the memory of another side.
+
+        Args:
+            address: what ``address`` returned there.
+            offset: the first byte.
+            data: a part of ``landing``.
+        """
 
     def close(self) -> None:
         """End it: others cannot read ``memory`` any more. Idempotent."""
@@ -225,8 +320,14 @@ class Backing(Protocol):
     """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return zeroed memory, uint8 ``[nbytes]``, contiguous, on the cache's device. Called when the cache is made,
-        once for each arena; the addresses must stay the same as long as the tensor lives."""
+        """Return zeroed memory on the cache's device. Called when the cache is made, once for each arena.
+
+        Args:
+            nbytes: bytes.
+
+        Returns:
+            uint8 ``[nbytes]``, contiguous; the addresses must stay the same as long as the tensor lives.
+        """
 
     def give_back(self) -> int:
         """Give the physical memory of all that was allocated back, and return how many bytes that are. Nothing reads or
@@ -296,8 +397,16 @@ class RequestView(Protocol):
         """Media id -> digest of the images in its text."""
 
     def keys(self, first: int, end: int) -> npt.NDArray[Any]:
-        """Return tokens ``first .. end - 1`` as texts are compared, int32: a media id, below 0, where an image begins, and
-        ``NO_TOKEN`` behind the committed ones."""
+        """Return tokens as texts are compared.
+
+        Args:
+            first: the first token.
+            end: the token behind the last.
+
+        Returns:
+            int32 ``[end - first]``: a media id, below 0, where an image begins, and ``NO_TOKEN`` behind the committed
+            ones.
+        """
 
 
 class CacheObserver:
@@ -314,39 +423,70 @@ class CacheObserver:
     """
 
     def on_start(self, request: RequestView) -> None:
-        """``request`` got a slot: it was opened, forked, received from another cache, or resumed."""
+        """``request`` got a slot: it was opened, forked, received from another cache, or resumed.
+
+        Args:
+            request: that begins.
+        """
 
     def on_hit(self, request: RequestView, blocks: tuple[BlockIds, ...]) -> None:
-        """``request`` starts with these cached blocks, which it shares: what was found, or its parent's. Told after
-        ``on_start``, if there are any."""
+        """``request`` starts with cached blocks, which it shares. Told after ``on_start``, if there are any.
+
+        Args:
+            request: that begins.
+            blocks: what was found, or its parent's.
+        """
 
     def on_cached(self, request: RequestView, blocks: tuple[BlockIds, ...], first: int) -> None:
-        """Blocks of ``request`` can be shared from now on: those of its text from block ``first`` on. Also told are the one
-        before, and what windows hold of earlier ones. A block with a copy of states is told when a checkpoint is kept.
+        """Blocks of ``request`` can be shared from now on.
 
-        Told when whole blocks are published: some time after their tokens are committed, at the latest before anybody could
-        find them."""
+        Told when whole blocks are published: some time after their tokens are committed, at the latest before anybody
+        could find them. A block with a copy of states is told when a checkpoint is kept.
+
+        Args:
+            request: that computed them.
+            blocks: those of its text from block ``first`` on, the one before, and what windows hold of earlier ones.
+            first: the number of a block of the text.
+        """
 
     def on_evicted(self, blocks: tuple[BlockIds, ...], reason: str, namespaces: frozenset[bytes]) -> None:
-        """``blocks`` are not cached any more; those of texts come deepest first.
+        """Blocks are not cached any more.
 
-        ``reason``: ``evicted``: to make room, or because a hint, ``sleep`` or a limit asked for it. ``dropped``: nobody can
-        find them, or they are replaced. Without blocks: ``invalidated``: nothing that was cached in ``namespaces`` (none: in
-        any) can be found from now on; its blocks are told as ``dropped`` when no request uses them. ``reset``: everything is
-        forgotten, requests too, without an ``on_end``. ``lost``: memory lacked to note what happened; some was not told."""
+        - ``evicted``: to make room, or because a hint, ``sleep`` or a limit asked for it.
+        - ``dropped``: nobody can find them, or they are replaced.
+        - ``invalidated``: nothing that was cached in ``namespaces`` (none: in any) can be found from now on; told without
+          blocks, which are told as ``dropped`` when no request uses them.
+        - ``reset``: everything is forgotten, requests too, without an ``on_end``; told without blocks.
+        - ``lost``: memory lacked to note what happened, and some was not told; without blocks.
+
+        Args:
+            blocks: those of texts come deepest first.
+            reason: one of the above.
+            namespaces: those of an invalidation, else empty.
+        """
 
     def on_freed(self, blocks: tuple[BlockIds, ...]) -> None:
-        """``blocks``, cached or not, have no owner any more; others may get them."""
+        """Blocks, cached or not, have no owner any more; others may get them.
+
+        Args:
+            blocks: that are free.
+        """
 
     def on_end(self, request: RequestView) -> None:
-        """``request`` ended. What it shared stays cached."""
+        """``request`` ended. What it shared stays cached.
+
+        Args:
+            request: that ended.
+        """
 
 
 class CachedText(NamedTuple):
     """Cached blocks of one text, from block ``first`` on."""
 
     namespace: bytes
+    """The key of its namespace."""
     first: int
+    """The number of its first block here."""
     keys: npt.NDArray[Any]
     """int32: their tokens, as ``RequestView.keys``."""
     media: Mapping[int, bytes]

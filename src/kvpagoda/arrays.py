@@ -28,16 +28,24 @@ _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 
 
 def are_media(keys: Ids) -> npt.NDArray[np.bool_]:
-    """Return which of ``keys``, a text as the tree compares it, are media ids: bool ``[n]``."""
+    """Return which keys are media ids: bool ``[n]``.
+
+    Args:
+        keys: int32 ``[n]``, a text as the tree compares it.
+    """
     media: npt.NDArray[np.bool_] = (keys < 0) & (keys != NO_TOKEN)
     return media
 
 
 def as_tokens(token_ids: TokenIds, vocab_size: int | None = None) -> Ids:
-    """Return ``token_ids`` as a contiguous int32 vector, without a copy if it is one already. O(n).
+    """Return token ids as a contiguous int32 vector, without a copy if it is one already. O(n).
 
-    Raises BadInput for anything but a vector of fewer than 2^31 integers in the vocabulary
-    (``vocab_size`` None: 0 .. 2^31 - 1).
+    Args:
+        token_ids: a vector of fewer than 2^31 integers.
+        vocab_size: each id is below it; None: below 2^31.
+
+    Raises:
+        BadInput: it is something else, or an id is outside of the vocabulary.
     """
     try:
         if len(token_ids) >= MOST_TOKENS:  # before they are copied: a range is short whatever its length
@@ -63,9 +71,11 @@ def as_tokens(token_ids: TokenIds, vocab_size: int | None = None) -> Ids:
 
 
 def grown(array: npt.NDArray[Scalar], length: int) -> npt.NDArray[Scalar]:
-    """Return ``array`` if its last axis has at least ``length`` elements, else a larger copy.
+    """Return ``array``, or a larger copy, whose last axis is at least twice as long; the new elements are zero.
 
-    The copy's last axis is at least twice as long; the new elements are zero.
+    Args:
+        array: ``[.., n]``.
+        length: elements that the last axis must have.
     """
     if array.shape[-1] >= length:
         return array

@@ -38,14 +38,21 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 16
 class KVPagodaError(Exception):
     """Base class of everything this library raises on purpose.
 
-    The numbers of the message are attributes too, each None where the error has no such value: ``needed`` and
-    ``available`` (what the call asked for and what exists: numbers in the unit of the message, or names), ``field``
-    (which argument, or which field of a config or a file, as the message names it), ``group`` (the name of the group of
-    layers concerned), ``hint`` (the next step).
+    The numbers of the message are attributes too, each None where the error has no such value.
 
-    >>> error = OutOfBlocks("need 12 blocks, 3 free in group 'full'", needed=12, available=3, group="full")
-    >>> error.needed - error.available, error.group, error.hint
-    (9, 'full', None)
+    Args:
+        *message: the text.
+        needed: what the call asked for: a number in the unit of the message, or a name.
+        available: what exists, likewise.
+        field: which argument, or which field of a config or a file, as the message names it.
+        group: the name of the group of layers concerned.
+        hint: the next step.
+        **of_base: of a second base class.
+
+    Examples:
+        >>> error = OutOfBlocks("need 12 blocks, 3 free in group 'full'", needed=12, available=3, group="full")
+        >>> error.needed - error.available, error.group, error.hint
+        (9, 'full', None)
     """
 
     def __init__(
@@ -63,18 +70,28 @@ class KVPagodaError(Exception):
 
     @classmethod
     def with_hint(cls: type[E], text: str, hint: str, **numbers: Any) -> E:
-        """Return the error whose message is ``text`` followed by ``hint``, with ``numbers`` as attributes.
+        """Return the error whose message is ``text`` followed by ``hint``.
 
-        >>> str(RetryLater.with_hint("all 4 slots are in use", "close a sequence", needed=1, available=0))
-        'all 4 slots are in use; close a sequence'
+        Args:
+            text: what is wrong.
+            hint: the next step.
+            **numbers: the other attributes.
+
+        Examples:
+            >>> str(RetryLater.with_hint("all 4 slots are in use", "close a sequence", needed=1, available=0))
+            'all 4 slots are in use; close a sequence'
         """
         return cls(f"{text}; {hint}", hint=hint, **numbers)
 
     def within(self: E, where: str) -> E:
         """Return this error, with its attributes, but ``where`` before its message.
 
-        >>> str(BadInput("head_dim is 0", needed=0).within("llama config"))
-        'llama config: head_dim is 0'
+        Args:
+            where: in which config or file.
+
+        Examples:
+            >>> str(BadInput("head_dim is 0", needed=0).within("llama config"))
+            'llama config: head_dim is 0'
         """
         told = copy(self)
         told.args = (f"{where}: {self}",)
@@ -92,7 +109,10 @@ class SchemaError(BadInput):
 class LayoutError(BadInput):
     """A layout that breaks a rule of the layout language, or two layouts that hold different content.
 
-    ``rule``: the name of the broken rule, one word. The message says what breaks the rule, and names it.
+    Args:
+        message: says what breaks the rule, and names it.
+        rule: the name of the broken rule, one word.
+        **of_base: see ``KVPagodaError``.
     """
 
     def __init__(self, message: str, *, rule: str = "", **of_base: Any) -> None:
@@ -101,7 +121,13 @@ class LayoutError(BadInput):
 
     @classmethod
     def of(cls, rule: str, message: str, **numbers: Any) -> LayoutError:
-        """Return the error for something that breaks ``rule``; ``message`` says what, with ``numbers`` as attributes."""
+        """Return the error for something that breaks ``rule``.
+
+        Args:
+            rule: the name of the broken rule.
+            message: what breaks it.
+            **numbers: the attributes of ``KVPagodaError``.
+        """
         return cls(f"{message} (layout rule '{rule}')", rule=rule, **numbers)
 
 
@@ -112,8 +138,11 @@ class NeverFits(BadInput):
 class BadLine(BadInput):
     """A line of a trace that cannot be read. Its message begins with the file and the line.
 
-    ``path``: the file, "records" for an iterable; ``line``: the number of the line or record, from 1; ``field``: the name
-    of the field that is wrong. Each is None where it is not known.
+    Args:
+        message: the text.
+        path: the file, "records" for an iterable; None: not known.
+        line: the number of the line or record, from 1; None: not known.
+        **of_base: see ``KVPagodaError``; ``field`` is the name of the field that is wrong.
     """
 
     def __init__(self, message: str, *, path: str | None = None, line: int | None = None, **of_base: Any) -> None:
@@ -163,8 +192,12 @@ class MissingExtra(KVPagodaError, ImportError):
     @classmethod
     @contextmanager
     def unless(cls, package: str, text: str) -> Iterator[None]:
-        """Context for imports from ``package``: raise this error, with message ``text``, if it is not installed, or if the
-        installed version lacks what is imported."""
+        """Context for imports from ``package``: raise this error if it is not installed, or lacks what is imported.
+
+        Args:
+            package: its name.
+            text: the message.
+        """
         try:
             yield
         except ImportError as error:

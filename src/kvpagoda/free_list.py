@@ -24,8 +24,12 @@ _FEW = 256  # fewer ids are sorted sooner than one sees that they are in order
 class IdSet:
     """One flag for each of the ids ``first .. first + num_ids - 1``: set while the id is allocated.
 
-    ``flags``: bool ``[first + num_ids]``, indexed by id, written by the owner of this object. ``what`` names the ids in
-    messages.
+    ``flags``: bool ``[first + num_ids]``, indexed by id, written by the owner of this object.
+
+    Args:
+        num_ids: how many ids there are.
+        first: the lowest id.
+        what: names the ids in messages.
     """
 
     def __init__(self, num_ids: int, first: int, what: str) -> None:
@@ -38,13 +42,25 @@ class IdSet:
         return np.flatnonzero(self.flags).astype(np.int32)
 
     def in_range(self, i: SupportsIndex) -> int:
-        """Return ``i`` as an int. Raises NotOwned if it is out of range."""
+        """Return an id as an int.
+
+        Args:
+            i: the id.
+
+        Raises:
+            NotOwned: it is out of range.
+        """
         return whole_number(i, f"an id of the {self.what}", self.first, NotOwned, self.first + self.num_ids)
 
     def prove(self, ids: AnyIds) -> Ids:
-        """Return ``ids`` (integers ``[n]``, of any width) as int32, if each is allocated and named once. O(n).
+        """Return ids as int32, if each is allocated and named once. O(n).
 
-        Raises NotOwned naming the first id that is not, and BadInput for an array that is not a vector of integers.
+        Args:
+            ids: integers ``[n]``, of any width.
+
+        Raises:
+            NotOwned: one is not; the first such id is named.
+            BadInput: ``ids`` is not a vector of integers.
         """
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             text = f"ids of {self.what} must be a vector of integers, got {ids.dtype} {list(ids.shape)}"
@@ -76,7 +92,11 @@ class FreeStack:
 
     Freeing n ids copies n values, and allocating n sorts up to 2 n, whatever the size of the list. A new stack has the
     lowest id on top.
-    ``what`` names the ids in messages.
+
+    Args:
+        num_ids: how many ids there are.
+        first: the lowest id.
+        what: names the ids in messages.
     """
 
     def __init__(self, num_ids: SupportsIndex, first: int = 0, what: str = "ids") -> None:
@@ -89,26 +109,46 @@ class FreeStack:
         self._stack: Ids = np.arange(first + count - 1, first - 1, -1, dtype=np.int32)
 
     def acquire(self, n: int) -> Ids:
-        """Allocate the ``n`` distinct ids of ``peek``: int32 ``[n]``. O(n log n).
+        """Allocate the ids of ``peek``. O(n log n).
 
-        Raises OutOfBlocks, and allocates nothing then.
+        Args:
+            n: how many.
+
+        Returns:
+            int32 ``[n]``, distinct.
+
+        Raises:
+            OutOfBlocks: fewer are free; nothing is allocated.
         """
         ids = self.require(n)
         self.num_free -= n
         return ids
 
     def require(self, n: int) -> Ids:
-        """Return the same as ``peek``. Raises OutOfBlocks if fewer than ``n`` ids are free."""
+        """Return the same as ``peek``.
+
+        Args:
+            n: how many.
+
+        Raises:
+            OutOfBlocks: fewer ids are free.
+        """
         if n > self.num_free:
             text = f"OOM: need {n} {self.what}, {self.num_free} free of {self.num_ids}"
             raise OutOfBlocks.with_hint(text, "release some first", needed=n, available=self.num_free)
         return self.peek(n)
 
     def peek(self, n: int) -> Ids:
-        """Return the ids that the next ``take(n)`` allocates: int32 ``[n]``, a copy.
+        """Return the ids that the next ``take(n)`` allocates. O(n log n).
 
         They are the lowest, ascending, of the ids freed last: twice as many, but at most 1,024 more. So neighbours come
-        together, in whatever order they were freed. They stay free. ``n`` <= ``num_free``. O(n log n).
+        together, in whatever order they were freed. They stay free.
+
+        Args:
+            n: at most ``num_free``.
+
+        Returns:
+            int32 ``[n]``, a copy.
         """
         end = self.num_free
         if n > 1:
@@ -119,13 +159,18 @@ class FreeStack:
         return ids
 
     def take(self, n: int) -> None:
-        """Allocate the ids that ``peek(n)`` returned. Cannot fail. O(1)."""
+        """Allocate the ids that ``peek(n)`` returned. Cannot fail. O(1).
+
+        Args:
+            n: as given to ``peek``.
+        """
         self.num_free -= n
 
     def keep_only(self, ids: Ids) -> None:
-        """Make ``ids``, int32, the only free ids, the last one on top. O(n).
+        """Make ``ids`` the only free ids. For an owner that allocates or frees all other ids together. O(n).
 
-        For an owner that allocates or frees all other ids together.
+        Args:
+            ids: int32; the last one is on top.
         """
         self._stack[: len(ids)] = ids
         self.num_free = len(ids)
@@ -136,9 +181,10 @@ class FreeStack:
         self.num_free = self.num_ids
 
     def give(self, ids: Ids) -> None:
-        """Free ``ids``, int32; the first one comes on top. O(n).
+        """Free ids. The caller guarantees that it holds each of them; nothing is checked here. O(n).
 
-        The caller guarantees that it holds each of them and names each once; nothing is checked here.
+        Args:
+            ids: int32, each named once; the first one comes on top.
         """
         end = self.num_free + len(ids)
         self._stack[self.num_free : end] = ids[::-1]
@@ -155,7 +201,11 @@ class FreeStack:
         return (np.flatnonzero(held) + self.first).astype(np.int32)
 
     def check(self) -> None:
-        """Prove that every free id is in the range and listed once. Raises CheckFailed naming the ids that are not."""
+        """Prove that every free id is in the range and listed once.
+
+        Raises:
+            CheckFailed: it names the ids that are not.
+        """
         free, end = self._stack[: max(0, self.num_free)], self.first + self.num_ids
         outside = free[(free < self.first) | (free >= end)]
         if len(outside) or not 0 <= self.num_free <= self.num_ids:
@@ -168,40 +218,71 @@ class FreeStack:
 
 
 class FreeList(FreeStack):
-    """A free list that checks every free: only an allocated id can be freed. Not safe for concurrent use."""
+    """A free list that checks every free: only an allocated id can be freed. Not safe for concurrent use.
+
+    Args:
+        num_ids: how many ids there are.
+        first: the lowest id.
+        what: names the ids in messages.
+    """
 
     def __init__(self, num_ids: SupportsIndex, first: int = 0, what: str = "ids") -> None:
         super().__init__(num_ids, first, what)
         self._held = IdSet(self.num_ids, first, what)
 
     def acquire(self, n: SupportsIndex) -> Ids:
-        """Allocate the ``n`` distinct ids of ``peek``: int32 ``[n]``. O(n log n).
+        """Allocate the ids of ``peek``. O(n log n).
 
-        Raises OutOfBlocks, and BadInput for an ``n`` that is no whole number; allocates nothing then.
+        Args:
+            n: how many.
+
+        Returns:
+            int32 ``[n]``, distinct.
+
+        Raises:
+            OutOfBlocks: fewer are free; nothing is allocated.
+            BadInput: ``n`` is no whole number; nothing is allocated.
         """
         ids = super().acquire(whole_number(n, f"the number of {self.what} to take"))
         self._held.flags[ids] = True
         return ids
 
     def reclaim(self, ids: AnyIds) -> Ids:
-        """Mark allocated ids (integers ``[n]``), each named once, as no longer held, and return them as int32. O(n).
+        """Mark allocated ids as no longer held. They become free when they are passed to ``give``. O(n).
 
-        They become free when they are passed to ``give``. Raises NotOwned, naming the first bad id, and changes
-        nothing.
+        Args:
+            ids: integers ``[n]``, each named once.
+
+        Returns:
+            The ids as int32.
+
+        Raises:
+            NotOwned: an id is not allocated or named twice: the first one is named, and nothing changed.
         """
         given = self._held.prove(ids)
         self._held.flags[given] = False
         return given
 
     def release(self, ids: AnyIds) -> None:
-        """Free allocated ids (integers ``[n]``), each named once. O(n).
+        """Free allocated ids. O(n).
 
-        Raises NotOwned, naming the first bad id, and changes nothing.
+        Args:
+            ids: integers ``[n]``, each named once.
+
+        Raises:
+            NotOwned: an id is not allocated or named twice: the first one is named, and nothing changed.
         """
         self.give(self.reclaim(ids))
 
     def release_id(self, i: SupportsIndex) -> None:
-        """Free the allocated id ``i``. Raises NotOwned, changing nothing. O(1)."""
+        """Free an allocated id. O(1).
+
+        Args:
+            i: the id.
+
+        Raises:
+            NotOwned: it is not allocated; nothing changed.
+        """
         self.release(np.array([self._held.in_range(i)]))
 
     def clear(self) -> None:
@@ -210,11 +291,22 @@ class FreeList(FreeStack):
         self._held.flags[:] = False
 
     def is_held(self, i: SupportsIndex) -> bool:
-        """Return whether ``i`` is allocated. Raises NotOwned if it is out of range."""
+        """Return whether an id is allocated.
+
+        Args:
+            i: the id.
+
+        Raises:
+            NotOwned: it is out of range.
+        """
         return bool(self._held.flags[self._held.in_range(i)])
 
     def are_held(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return which of ``ids`` ``[n]``, all in range, are allocated: bool ``[n]``. O(n)."""
+        """Return which of some ids are allocated: bool ``[n]``. O(n).
+
+        Args:
+            ids: int32 ``[n]``, all in range.
+        """
         return self._held.flags[ids]
 
     def held_ids(self) -> Ids:
@@ -222,9 +314,13 @@ class FreeList(FreeStack):
         return self._held.ids()
 
     def check(self, waiting: Ids = _NONE) -> None:
-        """Prove that every id is exactly one of free, allocated, and ``waiting``. Raises CheckFailed naming the others.
+        """Prove that every id is exactly one of free, allocated, and ``waiting``.
 
-        ``waiting``: ids that were reclaimed and not yet given.
+        Args:
+            waiting: ids that were reclaimed and not yet given.
+
+        Raises:
+            CheckFailed: it names the others.
         """
         super().check()
         wrong = np.setxor1d(super().held_ids(), np.concatenate((self.held_ids(), waiting)))
@@ -236,12 +332,16 @@ class FreeList(FreeStack):
 class IdPool:
     """Whole numbers from ``first`` up. A number that was given back is handed out again before a fresh one.
 
-    >>> pool = IdPool()
-    >>> pool.take(3).tolist()
-    [0, 1, 2]
-    >>> pool.give([1])
-    >>> pool.take(2).tolist()
-    [1, 3]
+    Args:
+        first: the lowest number.
+
+    Examples:
+        >>> pool = IdPool()
+        >>> pool.take(3).tolist()
+        [0, 1, 2]
+        >>> pool.give([1])
+        >>> pool.take(2).tolist()
+        [1, 3]
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -250,7 +350,14 @@ class IdPool:
         self._next = first
 
     def peek(self, n: int) -> Ids:
-        """Return the numbers that ``take`` would return, int32 ``[n]``, without taking them. O(n)."""
+        """Return the numbers that ``take`` would return, without taking them. O(n).
+
+        Args:
+            n: how many.
+
+        Returns:
+            int32 ``[n]``.
+        """
         num_reused = min(n, self._num_free)
         reused: Ids = self._free[self._num_free - num_reused : self._num_free][::-1].copy()
         if num_reused == n:
@@ -259,19 +366,34 @@ class IdPool:
         return np.concatenate((reused, fresh)) if num_reused else fresh
 
     def advance(self, n: int) -> None:
-        """Take the ``n`` numbers that ``peek`` returned. O(1), and cannot fail."""
+        """Take the numbers that ``peek`` returned. O(1), and cannot fail.
+
+        Args:
+            n: as given to ``peek``.
+        """
         num_reused = min(n, self._num_free)
         self._num_free -= num_reused
         self._next += n - num_reused
 
     def take(self, n: int) -> Ids:
-        """Take ``n`` distinct numbers, int32 ``[n]``. O(n)."""
+        """Take distinct numbers. O(n).
+
+        Args:
+            n: how many.
+
+        Returns:
+            int32 ``[n]``.
+        """
         numbers = self.peek(n)
         self.advance(n)
         return numbers
 
     def give(self, numbers: Ids | list[int]) -> None:
-        """Give back ``numbers``, each of which is taken and named once. Amortised O(n)."""
+        """Give numbers back. Amortised O(n).
+
+        Args:
+            numbers: each is taken, and named once.
+        """
         end = self._num_free + len(numbers)
         self._free = grown(self._free, end)
         self._free[self._num_free : end] = numbers

@@ -18,8 +18,15 @@ Device = torch.device | str | None
 
 
 def default_device(device: Device = None, others: tuple[str, ...] = ()) -> torch.device:
-    """Return ``device``; for None, CUDA if there is a GPU, else the CPU. Raises BadInput for a missing device, with the
-    usual names, and ``others`` that the caller takes."""
+    """Return ``device``; for None, CUDA if there is a GPU, else the CPU.
+
+    Args:
+        device: as torch names it, or None.
+        others: names that the caller takes too, for the message.
+
+    Raises:
+        BadInput: there is no such device.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -38,7 +45,15 @@ def default_device(device: Device = None, others: tuple[str, ...] = ()) -> torch
 
 
 def integers(values: IdsLike | int, what: str) -> torch.Tensor:
-    """Return ``values`` as a tensor on their device. Raises BadInput for anything but whole numbers; may be empty."""
+    """Return whole numbers as a tensor on their device.
+
+    Args:
+        values: may be empty.
+        what: names them in messages.
+
+    Raises:
+        BadInput: they are anything but whole numbers.
+    """
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
@@ -51,9 +66,13 @@ def integers(values: IdsLike | int, what: str) -> torch.Tensor:
 
 
 def ids_from(ids: IdsLike) -> AnyIds:
-    """Return ``ids`` as a vector of integers on the host: a tensor (any device), array or sequence, of any shape.
+    """Return ids as a vector of integers on the host. Waits for a tensor on a GPU.
 
-    Raises BadInput for floats, bools and anything else. Waits for a tensor on a GPU.
+    Args:
+        ids: a tensor (any device), array or sequence, of any shape.
+
+    Raises:
+        BadInput: they are floats, bools or anything else.
     """
     array: AnyIds = integers(ids, "ids").detach().cpu().numpy()
     return array.reshape(-1)

@@ -27,10 +27,16 @@ _NEVER = (-1, b"")
 class Namespace:
     """Which requests may share blocks: only requests of equal namespaces share anything.
 
-    ``salt``: a secret of the tenant; the trusted side sets it. ``adapter``: the adapter that the rows were computed
-    with. ``weights``: which weights, for caches that serve several. Each is bytes, text or None; values of different
-    types or in different fields never count as equal. ``epoch``: compute the request with the weights of this
-    ``KVCache.epoch`` to its end; None: with the newest. A request with the newest epoch and one with None share."""
+    Each of ``salt``, ``adapter`` and ``weights`` is bytes, text or None; values of different types or in different
+    fields never count as equal.
+
+    Args:
+        salt: a secret of the tenant; the trusted side sets it.
+        adapter: the adapter that the rows were computed with.
+        weights: which weights, for caches that serve several.
+        epoch: compute the request with the weights of this ``KVCache.epoch`` to its end; None: with the newest. A
+            request with the newest epoch and one with None share.
+    """
 
     salt: str | bytes | None = None
     adapter: str | bytes | None = None
@@ -39,8 +45,14 @@ class Namespace:
 
 
 def namespace_key(namespace: Namespace | str | bytes | None) -> bytes:
-    """Return a namespace as bytes: different for different namespaces, and independent of the epoch. Text or bytes
-    alone are a salt. Raises BadInput."""
+    """Return a namespace as bytes: different for different namespaces, and independent of the epoch.
+
+    Args:
+        namespace: text or bytes alone are a salt.
+
+    Raises:
+        BadInput: it is none.
+    """
     if not isinstance(namespace, Namespace):
         namespace = Namespace(salt=namespace)
     return b"".join(_field(part) for part in (namespace.salt, namespace.adapter, namespace.weights))
@@ -82,13 +94,18 @@ def owner_of(key: bytes) -> bytes:
 class Namespaces:
     """The keys of namespaces in the prefix tree.
 
-    A key holds the ``fingerprint`` of the cache's schema and layout, the name of the epoch, a random number if the
-    namespace was invalidated, and the ``namespace_key``. The random numbers keep other processes from finding records
-    stored after an invalidation. ``name``: of the first epoch; the names of all epochs are kept, 16 bytes each.
+    A key holds the fingerprint, the name of the epoch, a random number if the namespace was invalidated, and the
+    ``namespace_key``. The random numbers keep other processes from finding records stored after an invalidation. The
+    names of all epochs are kept, 16 bytes each.
 
-    The numbers of namespaces in which nothing is cached and no request runs are forgotten in the end. For each, one of 4,096
-    shares of all namespaces gets a new number: what was invalidated is never found again, nor is what tiers have of the
-    others in that share in which nothing is cached and no request runs."""
+    The numbers of namespaces in which nothing is cached and no request runs are forgotten in the end. For each, one of
+    4,096 shares of all namespaces gets a new number: what was invalidated is never found again, nor is what tiers have
+    of the others in that share in which nothing is cached and no request runs.
+
+    Args:
+        fingerprint: of the cache's schema and layout.
+        name: of the first epoch.
+    """
 
     def __init__(self, fingerprint: str = "", name: bytes = b"") -> None:
         self._fingerprint, self._epochs = _field(fingerprint), [name]
@@ -103,12 +120,22 @@ class Namespaces:
         return len(self._epochs) - 1
 
     def name_of(self, epoch: int) -> bytes:
-        """Return the name of ``epoch``: equal names in two processes mean equal weights."""
+        """Return the name of an epoch: equal names in two processes mean equal weights.
+
+        Args:
+            epoch: its number.
+        """
         return self._epochs[epoch]
 
     def key(self, namespace: Namespace | str | bytes | None) -> bytes:
-        """Return the key under which ``namespace`` is cached now. Raises BadInput, also for an epoch that does not
-        exist yet."""
+        """Return the key under which a namespace is cached now.
+
+        Args:
+            namespace: text or bytes alone are a salt.
+
+        Raises:
+            BadInput: it is none, or names an epoch that does not exist yet.
+        """
         try:
             known = self._known.get(namespace)
         except TypeError:  # a list, say
@@ -129,12 +156,20 @@ class Namespaces:
         return key
 
     def is_current(self, key: bytes) -> bool:
-        """Return whether ``key``, made by this object, is still the key of its namespace."""
+        """Return whether a key is still the key of its namespace.
+
+        Args:
+            key: made by this object.
+        """
         return key == self._key_of(owner_of(key), self.epoch)
 
     def is_renewed(self, key: bytes, epoch: int) -> bool:
-        """Return whether the namespace of ``key``, which this object made in ``epoch`` or before, got another key by
-        ``renew`` since. O(epochs) if so."""
+        """Return whether the namespace of a key got another key by ``renew`` since. O(epochs) if so.
+
+        Args:
+            key: made by this object.
+            epoch: it was made in this one, or before.
+        """
         own = owner_of(key)
         return all(key != self._key_of(own, one) for one in range(epoch, -1, -1))
 
@@ -146,8 +181,18 @@ class Namespaces:
         return self._renewed.get(own) or self._shares.get(_share_of(own), _NEVER)
 
     def renew(self, namespaces: Iterable[Namespace | str | bytes | None], keys: Iterable[bytes]) -> set[bytes]:
-        """Give ``namespaces`` new keys in all epochs so far. Return those of ``keys``, the keys in use, that belonged
-        to them. Raises BadInput."""
+        """Give namespaces new keys in all epochs so far.
+
+        Args:
+            namespaces: which ones.
+            keys: the keys in use.
+
+        Returns:
+            Those of ``keys`` that belonged to them.
+
+        Raises:
+            BadInput: one of ``namespaces`` is none.
+        """
         owners, in_use = {namespace_key(namespace) for namespace in namespaces}, {*keys}
         self._known.clear()
         for own in owners:
@@ -168,17 +213,31 @@ class Namespaces:
         self._shares, self._most_renewed = shares, 2 * len(self._renewed) + LEAST_RENEWED
 
     def renew_all(self, keys: Iterable[bytes], epoch: bytes | None = None) -> set[bytes]:
-        """Give every namespace a new key, in a new epoch. Return ``keys``, the keys in use, as a set. ``epoch``: a name
-        for the new epoch that other processes know too (None: drawn at random)."""
+        """Give every namespace a new key, in a new epoch.
+
+        Args:
+            keys: the keys in use.
+            epoch: a name for the new epoch that other processes know too; None: drawn at random.
+
+        Returns:
+            ``keys`` as a set.
+        """
         self._epochs.append(urandom(16) if epoch is None else epoch)
         self._known.clear()
         return set(keys)
 
 
 def with_media(tokens: Ids, first: int, media_ids: Mapping[int, int]) -> Ids:
-    """Return ``tokens`` with media ids where media begin: a copy, or ``tokens`` itself if no media begin in it.
+    """Return tokens with media ids where media begin.
 
-    ``tokens``: int32 ``[n]``, at offset ``first`` of a text. ``media_ids``: offset in the text -> media id."""
+    Args:
+        tokens: int32 ``[n]``.
+        first: their offset in the text.
+        media_ids: offset in the text -> media id.
+
+    Returns:
+        A copy, or ``tokens`` itself if no media begin in it.
+    """
     inside = [at for at in media_ids if first <= at < first + len(tokens)]
     if inside:
         tokens = tokens.copy()
@@ -187,8 +246,15 @@ def with_media(tokens: Ids, first: int, media_ids: Mapping[int, int]) -> Ids:
 
 
 def checked_media(media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, bytes]:
-    """Return ``media``, offset -> digest, as a dictionary. Raises BadInput unless every offset is a position in a prompt of
-    ``num_tokens`` and every digest has at least 16 bytes."""
+    """Return ``media`` as a dictionary.
+
+    Args:
+        media: offset -> digest; None: none.
+        num_tokens: of the prompt.
+
+    Raises:
+        BadInput: an offset is no position in the prompt, or a digest has fewer than 16 bytes.
+    """
     if media is None:
         return {}
     if not isinstance(media, Mapping):
@@ -217,8 +283,13 @@ class Media:
 
     To compare texts, the media id replaces the token at which the image (or sound) begins: two texts share the blocks
     before it, and those from it on only if both have the same digest there. Digests are kept whole, as long as anything
-    has their ids: ``in_use()`` returns these, and is called once there are twice as many digests as the last time, and
-    ``least()`` more: as many as blocks are cached, so that a new digest costs O(1). No id that is in use is another's."""
+    has their ids. No id that is in use is another's.
+
+    Args:
+        in_use: returns the ids that anything has; called once there are twice as many digests as the last time, and
+            ``least()`` more.
+        least: returns a number such as that of the cached blocks, so that a new digest costs O(1).
+    """
 
     def __init__(self, in_use: Callable[[], set[int]] = set, least: Callable[[], int] = int) -> None:
         self._in_use, self._least, self._most = in_use, least, LEAST_MEDIA
@@ -230,16 +301,30 @@ class Media:
         return len(self._digests)
 
     def ids(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
-        """Return offset -> media id for ``media``: offset -> digest of at least 16 bytes, in a prompt of
-        ``num_tokens``. Raises BadInput."""
+        """Return offset -> media id.
+
+        Args:
+            media: offset -> digest of at least 16 bytes; None: none.
+            num_tokens: of the prompt.
+
+        Raises:
+            BadInput: an offset is no position in the prompt, or a digest is shorter.
+        """
         placed = checked_media(media, num_tokens)
         if not self._numbers.keys() >= {*placed.values()}:
             self._add(placed.values())
         return {at: -1 - self._numbers[digest] for at, digest in placed.items()}
 
     def digests(self, media_ids: Mapping[int, int], block_size: int) -> dict[int, bytes]:
-        """Return, by block number, where in that block media begin and their digests, as bytes that do not depend on
-        this process."""
+        """Return, by block number, where in that block media begin and their digests.
+
+        Args:
+            media_ids: offset -> media id.
+            block_size: tokens of a block.
+
+        Returns:
+            Block number -> bytes that do not depend on this process.
+        """
         found: dict[int, bytes] = {}
         for at in sorted(media_ids):
             block, offset = divmod(at, block_size)
@@ -248,7 +333,11 @@ class Media:
         return found
 
     def digest(self, media_id: int) -> bytes:
-        """Return the digest of ``media_id``, which ``ids`` made."""
+        """Return the digest of a media id.
+
+        Args:
+            media_id: which ``ids`` made.
+        """
         return self._digests[-1 - media_id]
 
     def clear(self) -> None:

@@ -22,10 +22,18 @@ PAGE, LARGE = 4096, 4 << 20
 
 
 def pages(nbytes: int, *, large: bool = False) -> Bytes:
-    """Allocate zeroed page-aligned memory, uint8 ``[nbytes]``; the system provides pages when they are first touched.
+    """Allocate zeroed page-aligned memory; the system provides pages when they are first touched.
 
-    ``large``: request large pages, if the system offers them on request. Access to scattered rows is faster there, but
-    allocation may be slow. Raises Exhausted.
+    Args:
+        nbytes: bytes.
+        large: request large pages, if the system offers them on request. Access to scattered rows is faster there, but
+            allocation may be slow.
+
+    Returns:
+        uint8 ``[nbytes]``.
+
+    Raises:
+        Exhausted: the system has no such memory.
     """
     try:
         memory = mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -39,10 +47,19 @@ def pages(nbytes: int, *, large: bool = False) -> Bytes:
 
 
 def give_back(memory: Bytes) -> int:
-    """Give the physical memory of ``memory``, which ``pages`` returned, back to the system; return the bytes given back.
+    """Give physical memory back to the system.
 
-    The addresses stay, and read as zero from then on; the system provides pages again when they are touched. Returns 0,
-    changing nothing, where the system has no such call (on Linux ``madvise`` with ``MADV_DONTNEED``). Raises OSError.
+    The addresses stay, and read as zero from then on; the system provides pages again when they are touched.
+
+    Args:
+        memory: what ``pages`` returned.
+
+    Returns:
+        The bytes given back: 0, changing nothing, where the system has no such call (on Linux ``madvise`` with
+        ``MADV_DONTNEED``).
+
+    Raises:
+        OSError: the call failed.
     """
     if sys.platform != "linux" or not memory.nbytes:
         return 0

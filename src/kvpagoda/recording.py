@@ -207,7 +207,10 @@ class Recording:
         self._counted: dict[str, Told] = {}  # counter -> its latest values
 
     def follow(self, core: Core) -> None:
-        """Begin to record ``core``, in which no request is yet.
+        """Begin to record a cache in which no request is yet.
+
+        Args:
+            core: of the cache.
 
         Raises:
             BadInput: this records a cache already.

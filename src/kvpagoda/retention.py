@@ -56,7 +56,7 @@ class RetentionRule:
         Args:
             prompt: the tokens of its prompt.
             cached: after how many of them it starts; positions are behind that.
-            parted: where its text parts from others that are or were cached.
+            *parted: where its text parts from others that are or were cached.
 
         Examples:
             >>> RetentionRule(unit=16, coarse=1024).positions(2100, 160, 500)
@@ -103,12 +103,21 @@ class ColdAging:
         self.factor = 1.0
 
     def missed(self, cold: int, warm: int) -> None:
-        """Adapt to what a request did not find: ``cold`` tokens for want of windows or states, ``warm`` for want of the
-        text before them."""
+        """Adapt to what a request did not find.
+
+        Args:
+            cold: tokens for want of windows or states.
+            warm: tokens for want of the text before them.
+        """
         if cold + warm:
             factor = self.factor * 2 ** ((warm - cold) / (warm + cold) / 2)
             self.factor = min(_MOST_COLD_AGING, max(1.0, factor))
 
     def is_warm_next(self, cold_age: int, warm_age: int) -> bool:
-        """Return whether what is warm and ``warm_age`` old is evicted before what is cold and ``cold_age`` old."""
+        """Return whether what is warm is evicted before what is cold.
+
+        Args:
+            cold_age: of what is cold.
+            warm_age: of what is warm.
+        """
         return warm_age > self.factor * cold_age

@@ -6,8 +6,9 @@ from importlib import import_module
 import pytest
 
 import kvpagoda
+from kvpagoda.compat import NAMES
 
-FILES = sorted({file for file in kvpagoda._PUBLIC if file.startswith("kvpagoda.compat.")})
+FILES = sorted(file for file in NAMES if file.startswith("kvpagoda.compat."))
 SHOWN_ELSEWHERE = {"dequantize_entries", "dequantize_swa"}  # with the views that they read
 
 
@@ -21,7 +22,7 @@ def test_examples_run(file: str) -> None:
     assert run and not runner.failures
 
 
-@pytest.mark.parametrize("name", [name for file in FILES for name in kvpagoda._PUBLIC[file]])
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
 def test_every_public_name_has_an_example(name: str) -> None:
     examples = doctest.DocTestParser().get_examples(getattr(kvpagoda, name).__doc__)
     assert examples or name in SHOWN_ELSEWHERE

@@ -79,10 +79,12 @@ class MatchResult(NamedTuple):
 
 
 class PrefixCache:
-    """A prefix cache over pages of ``page_size`` tokens.
+    """A prefix cache over pages of tokens.
 
     Args:
         device: where returned indices are.
+        page_size: tokens of a page.
+        policy: which cached page is evicted next.
         tree: its blocks are pages, and its ids are page numbers plus one.
 
     Raises:
@@ -97,14 +99,19 @@ class PrefixCache:
         self._in_page = np.arange(page_size, dtype=np.int32)
 
     def match_prefix(self, input_ids: Tensor) -> MatchResult:
-        """Match the longest cached prefix of ``input_ids``, int32 ``[n]`` on the host, in whole pages. Changes nothing.
+        """Match the longest cached prefix, in whole pages. Changes nothing. O(n).
 
-        O(n).
+        Args:
+            input_ids: int32 ``[n]`` on the host.
         """
         return MatchResult(Handle(self, self.tree.match(as_tokens(input_ids.numpy()))))
 
     def lock_handle(self, handle: Handle, unlock: bool = False) -> None:
-        """Lock the tokens of ``handle`` once more, or ``unlock`` them once.
+        """Lock the tokens of a handle once more, or unlock them once.
+
+        Args:
+            handle: of a match.
+            unlock: which of the two.
 
         Raises:
             StaleHandle: they were evicted.
@@ -124,7 +131,11 @@ class PrefixCache:
             handle.at = handle.leases[-1]
 
     def insert_prefix(self, input_ids: Tensor, indices: Tensor) -> InsertResult:
-        """Cache the whole pages of ``input_ids`` ``[n]``, whose rows have KV indices ``indices`` ``[n]``. O(n).
+        """Cache whole pages. O(n).
+
+        Args:
+            input_ids: int32 ``[n]`` on the host.
+            indices: the KV index of each token.
 
         Raises:
             NotOwned: a page that the tree already holds elsewhere.
@@ -138,10 +149,13 @@ class PrefixCache:
         return InsertResult(cached * self.page_size, Handle(self, self.tree.match(tokens)))
 
     def evict(self, size: int) -> Tensor:
-        """Evict at least ``size`` tokens, in whole pages, least recently used first; return their indices, int32.
+        """Evict tokens, in whole pages, least recently used first; return their indices, int32.
+
+        Args:
+            size: at least so many tokens.
 
         Raises:
-            OutOfBlocks: evicting nothing, if fewer tokens are not locked.
+            OutOfBlocks: fewer tokens are not locked; none is evicted.
         """
         num_pages = ceil_div(size, self.page_size)
         if num_pages > self.tree.num_evictable:
@@ -172,11 +186,19 @@ class PrefixCache:
         self.tree.check()
 
     def tokens_of(self, ids: Ids) -> Tensor:
-        """Return the indices of all tokens of pages ``ids``: int32 ``[pages * page_size]`` on the device."""
+        """Return the indices of all tokens of pages: int32 ``[pages * page_size]`` on the device.
+
+        Args:
+            ids: of the pages.
+        """
         return torch.from_numpy(((ids - 1)[:, None] * self.page_size + self._in_page).ravel()).to(self.device)
 
     def pages_of(self, indices: Tensor) -> Ids:
-        """Return the ids of the pages of ``indices``, of which every ``page_size``-th begins a page: int32."""
+        """Return the ids of pages, int32.
+
+        Args:
+            indices: of tokens, of which every ``page_size``-th begins a page.
+        """
         return indices[:: self.page_size].cpu().numpy().astype(np.int32) // self.page_size + 1
 
 
@@ -202,16 +224,18 @@ class Req(Protocol):
 
 
 class CacheManager:
-    """Pages of ``page_size`` tokens, each free, cached or private to a request, and the page table of requests. Not for
-    use from several threads at once.
+    """Pages of tokens, each free, cached or private to a request, and the page table of requests. Not for use from several
+    threads at once.
 
     Args:
+        num_pages: how many.
+        page_size: tokens of a page.
         page_table: integers ``[rows, tokens]``, the KV index of each token of each request.
         type: the name of an eviction policy, or one of mini-sglang's names ("radix", "naive"), which mean least
             recently used.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``num_pages`` or ``page_size`` is below 1, or ``type`` names no policy.
     """
 
     def __init__(self, num_pages: int, page_size: int, page_table: Tensor, type: str = "radix") -> None:
@@ -232,27 +256,41 @@ class CacheManager:
         return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
 
     def match_req(self, req: Pending) -> MatchResult:
-        """Match the cached prefix of ``req``, at most all but its last token. Changes nothing.
+        """Match the cached prefix of a request, at most all but its last token. Changes nothing.
+
+        Args:
+            req: of mini-sglang.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: the request has no token.
         """
         if req.input_len < 1:
             raise BadInput("a request needs at least one token, got none", needed=1, available=0)
         return self.prefix_cache.match_prefix(req.input_ids[: req.input_len - 1])
 
     def lock(self, handle: Handle) -> None:
-        """Keep the tokens of ``handle`` from being evicted until ``unlock``."""
+        """Keep the tokens of a handle from being evicted until ``unlock``.
+
+        Args:
+            handle: of a match.
+        """
         self.prefix_cache.lock_handle(handle)
 
     def unlock(self, handle: Handle) -> None:
-        """End one ``lock`` of ``handle``."""
+        """End one ``lock``.
+
+        Args:
+            handle: of a match.
+        """
         self.prefix_cache.lock_handle(handle, unlock=True)
 
     def allocate_paged(self, reqs: list[Req]) -> None:
-        """Allocate pages for the tokens that all of ``reqs`` compute in this step, and write them to the page table.
+        """Allocate pages for the tokens that requests compute in this step, and write them to the page table.
 
         O(tokens of the new pages).
+
+        Args:
+            reqs: of mini-sglang.
 
         Raises:
             OutOfBlocks: no room; nothing changed.
@@ -272,10 +310,14 @@ class CacheManager:
         self.page_table[tuple(places)] = indices
 
     def cache_req(self, req: Req, *, finished: bool) -> None:
-        """Cache the whole pages of the first ``cached_len`` tokens of ``req``, which are computed.
+        """Cache the whole pages of the first ``cached_len`` tokens of a request, which are computed.
 
-        If it has ``finished``, its other pages are freed and its handle is unlocked. Otherwise it keeps its handle,
-        which then covers all these pages. O(tokens after the handle).
+        O(tokens after the handle).
+
+        Args:
+            req: of mini-sglang.
+            finished: its other pages are freed and its handle is unlocked. Otherwise it keeps its handle, which then
+                covers all these pages.
 
         Raises:
             BadInput: a request whose handle is not locked.

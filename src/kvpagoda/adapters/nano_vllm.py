@@ -48,13 +48,17 @@ class LastLookup(NamedTuple):
 
 
 class BlockManager:
-    """The blocks of ``block_size`` tokens that the sequences of one engine hold, and the prefixes cached in them.
+    """The blocks that the sequences of one engine hold, and the prefixes cached in them.
 
     The calls, their arguments and the attributes that they write are nano-vllm's. Differences: cached blocks are found
-    in a radix tree that compares tokens, not by a chain of hashes. They are evicted only when a block is needed, by
-    ``policy``, ends of texts first. If two sequences compute the same block at once, one copy is kept.
+    in a radix tree that compares tokens, not by a chain of hashes. They are evicted only when a block is needed, ends
+    of texts first. If two sequences compute the same block at once, one copy is kept. Not for use from several threads
+    at once.
 
-    Not for use from several threads at once.
+    Args:
+        num_blocks: how many.
+        block_size: tokens of a block.
+        policy: which cached block is evicted next.
 
     Raises:
         BadInput: numbers below 1.
@@ -88,18 +92,23 @@ class BlockManager:
     # -- calls for a waiting sequence --------------------------------------------------------------------------------
 
     def can_allocate(self, seq: NanoSequence) -> int:
-        """Return how many leading blocks of ``seq`` are cached, at most all but its last; -1 without room for it.
+        """Return how many leading blocks of a sequence are cached, at most all but its last; -1 without room for it.
 
         Changes nothing. O(tokens).
+
+        Args:
+            seq: of nano-vllm.
         """
         match = self._look_up(seq)
         wanted = self._columns(seq.num_tokens) - match.num_blocks
         return match.num_blocks if self._blocks.has_room(match, wanted) else -1
 
     def allocate(self, seq: NanoSequence, num_cached_blocks: int) -> None:
-        """Give ``seq`` blocks for all its tokens; the first ``num_cached_blocks``, from ``can_allocate``, are shared.
+        """Give a sequence blocks for all its tokens. O(tokens).
 
-        O(tokens).
+        Args:
+            seq: of nano-vllm.
+            num_cached_blocks: from ``can_allocate``: so many first blocks are shared.
 
         Raises:
             BadInput: it has blocks already.
@@ -127,11 +136,18 @@ class BlockManager:
     # -- calls for a running sequence --------------------------------------------------------------------------------
 
     def can_append(self, seq: NanoSequence) -> bool:
-        """Return whether there is a block for the last token of ``seq``. O(1)."""
+        """Return whether there is a block for the last token of a sequence. O(1).
+
+        Args:
+            seq: of nano-vllm.
+        """
         return seq.num_tokens <= len(seq.block_table) * self.block_size or self.num_free_blocks > 0
 
     def may_append(self, seq: NanoSequence) -> None:
-        """Give ``seq`` a block for its last token, if it needs one.
+        """Give a sequence a block for its last token, if it needs one.
+
+        Args:
+            seq: of nano-vllm.
 
         Raises:
             OutOfBlocks: no room; nothing changed.
@@ -140,10 +156,13 @@ class BlockManager:
             seq.block_table.append(int(self._blocks.take(1)[0]) - 1)
 
     def hash_blocks(self, seq: NanoSequence) -> None:
-        """Make the full blocks of ``seq`` shareable, now that its scheduled tokens are computed.
+        """Make the full blocks of a sequence shareable, now that its scheduled tokens are computed.
 
-        If another sequence has published the same block meanwhile, that one replaces the block of ``seq``, in
-        ``block_table`` too. O(tokens of these blocks).
+        If another sequence has published the same block meanwhile, that one replaces the block here, in ``block_table``
+        too. O(tokens of these blocks).
+
+        Args:
+            seq: of nano-vllm.
 
         Raises:
             BadInput: a sequence without blocks.
@@ -162,7 +181,10 @@ class BlockManager:
             seq.block_table[start:end] = (inserted.ids[0] - 1).tolist()
 
     def deallocate(self, seq: NanoSequence) -> None:
-        """Free the blocks of ``seq``; published ones stay cached until they are evicted. O(blocks).
+        """Free the blocks of a sequence; published ones stay cached until they are evicted. O(blocks).
+
+        Args:
+            seq: of nano-vllm.
 
         Raises:
             BadInput: a sequence without blocks.

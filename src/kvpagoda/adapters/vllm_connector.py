@@ -111,7 +111,12 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the top of this file.
+    """A KV connector of vLLM that stores blocks in tiers; see the top of this file.
+
+    Args:
+        vllm_config: vLLM's.
+        role: vLLM's.
+        kv_cache_config: vLLM's.
 
     Raises:
         BadInput: an unknown version, option, tier, or way to run in parallel.
@@ -231,7 +236,14 @@ class KvpagodaConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._mover.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: blocks are stored with all their layers, after the step."""
+        """Do nothing: blocks are stored with all their layers, after the step.
+
+        Args:
+            layer_name: vLLM's.
+            kv_layer: vLLM's.
+            attn_metadata: vLLM's.
+            **kwargs: vLLM's.
+        """
 
     def wait_for_save(self) -> None:
         self._mover.save(self._orders)

@@ -46,10 +46,11 @@ class Finding:
         sort: "rows" (answers are wrong) or "counter" (more tokens were said to be cached than can be).
         kind: of the requests, a key of ``KINDS``, or of ``WHO`` for counters.
         text: what was seen, in plain words.
-        wrong, judged: how many answers were wrong, of how many.
+        wrong: how many answers were wrong.
+        judged: how many answers were judged.
         largest: the largest distance from a cold twin in nats; None for counters.
-        also: what else was seen that has probably the same cause.
         case: the smallest case; its last request is the wrong one.
+        also: what else was seen that has probably the same cause.
         lines: lines for a shell that send it, with what is to be seen.
     """
 

@@ -38,8 +38,10 @@ class Trial:
         answer: its own.
         key: names its prompt.
         twins: the answers of cold runs.
-        distance: how far it is from the nearer of the two twins, or from the one; at: at which token.
+        distance: how far it is from the nearer of the two twins, or from the one.
+        at: at which token.
         is_wrong: whether both twins say that it is wrong; None: there is no cold twin.
+        whose: of which other prompt the answer is, if it is known.
     """
 
     case: Case
@@ -53,7 +55,6 @@ class Trial:
     at: int = field(init=False, default=0)
     is_wrong: bool | None = field(init=False, default=None)
     whose: str = field(init=False, default="")
-    """Of which other prompt the answer is, if it is known."""
 
 
 @dataclass(eq=False)

@@ -176,6 +176,7 @@ class Draw:
     Args:
         seed: two draws with the same seed draw the same.
         as_ids: whether symbols are token ids, else letters.
+        shift: added to the numbers of pictures, so that those of each case are new.
     """
 
     seed: int

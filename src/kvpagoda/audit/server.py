@@ -80,9 +80,11 @@ class ServerProfile:
         takes_salts: whether it looks at ``cache_salt``.
         has_salts: whether a ``cache_salt`` makes a prompt cold; None: not known.
         has_images: whether chats take pictures; None: not known.
-        unit: hits are whole multiples of it; least: the shortest prompt that was found; 0: not known.
+        unit: hits are whole multiples of it; 0: not known.
+        least: tokens of the shortest prompt that was found; 0: not known.
         cold: how a cold twin is made: "salt", "off" or "churn".
-        churn: how many other prompts are asked to fill the cache; churn_length: tokens of each.
+        churn: how many other prompts are asked to fill the cache.
+        churn_length: tokens of each.
         evicts: whether a prompt was found no more after these; it is found where there are tiers.
         num_blocks_tokens: tokens that the cache holds, as the server says; 0: it does not.
         preemptions: whether the server says how many requests were preempted.

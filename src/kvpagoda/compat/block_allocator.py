@@ -17,6 +17,7 @@ class BlockAllocator:
     captured graph.
 
     Args:
+        num_total_blocks: how many.
         device: where ``acquire`` puts its ids; None: CUDA when a GPU is there, else the CPU.
 
     Examples:
@@ -42,9 +43,12 @@ class BlockAllocator:
         return self._blocks.num_free
 
     def acquire(self, n: int) -> torch.Tensor:
-        """Take ``n`` distinct blocks and return their ids, int32 ``[n]`` on the device. O(n).
+        """Take distinct blocks and return their ids, int32 ``[n]`` on the device. O(n).
 
         The blocks are the caller's until ``release``.
+
+        Args:
+            n: how many.
 
         Raises:
             OutOfBlocks: (a RuntimeError; its text has ``OOM``, the requested, free and total numbers of blocks), taking
@@ -57,9 +61,10 @@ class BlockAllocator:
         return ids
 
     def release(self, ids: IdsLike) -> None:
-        """Free blocks ``ids``: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).
+        """Free blocks. O(n). If it raises, no block was freed.
 
-        If it raises, no block was freed.
+        Args:
+            ids: a tensor on any device, an array or a sequence of whole numbers, of any shape.
 
         Raises:
             NotOwned: a block that is not held (released twice), out of range or named twice.

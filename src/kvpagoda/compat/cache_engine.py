@@ -66,6 +66,11 @@ class CacheEngine:
     (MLA has one head). The host's tensors are page-locked when a GPU is there. All memory is zero at the start.
 
     Args:
+        cache_config: see above.
+        model_config: see above.
+        parallel_config: see above.
+        device_config: see above.
+        attn_backend: see above.
         layer_type: the type of layers that are counted (hybrid models count each type separately).
 
     Examples:
@@ -117,6 +122,8 @@ class CacheEngine:
 
         Args:
             src_to_dst: int64 ``[n, 2]``, (host block, device block) pairs.
+            wait: until the copies are done. If False, they are queued on the current stream: then synchronise before
+                the host reads or reuses a block.
 
         Returns:
             when the copies are done, or with ``wait=False`` when they are queued on the current stream: then
@@ -133,6 +140,7 @@ class CacheEngine:
 
         Args:
             src_to_dst: int64 ``[n, 2]``, (device block, host block) pairs.
+            wait: see ``swap_in``.
         """
         self._move(self._gpu, self._cpu, src_to_dst, wait)
 
@@ -161,8 +169,14 @@ class CacheEngine:
         These are the K and V rows of ``block_size`` tokens; MLA has no V part. A backend whose shape has more elements
         (padded heads) takes more.
 
+        Args:
+            cache_config: see the class.
+            model_config: see the class.
+            parallel_config: see the class.
+            layer_type: see the class.
+
         Raises:
-            BadInput: a wrong argument.
+            BadInput: the configs give a number that is not positive, or an unknown cache dtype.
         """
         elements = math.prod(_sizes(cache_config, model_config, parallel_config, layer_type))
         parts = 1 if model_config.use_mla else 2

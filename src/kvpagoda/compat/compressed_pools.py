@@ -42,6 +42,11 @@ class PagedKVPool(Pool):
 
     All are views of the pool's memory.
 
+    Args:
+        schema: of the layer.
+        num_blocks: of 128 tokens each.
+        device: None: CUDA when a GPU is there, else the CPU.
+
     Raises:
         BadInput: a layer without entries.
 
@@ -89,6 +94,11 @@ class StateCachePool(Pool):
 
     A ring row is addressed by position modulo the number of rows. All attributes above are views of the pool's memory.
 
+    Args:
+        schema: of the layer.
+        max_requests: how many have a state.
+        device: None: CUDA when a GPU is there, else the CPU.
+
     Examples:
         >>> from kvpagoda import DSV4Config, build_schedule, build_schema
         >>> config = DSV4Config.flash()
@@ -126,7 +136,10 @@ class StateCachePool(Pool):
         return self.swa_head % ratio if ratio else None
 
     def reset_slot(self, slot: SupportsIndex) -> None:
-        """Reset the row of ``slot`` to its initial values.
+        """Reset the row of a request to its initial values.
+
+        Args:
+            slot: of the request.
 
         Raises:
             NotOwned: ``slot`` is out of range.

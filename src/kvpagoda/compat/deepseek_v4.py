@@ -69,11 +69,25 @@ class RouterMode(Enum):
 
 @dataclass(frozen=True)
 class DSV4Config:
-    """The model's numbers that determine its cache. ``compress_ratios`` has one number per layer.
+    """The model's numbers that determine its cache.
 
     Args:
+        compress_ratios: of each layer: ``csa_ratio``, ``hca_ratio``, or 0 for SWA.
+        name: of the model.
+        head_dim: elements of a row, RoPE dims included.
+        rope_dim: the last elements of a row.
+        window: tokens of the sliding window.
+        csa_ratio: tokens of an entry of a CSA layer.
+        hca_ratio: tokens of an entry of an HCA layer.
+        index_heads: heads of the indexer's queries.
+        index_dim: elements of an indexer key.
+        index_topk: entries that the indexer selects.
+        num_hash_layers: first layers whose experts are routed by hash.
+        max_positions: the longest text in tokens.
+        vocab_size: tokens that there are.
         encoding: format of entries and window rows; its ``kept`` is always set to ``rope_dim``.
         index_encoding: format of the indexer's keys.
+        tail_dtype: of the rows that wait for an entry.
 
     Raises:
         SchemaError: a dtype or form that the rows cannot have.
@@ -102,13 +116,23 @@ class DSV4Config:
 
     @classmethod
     def pro(cls, *, encoding: Encoding = FP8_PER_ENTRY, index_encoding: Encoding = MXFP4) -> DSV4Config:
-        """Return the config of V4-Pro: 61 layers, 0 and 1 HCA, then CSA and HCA in turn."""
+        """Return the config of V4-Pro: 61 layers, 0 and 1 HCA, then CSA and HCA in turn.
+
+        Args:
+            encoding: see the class.
+            index_encoding: see the class.
+        """
         ratios = (128, 128, *(4, 128) * 29, 4)
         return cls(ratios, "deepseek-v4-pro", index_topk=1024, encoding=encoding, index_encoding=index_encoding)
 
     @classmethod
     def flash(cls, *, encoding: Encoding = FP8_PER_ENTRY, index_encoding: Encoding = MXFP4) -> DSV4Config:
-        """Return the config of V4-Flash: 43 layers, 0 and 1 SWA, then CSA and HCA in turn."""
+        """Return the config of V4-Flash: 43 layers, 0 and 1 SWA, then CSA and HCA in turn.
+
+        Args:
+            encoding: see the class.
+            index_encoding: see the class.
+        """
         ratios = (0, 0, *(4, 128) * 20, 4)
         return cls(ratios, "deepseek-v4-flash", encoding=encoding, index_encoding=index_encoding)
 
@@ -134,7 +158,12 @@ class DSV4Config:
         return len(self.compress_ratios)
 
     def schema(self, *, encoding: Encoding | None = None, index_encoding: Encoding | None = None) -> Schema:
-        """Return the schema of the whole model. An encoding given here replaces that of the config."""
+        """Return the schema of the whole model.
+
+        Args:
+            encoding: replaces that of the config.
+            index_encoding: replaces that of the config.
+        """
         config = replace(self, encoding=encoding or self.encoding, index_encoding=index_encoding or self.index_encoding)
         layers = tuple(build_schema(config, spec).layer for spec in build_schedule(config))
         return Schema(layers, self.name, self.max_positions, self.vocab_size)
@@ -142,7 +171,13 @@ class DSV4Config:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of the model: its attention, its feed-forward part, and the routing of the latter.
+    """One layer of the model.
+
+    Args:
+        layer_idx: of the layer.
+        attn: its attention.
+        ffn: its feed-forward part.
+        router_mode: how that part routes.
 
     Examples:
         >>> spec = build_schedule(DSV4Config.flash())[2]
@@ -159,6 +194,9 @@ class LayerSpec:
 def build_schedule(config: DSV4Config) -> list[LayerSpec]:
     """Return the layers in order. All have experts; the first ``num_hash_layers`` route by hash.
 
+    Args:
+        config: of the model.
+
     Examples:
         >>> "".join(spec.attn.name[0] for spec in build_schedule(DSV4Config.flash())[:6])
         'SSCHCH'
@@ -172,7 +210,12 @@ def build_schedule(config: DSV4Config) -> list[LayerSpec]:
 
 @dataclass(frozen=True)
 class LayerSchema:
-    """The cache shape of one layer, derived from ``kind``. A count is 0 if the layer has no such rows.
+    """The cache shape of one layer. A count is 0 if the layer has no such rows.
+
+    Args:
+        layer_idx: of the layer.
+        attn: its attention.
+        kind: what it keeps, from which the counts follow.
 
     Examples:
         >>> config = DSV4Config.flash()
@@ -247,7 +290,11 @@ class LayerSchema:
 
 
 def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
-    """Return the cache shape of layer ``layer_spec``.
+    """Return the cache shape of a layer.
+
+    Args:
+        config: of the model.
+        layer_spec: of the layer.
 
     Examples:
         >>> config = DSV4Config.pro()
@@ -265,7 +312,7 @@ def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
 def compute_block_budget(
     config: DSV4Config, schedule: Sequence[LayerSpec], max_tokens: int, max_requests: int
 ) -> dict[str, int]:
-    """Return the blocks needed for ``max_tokens`` tokens in all, divided in any way among ``max_requests`` requests.
+    """Return the blocks needed for some tokens, divided in any way among some requests.
 
     ``csa`` and ``hca`` are blocks of 128 tokens for *each layer* of that type: the ``num_blocks_per_csa_layer`` and
     ``num_blocks_per_hca_layer`` of a ``KVCacheManager``. A block is taken when its first entry is written. In a CSA
@@ -277,8 +324,14 @@ def compute_block_budget(
     ``state_bytes`` is those of ``max_requests`` state rows over all layers. They include neither alignment nor the
     hidden row of each pool.
 
+    Args:
+        config: of the model.
+        schedule: its layers.
+        max_tokens: of all requests together.
+        max_requests: the most at once.
+
     Raises:
-        BadInput: unless both are positive whole numbers.
+        BadInput: ``max_tokens`` or ``max_requests`` is no positive whole number.
 
     Examples:
         >>> config = DSV4Config.pro()

@@ -33,10 +33,22 @@ class GDNPool:
 
     In memory v is before k, so that the elements of one k vector are adjacent, as most kernels read them.
     ``get_layer_state`` returns that order, dense; ``recurrent_state`` has the other order, as a view of the same bytes.
-    All arguments are attributes; ``device`` None: CUDA when a GPU is there, else the CPU.
+    All arguments are attributes.
+
+    Args:
+        max_reqs: slots of requests.
+        num_gdn_layers: layers, the GDN ones only.
+        num_v_heads: heads of v.
+        head_k_dim: elements of a head of k.
+        head_v_dim: elements of a head of v.
+        conv_dim: channels of the convolution.
+        conv_kernel_size: tokens of the convolution.
+        device: None: CUDA when a GPU is there, else the CPU.
+        dtype: of ``conv_state``.
+        max_track_slots: slots of checkpoints.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number is no positive whole number (``max_track_slots``: may be 0), or there is no such device.
 
     Examples:
         >>> pool = GDNPool(max_reqs=4, num_gdn_layers=2, num_v_heads=8, head_k_dim=16, head_v_dim=32, conv_dim=64,
@@ -92,11 +104,15 @@ class GDNPool:
     def get_layer_state(self, gdn_layer_idx: int) -> tuple[Tensor, Tensor]:
         """Return the recurrent and the conv states of one layer, as views of the pool.
 
-        ``gdn_layer_idx`` counts the GDN layers only. Recurrent: ``[slots, num_v_heads, head_v_dim, head_k_dim]``,
-        dense, the transpose of ``recurrent_state[gdn_layer_idx]``. Conv: ``[slots, conv_dim, conv_kernel_size - 1]``.
+        Args:
+            gdn_layer_idx: counts the GDN layers only.
+
+        Returns:
+            Recurrent ``[slots, num_v_heads, head_v_dim, head_k_dim]``, dense, the transpose of
+            ``recurrent_state[gdn_layer_idx]``, and conv ``[slots, conv_dim, conv_kernel_size - 1]``.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: the pool has no such layer.
         """
         if whole_number(gdn_layer_idx, "a GDN layer") >= self.num_gdn_layers:
             text = f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool"
@@ -104,7 +120,10 @@ class GDNPool:
         return self.recurrent_state[gdn_layer_idx].transpose(-1, -2), self.conv_state[gdn_layer_idx]
 
     def reset_states(self, req_pool_indices: Slots) -> None:
-        """Set all states of these slots (int, sequence or integer tensor) to zero. O(bytes).
+        """Set all states of some slots to zero. O(bytes).
+
+        Args:
+            req_pool_indices: an int, a sequence or an integer tensor.
 
         Raises:
             NotOwned: a slot out of range.
@@ -118,6 +137,9 @@ class GDNPool:
     def free_track_slot(self, slot: int) -> None:
         """Free a track slot. O(1).
 
+        Args:
+            slot: of ``alloc_track_slot``.
+
         Raises:
             NotOwned: it is free already or no track slot; nothing changed then.
         """
@@ -128,9 +150,13 @@ class GDNPool:
         return self._track.num_free
 
     def copy_states(self, src_index: Slots, dst_index: Slots) -> None:
-        """Copy all states of slot ``src_index[i]`` to slot ``dst_index[i]``, for all ``i``; any slots of the pool.
+        """Copy all states between slots of the pool, of any kind.
 
         All sources are read before a destination of the same layer is written. O(bytes).
+
+        Args:
+            src_index: slots.
+            dst_index: as many slots.
 
         Raises:
             NotOwned: a slot out of range or a destination named twice.

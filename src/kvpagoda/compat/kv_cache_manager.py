@@ -36,15 +36,23 @@ Tensor = torch.Tensor
 
 
 class KVCacheManager:
-    """Schemas, pools, allocators and block tables of every layer in ``schedule`` (layer i at position i).
+    """Schemas, pools, allocators and block tables of every layer of a schedule (layer i at position i).
 
-    It has ``max_concurrent_requests`` state rows and, for each layer, the given number of blocks of 128 tokens (see
-    ``compute_block_budget``). Layer i has ``schemas[i]`` and ``state_pools[i]``, and, all None for SWA layers,
-    ``paged_pools[i]``, ``allocators[i]``, which owns its blocks, and ``block_tables[i]``, int32 ``[slots + 1,
-    max_blocks]`` on the device, -1 = empty. The constructor allocates all memory.
+    Layer i has ``schemas[i]`` and ``state_pools[i]``, and, all None for SWA layers, ``paged_pools[i]``,
+    ``allocators[i]``, which owns its blocks, and ``block_tables[i]``, int32 ``[slots + 1, max_blocks]`` on the device,
+    -1 = empty. The constructor allocates all memory.
+
+    Args:
+        config: of the model.
+        schedule: its layers.
+        max_concurrent_requests: state rows of each layer.
+        num_blocks_per_csa_layer: blocks of 128 tokens of each CSA layer (see ``compute_block_budget``).
+        num_blocks_per_hca_layer: blocks of 128 tokens of each HCA layer.
+        device: None: CUDA when a GPU is there, else the CPU.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``max_concurrent_requests`` is below 1, a number of blocks is below 1 though the schedule has such
+            layers, the schedule is out of order, or there is no such device.
 
     Examples:
         >>> from kvpagoda import DSV4Config, build_schedule
@@ -125,7 +133,10 @@ class KVCacheManager:
         return int(self._slots.acquire(1)[0])
 
     def release_request(self, slot: int) -> None:
-        """Free the slot and all its blocks in every layer.
+        """Free a slot and all its blocks in every layer.
+
+        Args:
+            slot: of the request.
 
         Raises:
             NotOwned: the slot is not admitted.
@@ -139,9 +150,13 @@ class KVCacheManager:
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
-        """Append a block to the table of ``slot`` in one layer and return the block id.
+        """Append a block to the table of a request in one layer and return the block id.
 
         Call it before the first entry of the block is written, outside graph captures.
+
+        Args:
+            layer_idx: of the layer.
+            slot: of the request.
 
         Raises:
             BadInput: a layer without entries.
@@ -168,11 +183,15 @@ class KVCacheManager:
         return int(group.table.cells[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
-        """Return the blocks that ``slot`` holds in one layer, in order of position.
+        """Return the blocks that a request holds in one layer, in order of position.
+
+        Args:
+            layer_idx: of the layer.
+            slot: of the request.
 
         Raises:
-            BadInput: a wrong argument.
-            NotOwned: not held by the caller.
+            BadInput: there is no such layer, or it keeps no blocks.
+            NotOwned: the slot is not admitted.
         """
         group = self._blocks_of(layer_idx).group
         self._check_slot(slot)
@@ -185,13 +204,19 @@ class KVCacheManager:
     ) -> LayerCacheHandle:
         """Return the handle of one layer for one step. Allocates 0 bytes of device memory.
 
-        The arguments are int32 tensors ``[n]`` on the cache's device, with one row for each *token* of the step. The
-        tokens of one request are adjacent, in ascending order of position; slot -1 is a padded row. Only their dtype,
-        shape and device are checked, not their values. The handle keeps the tensors: for the next step fill them again
-        and acquire again. An entry whose block was not allocated is written to the hidden block and lost.
+        The three tensors are on the cache's device, with one row for each *token* of the step. The tokens of one
+        request are adjacent, in ascending order of position. Only their dtype, shape and device are checked, not their
+        values. The handle keeps the tensors: for the next step fill them again and acquire again. An entry whose block
+        was not allocated is written to the hidden block and lost.
+
+        Args:
+            layer_idx: of the layer.
+            request_slots: int32 ``[n]``; -1: a padded row.
+            positions: int32 ``[n]``.
+            request_ids: int32 ``[n]``.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: there is no such layer, or a tensor has another dtype, shape or device.
         """
         self._check_layer(layer_idx)
         device = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``self.device`` may lack

@@ -21,15 +21,22 @@ class KVPool:
              padding |  one token each
 
     ``k_buffer[l]`` is ``[size + 1, k_head_num, k_head_dim]`` and ``v_buffer[l]`` ``[size + 1, v_head_num,
-    v_head_dim]``, both of ``dtype`` on ``device`` (None: CUDA when a GPU is there, else the CPU), dense, zero at the
-    start; K and V may differ in heads and size (the V ones default to the K ones). Row 0 absorbs the writes of padded
+    v_head_dim]``, dense, zero at the start; K and V may differ in heads and size. Row 0 absorbs the writes of padded
     tokens.
 
     Args:
+        size: tokens.
+        layer_num: layers.
+        k_head_num: heads of K.
+        k_head_dim: elements of a head of K.
+        device: None: CUDA when a GPU is there, else the CPU.
+        dtype: of both.
+        v_head_num: heads of V; None: those of K.
+        v_head_dim: elements of a head of V; None: those of K.
         pin_memory: page-lock a pool on the host when a GPU is there.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number is no positive whole number, or there is no such device.
 
     Examples:
         >>> import torch
@@ -70,6 +77,9 @@ class KVPool:
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return K of a layer, ``[size + 1, k_head_num, k_head_dim]``, a view.
 
+        Args:
+            layer_id: of the layer.
+
         Raises:
             BadInput: an unknown layer.
         """
@@ -78,6 +88,9 @@ class KVPool:
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """Return V of a layer, ``[size + 1, v_head_num, v_head_dim]``, a view.
 
+        Args:
+            layer_id: of the layer.
+
         Raises:
             BadInput: an unknown layer.
         """
@@ -85,6 +98,9 @@ class KVPool:
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and the V tensor of a layer, views of the pool.
+
+        Args:
+            layer_id: of the layer.
 
         Raises:
             BadInput: an unknown layer.
@@ -101,12 +117,18 @@ class KVPool:
             k [b, s, h, d]  indices [b, s]
             k [n, h * d]    indices [n]        (also [b, s, h * d] with [b, s])
 
-        ``k`` and ``v`` have the pool's dtype and device; ``indices`` are integers in 0 .. size (0: padding). If an
-        index is named twice, either of its rows is kept. Indices on a GPU are checked only with the environment
+        If an index is named twice, either of its rows is kept. Indices on a GPU are checked only with the environment
         variable ``KVPAGODA_CHECK=1``, because the check waits for the GPU. O(n) rows.
 
+        Args:
+            layer_id: of the layer.
+            indices: integers in 0 .. size (0: padding).
+            k: of the pool's dtype, on its device.
+            v: of the pool's dtype, on its device.
+
         Raises:
-            BadInput: a wrong argument.
+            BadInput: an unknown layer, ``indices`` that are no integers, or ``k`` or ``v`` of another shape, dtype or
+                device; before anything is written.
             NotOwned: an index out of range, before anything is written.
         """
         buffers, indices = self.get_kv_buffer(layer_id), integers(indices, "KV indices")
@@ -154,12 +176,23 @@ def make_full_attention_net_mem_pool(
     need_sort: bool = True,
     pin_memory: bool = True,
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
-    """Return the pool of a model with full attention in all layers, and the allocator of its ``size`` usable indices.
+    """Return the pool of a model with full attention in all layers, and the allocator of its usable indices.
 
-    Arguments as of ``KVPool`` and ``TokenToKVPoolAllocator``.
+    Args:
+        size: see ``KVPool``.
+        layer_num: see ``KVPool``.
+        k_head_num: see ``KVPool``.
+        k_head_dim: see ``KVPool``.
+        v_head_num: see ``KVPool``.
+        v_head_dim: see ``KVPool``.
+        device: see ``KVPool``.
+        dtype: see ``KVPool``.
+        page_size: see ``TokenToKVPoolAllocator``.
+        need_sort: see ``TokenToKVPoolAllocator``.
+        pin_memory: see ``KVPool``.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number is no positive whole number, or there is no such device.
 
     Examples:
         >>> pool, tokens = make_full_attention_net_mem_pool(64, layer_num=2, k_head_num=4, k_head_dim=8, device="cpu")

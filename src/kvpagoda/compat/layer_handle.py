@@ -29,12 +29,20 @@ def _part(number: int) -> property:
 
 @dataclass(frozen=True)
 class SWAView:
-    """The sliding-window rings of all requests, as views of the pool. ``swa_pos`` is -1 where nothing was ever written.
+    """The sliding-window rings of all requests, as views of the pool.
 
     FP8 forms have ``swa_fp8`` ``[requests, ring, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
     the raw form has ``swa`` ``[requests, ring, dim]``. A ring has ``window + verify_width`` rows. It may also hold rows
     of older tokens and of tokens that were rewound: the token at position p reads only rows with ``swa_pos`` in p -
     window + 1 .. p.
+
+    Args:
+        encoding: of the rows.
+        dtype: to which they are decoded.
+        parts: the tensors of the encoding.
+        swa_pos: int32 ``[requests, ring]``; -1 where nothing was ever written.
+        request_slots: int32 ``[n]``, of the step.
+        positions: int32 ``[n]``, of the step.
 
     Examples:
         >>> from kvpagoda.schema import RAW
@@ -130,6 +138,13 @@ class LayerCacheHandle:
     go to rows of the requests of ``step``, whose ``request_slots``, ``positions`` and ``request_ids`` are attributes of
     the handle too.
 
+    Args:
+        kind: of the layer.
+        paged: its entries.
+        state: its rings and tails.
+        block_table: int32 ``[requests, max_blocks]``.
+        step: the tokens.
+
     Examples:
         >>> from kvpagoda import DSV4Config, KVCache
         >>> config = DSV4Config((4,), head_dim=64, rope_dim=16, window=8, index_dim=32)     # one CSA layer
@@ -152,9 +167,10 @@ class LayerCacheHandle:
 
     @classmethod
     def of(cls, view: Any) -> LayerCacheHandle:
-        """Return the handle of ``view``, the ``LayerView`` of a compressed-attention layer in a batch.
+        """Return the handle of a layer in a batch. It is valid as long as the batch.
 
-        It is valid as long as the batch.
+        Args:
+            view: the ``LayerView`` of a compressed-attention layer.
 
         Raises:
             BadInput: a layer of another kind.
@@ -167,10 +183,13 @@ class LayerCacheHandle:
     # -- the sliding window -----------------------------------------------------------------------------------------
 
     def write_swa(self, kv: Tensor) -> None:
-        """Store the rows of this step, ``[n, dim]``, RoPE dims last (bfloat16 for the FP8 form), at position mod ring.
+        """Store the rows of this step at position mod ring.
 
         If a request has more tokens in the step than the ring has rows, its last ones are stored. Call ``read_window``
         first, because this overwrites older rows.
+
+        Args:
+            kv: ``[n, dim]``, RoPE dims last (bfloat16 for the FP8 form).
         """
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
         if self._has_kernel:
@@ -200,7 +219,8 @@ class LayerCacheHandle:
     def read_window(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the uncompressed rows that each token attends to: its window, itself included.
 
-        ``kv`` ``[n, dim]``: this step's rows, not yet written.
+        Args:
+            kv: ``[n, dim]``, this step's rows, not yet written.
 
         Returns:
             rows ``[n, window, dim]`` in ``kv``'s dtype, as they read back from storage (0 where there is none), and
@@ -227,10 +247,11 @@ class LayerCacheHandle:
     def close_windows(self, keys: Tensor, scores: Tensor, prefix: str = "") -> ClosedWindows:
         """Return the rows that the windows closing in this step pool over; store this step's rows for later windows.
 
-        ``keys``, ``scores`` ``[n, streams * dim]``: this step's projections; the scores include the position bias. With
-        overlap the first half is stream a (for the next window) and the second half stream b.
+        With overlap the first half is stream a (for the next window) and the second half stream b.
 
         Args:
+            keys: ``[n, streams * dim]``, this step's projections.
+            scores: ``[n, streams * dim]``; they include the position bias.
             prefix: "idx_" for the indexer's own compressor.
         """
         ratio, step, overlap = self.kind.ratio, self.step, self.kind.overlap
@@ -262,19 +283,37 @@ class LayerCacheHandle:
         return ClosedWindows(closing, closed_at[:, 0] // ratio, *pooled)
 
     def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
-        """Store one compressed entry for every closed window in its request's blocks; ``entries`` ``[c, dim]``."""
+        """Store one compressed entry for every closed window in its request's blocks.
+
+        Args:
+            closed: what ``close_windows`` returned.
+            entries: ``[c, dim]``.
+        """
         self._write_blocks("entries", closed, entries)
 
     def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
-        """Store one indexer key for every closed window in its request's blocks; ``keys`` ``[c, index_dim]``."""
+        """Store one indexer key for every closed window in its request's blocks.
+
+        Args:
+            closed: what ``close_windows`` returned.
+            keys: ``[c, index_dim]``.
+        """
         self._write_blocks("indexer_keys", closed, keys)
 
     def read_entries(self, windows: Tensor) -> Tensor:
-        """Return entries ``windows``, int64 ``[n, k]``, of each token's request: ``[n, k, dim]``; 0 where it is -1."""
+        """Return entries of each token's request: ``[n, k, dim]``; 0 where there is none.
+
+        Args:
+            windows: int64 ``[n, k]``; -1: none.
+        """
         return self._read_blocks("entries", windows)
 
     def read_indexer_keys(self, windows: Tensor) -> Tensor:
-        """Return the indexer keys of ``windows`` (int64 ``[n, k]``, -1: none): ``[n, k, index_dim]``, 0 for -1."""
+        """Return indexer keys of each token's request: ``[n, k, index_dim]``; 0 where there is none.
+
+        Args:
+            windows: int64 ``[n, k]``; -1: none.
+        """
         return self._read_blocks("indexer_keys", windows)
 
     def read_classical_view(self) -> ClassicalView:
@@ -358,15 +397,22 @@ def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
 
 
 def dequantize_swa(view: SWAView) -> Tensor:
-    """Decode the rings of ``view`` in plain torch: ``[requests, ring, head_dim]`` in the rows' dtype.
+    """Decode rings in plain torch: ``[requests, ring, head_dim]`` in the rows' dtype.
 
     Rows are 0 where nothing was written. ``swa_pos`` says which rows a token reads: see ``SWAView``.
+
+    Args:
+        view: of the layer.
     """
     return decode(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
 
 
 def dequantize_entries(view: ClassicalView, block_ids: IdsLike | None = None) -> Tensor:
-    """Decode the entries of ``block_ids`` (default: all blocks) in plain torch.
+    """Decode entries in plain torch.
+
+    Args:
+        view: of the layer.
+        block_ids: of the blocks; None: all.
 
     Returns:
         ``[blocks, entries_per_block, head_dim]``; 0 for -1, an empty cell of a block table.

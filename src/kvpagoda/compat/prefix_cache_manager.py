@@ -60,12 +60,17 @@ class PrefixCacheManager:
         return self._tree.num_evictable
 
     def insert(self, token_ids: Text, slot: int, slot_ver: int) -> None:
-        """Record that slot ``slot``, of version ``slot_ver``, holds the rows of all ``token_ids``; take one reference.
+        """Record that a slot holds the rows of all tokens of a text; take one reference.
 
         The slot replaces older ones on the whole path. Then evicts down to the capacity.
 
+        Args:
+            token_ids: the text.
+            slot: that holds it.
+            slot_ver: its version.
+
         Raises:
-            BadInput: a wrong argument.
+            BadInput: ``token_ids`` are no vector of integers, or a number is negative.
         """
         tokens = as_tokens(token_ids).copy()  # the tree keeps it
         slot = whole_number(slot, "a slot", below=2**63)
@@ -80,13 +85,16 @@ class PrefixCacheManager:
         self._shrink()
 
     def find(self, token_ids: Text) -> tuple[int, int, int]:
-        """Return (prefix_len, slot, slot_ver) of the longest cached prefix of ``token_ids``; it may end at any token.
+        """Return (prefix_len, slot, slot_ver) of the longest cached prefix of a text; it may end at any token.
 
         Counts as a use. The slot held all ``prefix_len`` tokens when it had version ``slot_ver``: compare the version
         before reading the slot. (0, -1, 0) when nothing is cached.
 
+        Args:
+            token_ids: the text.
+
         Raises:
-            BadInput: a wrong argument.
+            BadInput: ``token_ids`` are no vector of integers.
         """
         match = self._tree.match(as_tokens(token_ids))
         self._tree.touch(match)
@@ -95,7 +103,10 @@ class PrefixCacheManager:
         return match.num_tokens, *self._place(match)
 
     def pin(self, token_ids: Text) -> None:
-        """Take one more reference on ``token_ids``; a use of them.
+        """Take one more reference on a text; a use of it.
+
+        Args:
+            token_ids: the text.
 
         Raises:
             NotOwned: they are not all cached.
@@ -105,7 +116,10 @@ class PrefixCacheManager:
         self._leases.setdefault(match.tokens.tobytes(), []).append(self._tree.pin(match))
 
     def release(self, token_ids: Text) -> None:
-        """Drop one reference on exactly ``token_ids``, then evict down to the capacity.
+        """Drop one reference on exactly a text, then evict down to the capacity.
+
+        Args:
+            token_ids: the text.
 
         Raises:
             NotOwned: there is no such reference; nothing changed.
@@ -121,13 +135,15 @@ class PrefixCacheManager:
         self._shrink()
 
     def copy_kv(self, token_ids: Text, target_slot: int, kv_cache: tuple[Any, Any], n_layers: int) -> None:
-        """Copy the rows of ``token_ids`` from the slot that holds them to ``target_slot``, in both caches.
+        """Copy the rows of a text from the slot that holds them to another, in both caches.
 
         Compare the slot version that ``find`` returned before you call this.
 
         Args:
-            kv_cache: K and V, tensors or arrays ``[slot, position, layer, ...]``; the first ``n_layers`` layers are
-                copied.
+            token_ids: the text.
+            target_slot: the other slot.
+            kv_cache: K and V, tensors or arrays ``[slot, position, layer, ...]``.
+            n_layers: the first layers are copied.
 
         Raises:
             NotOwned: ``token_ids`` are not all cached.
@@ -152,7 +168,11 @@ class PrefixCacheManager:
                 cache[target, : wanted[1], : wanted[2]] = cache[slot, : wanted[1], : wanted[2]]
 
     def evict(self, num_tokens: int) -> int:
-        """Evict up to ``num_tokens`` cached tokens, the least recently used first; return how many were evicted."""
+        """Evict cached tokens, the least recently used first; return how many were evicted.
+
+        Args:
+            num_tokens: the most.
+        """
         evicted = self._tree.evict(num_tokens).ids[0]
         self._entries.give(evicted)
         return len(evicted)

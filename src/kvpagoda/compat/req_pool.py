@@ -16,11 +16,15 @@ class ReqToTokenPool:
     """Request slots and their KV indices: ``req_to_token``, int32 ``[max_reqs + 1, max_context_len]`` on ``device``.
 
     Slots ``1 .. max_reqs`` are handed out; slot 0 is padding, as in ``GDNPool``. The table does not know the length of
-    a request: cells not written since the slot was taken hold old values. ``device`` None: CUDA when a GPU is there,
-    else the CPU.
+    a request: cells not written since the slot was taken hold old values.
+
+    Args:
+        max_reqs: the most requests at once.
+        max_context_len: the most tokens of a request.
+        device: None: CUDA when a GPU is there, else the CPU.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number is negative or no whole number, or there is no such device.
 
     Examples:
         >>> requests = ReqToTokenPool(max_reqs=4, max_context_len=8, device="cpu")
@@ -44,10 +48,13 @@ class ReqToTokenPool:
         return self._slots.num_free
 
     def alloc(self, n: int = 1) -> list[int] | None:
-        """Take ``n`` free slots; return None, taking none, if there are fewer. O(n).
+        """Take free slots; return None, taking none, if there are fewer. O(n).
+
+        Args:
+            n: how many.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: ``n`` is negative or no whole number.
         """
         if whole_number(n, "the number of request slots") > self._slots.num_free:
             return None
@@ -55,7 +62,10 @@ class ReqToTokenPool:
         return slots
 
     def free(self, slot: int | Sequence[int]) -> None:
-        """Free a slot, or a sequence of slots.
+        """Free slots.
+
+        Args:
+            slot: one, or a sequence.
 
         Raises:
             NotOwned: one is not held, out of range or named twice; then no slot is freed.
@@ -66,9 +76,11 @@ class ReqToTokenPool:
             self._slots.release_id(slot)
 
     def write(self, index: tuple[int, slice], values: IdsLike) -> None:
-        """Write KV indices ``values``, integers ``[n]``, to the ``n`` positions ``index``: (slot, slice).
+        """Write KV indices to positions of a request. Nothing is clamped.
 
-        Nothing is clamped.
+        Args:
+            index: (slot, slice) of ``n`` positions.
+            values: integers ``[n]``.
 
         Raises:
             NotOwned: a slot that is not held.
@@ -113,10 +125,15 @@ class ReqToTokenPool:
 
 
 def make_req_to_token_pool(max_reqs: int, max_context_len: int, device: Device = None) -> ReqToTokenPool:
-    """Return the table for ``max_reqs`` requests of at most ``max_context_len`` tokens.
+    """Return the table of request slots.
+
+    Args:
+        max_reqs: see ``ReqToTokenPool``.
+        max_context_len: see ``ReqToTokenPool``.
+        device: see ``ReqToTokenPool``.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number is negative or no whole number, or there is no such device.
 
     Examples:
         >>> make_req_to_token_pool(4, 100, device="cpu").req_to_token.shape

@@ -20,6 +20,9 @@ class SlotAllocator:
         words      ... | 0b0100 | 0b0000 | 0b0001 | ...     bit i of word w: slot 64 * w + i is free
         above      ... 1        0        1 ...              bit w: word w is not 0
 
+    Args:
+        max_slots: how many.
+
     Examples:
         >>> slots = SlotAllocator(3)
         >>> slots.alloc(), slots.alloc()
@@ -60,7 +63,10 @@ class SlotAllocator:
         return slot
 
     def occupy(self, i: SupportsIndex) -> None:
-        """Take the free slot ``i``; its version does not change.
+        """Take a free slot; its version does not change.
+
+        Args:
+            i: the slot.
 
         Raises:
             NotOwned: it is in use or out of range.
@@ -76,7 +82,10 @@ class SlotAllocator:
                 break
 
     def free(self, i: SupportsIndex) -> None:
-        """Free slot ``i``; its version does not change.
+        """Free a slot; its version does not change.
+
+        Args:
+            i: the slot.
 
         Raises:
             NotOwned: it is free already or out of range.
@@ -92,7 +101,10 @@ class SlotAllocator:
                 break
 
     def is_free(self, i: SupportsIndex) -> bool:
-        """Return whether slot ``i`` is free.
+        """Return whether a slot is free.
+
+        Args:
+            i: the slot.
 
         Raises:
             NotOwned: it is out of range.
@@ -101,7 +113,10 @@ class SlotAllocator:
         return bool(self._levels[0][word] >> bit & 1)
 
     def version(self, i: SupportsIndex) -> int:
-        """Return how often ``alloc`` has handed out slot ``i``.
+        """Return how often ``alloc`` has handed out a slot.
+
+        Args:
+            i: the slot.
 
         Raises:
             NotOwned: it is out of range.

@@ -32,7 +32,10 @@ class TokenToKVPoolAllocator:
     only when an ``alloc`` needs it. The free list is on the host and counts pages.
 
     Args:
-        device: where ``alloc`` returns its indices (None: CUDA when a GPU is there, else the CPU).
+        size: usable indices.
+        device: where ``alloc`` returns its indices; None: CUDA when a GPU is there, else the CPU.
+        page_size: indices of a page.
+        need_sort: hand out the lowest free pages first.
 
     Examples:
         >>> tokens = TokenToKVPoolAllocator(size=64, device="cpu", page_size=8)
@@ -64,7 +67,10 @@ class TokenToKVPoolAllocator:
         return (self._pages.num_free + self._num_waiting) * self.page_size
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Take at least ``need_size`` distinct indices; return None, taking none, if there are fewer. O(n).
+        """Take distinct indices; return None, taking none, if there are fewer. O(n).
+
+        Args:
+            need_size: at least so many, rounded up to whole pages.
 
         Returns:
             all indices of ``p = ceil(need_size / page_size)`` pages, int32 ``[p * page_size]`` on the device, ascending
@@ -89,10 +95,13 @@ class TokenToKVPoolAllocator:
         return out
 
     def free(self, indices: IdsLike) -> None:
-        """Free indices: a tensor on any device, an array or a sequence, of any shape. O(n log n).
+        """Free indices. O(n log n).
 
         The first freed index of a page frees the whole page. Its other indices may be freed later, each once, until the
         page is handed out again; that changes nothing. If it raises, nothing is freed, but an open group is closed.
+
+        Args:
+            indices: a tensor on any device, an array or a sequence, of any shape.
 
         Raises:
             NotOwned: an index that is not held (freed twice, also inside a group), out of range or named twice.

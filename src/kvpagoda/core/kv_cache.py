@@ -61,39 +61,58 @@ TIERS = "tiers are made by host_tier, disk_tier and others, or are a TierSpec"
 class KVCache:
     """The KV cache of one model on one device; or its block accounting alone, without memory.
 
-    ``schema``: what each layer keeps (``Schema.from_hf_config``). ``budget``: bytes of memory, as a number or as text
-    such as ``"2GiB"``; all of it is allocated here, none later. ``num_blocks``: instead of ``budget``, the number of
-    blocks of every group. ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:0"`` or another of torch's; None: CUDA if a GPU
-    is present, else the CPU; ``"none"``: no memory, for simulators and for schedulers in a process of their own; works without
-    torch, and batches give numpy arrays. A ``kvpagoda.Worker`` then has the memory, and must apply ``batch.copies`` before
-    each step. ``max_requests``: requests that run at once. ``block_size``: tokens in a block
-    (default: what suits the schema's layers). ``policy``: the eviction policy, by name (``kvpagoda.policies.POLICY_NAMES``) or
-    as an ``EvictionPolicy``. ``tiers``: where blocks and checkpoints are stored below the device, the fastest first
-    (``kvpagoda.tiers.host_tier`` and others). ``dtype``: of what the schema keeps, instead of the model's own.
-    ``retention``, ``identity``, ``limits``: what is kept for reuse, which records in shared tiers this process may use,
-    how large requests may be. ``order``, ``kernels``, ``kernel_page``: see ``Schema.plan``; several groups share one
-    block-major memory unless ``order`` is ``"layer"``. ``poison``: fill free memory with NaN, to detect stale reads.
-    ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``). ``record``: the path of
-    a file for trace events, which Perfetto shows: the life of every request, blocks, evictions (``docs/looking.md``); or a
-    ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it. ``memory``: provides the memory and takes it
-    back while the cache sleeps, with the three calls of a ``kvpagoda.abc.Backing``. ``hints``: a
-    ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint comes. ``observers``: are
-    told what happens in the cache, each a ``kvpagoda.abc.CacheObserver`` (``docs/own-parts.md``).
-    ``sanitize``: keep beside each row and state where it comes from, and raise CheckFailed before a step reads another's:
-    to find faults of this library, or of an engine's calls (``docs/audit.md``). Each step then costs O(tokens).
-
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
     to change anything, does no harm. If it comes within the few assignments of a change, every further call but
-    ``close`` raises NeedsReset, until ``reset``. Raises BadInput, NeverFits, SchemaError, Exhausted (no such memory).
+    ``close`` raises NeedsReset, until ``reset``.
 
-    >>> from kvpagoda import Schema
-    >>> config = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-    >>> cache = KVCache(Schema.from_hf_config(config), "64KiB", device="none")
-    >>> with cache.open(range(40)) as sequence:
-    ...     sequence.commit(range(40))
-    >>> cache.open(range(50)).cached_tokens
-    40
+    Args:
+        schema: what each layer keeps (``Schema.from_hf_config``).
+        budget: bytes of memory, as a number or as text such as ``"2GiB"``; all of it is allocated here, none later.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:0"`` or another of torch's; None: CUDA if a GPU is present, else the CPU;
+            ``"none"``: no memory, for simulators and for schedulers in a process of their own. It works without torch,
+            and batches give numpy arrays; a ``kvpagoda.Worker`` then has the memory, and must apply ``batch.copies``
+            before each step.
+        max_requests: requests that run at once.
+        block_size: tokens in a block; None: what suits the schema's layers.
+        policy: the eviction policy, by name (``kvpagoda.policies.POLICY_NAMES``) or as an ``EvictionPolicy``.
+        tiers: where blocks and checkpoints are stored below the device, the fastest first (``kvpagoda.tiers.host_tier``
+            and others).
+        dtype: of what the schema keeps, instead of the model's own.
+        num_blocks: instead of ``budget``, the number of blocks of every group.
+        retention: what is kept for reuse.
+        identity: which records in shared tiers this process may use.
+        limits: how large requests and steps may be.
+        order: see ``Schema.plan``; several groups share one block-major memory unless it is ``"layer"``.
+        kernels: see ``Schema.plan``.
+        kernel_page: see ``Schema.plan``.
+        poison: fill free memory with NaN, to detect stale reads.
+        events: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``).
+        record: the path of a file for trace events, which Perfetto shows: the life of every request, blocks, evictions
+            (``docs/looking.md``); or a ``kvpagoda.recording.Recording`` with a clock of its own. ``close`` ends it.
+        memory: provides the memory and takes it back while the cache sleeps, with the three calls of a
+            ``kvpagoda.abc.Backing``.
+        hints: a ``kvpagoda.hints.Hints`` with a clock or limits of its own; None: one is made when the first hint
+            comes.
+        observers: are told what happens in the cache, each a ``kvpagoda.abc.CacheObserver`` (``docs/own-parts.md``).
+        sanitize: keep beside each row and state where it comes from, and raise CheckFailed before a step reads
+            another's: to find faults of this library, or of an engine's calls (``docs/audit.md``). Each step then costs
+            O(tokens).
+
+    Raises:
+        BadInput: an argument is of a wrong type or out of range, or arguments exclude each other; the message names it.
+        NeverFits: the budget is too small for one request.
+        SchemaError: the schema cannot be planned with these arguments.
+        Exhausted: the system or device has no such memory.
+
+    Examples:
+        >>> from kvpagoda import Schema
+        >>> config = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+        >>> cache = KVCache(Schema.from_hf_config(config), "64KiB", device="none")
+        >>> with cache.open(range(40)) as sequence:
+        ...     sequence.commit(range(40))
+        >>> cache.open(range(50)).cached_tokens
+        40
     """
 
     def __init__(
@@ -241,23 +260,38 @@ class KVCache:
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
-        ``token_ids``: at least one int, or an int32 array, within the model's vocabulary. ``namespace``: only requests
-        of equal namespaces share blocks. ``priority``: of the blocks that it publishes, for the policies ``priority``
-        and ``ttl``; a 64-bit integer. ``capacity``: allocate blocks for this many first tokens (default: the whole
-        prompt; give 0 or a chunk if the prompt is computed in chunks). ``reserve``: the most tokens that the request
-        may have (default: the prompt); blocks for them are reserved, so that an admitted request never waits for
-        others. ``media``: offset -> digest (at least 16 bytes) of each image that begins there. ``prefetch``: what
-        ``KVCache.prefetch`` returned for the same prompt; it is used up. ``layerwise``: blocks from tiers may arrive
-        layer by layer, when ``batch.layer`` asks for them, as far as staging memory suffices. ``lookup``: if False,
-        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing. ``checkpoints``:
-        positions of the prompt, in tokens, at which others should be able to resume: the ends of a system prompt, of a
-        tool's result. They are rounded down to whole blocks; ``Sequence.checkpoints`` says what became of each. With
-        full attention alone nothing must be kept for them. ``hints``: an envelope of hints about this request;
-        ``sequence.hints`` has their outcomes, and none makes this call fail.
+        What only a tier has is loaded if that is expected to be faster than computing it. If it raises, the request
+        holds nothing.
 
-        What only a tier has is loaded if that is expected to be faster than computing it. Raises BadInput, NeverFits
-        (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
-        holds nothing."""
+        Args:
+            token_ids: at least one int, or an int32 array, within the model's vocabulary.
+            namespace: only requests of equal namespaces share blocks.
+            priority: of the blocks that it publishes, for the policies ``priority`` and ``ttl``; a 64-bit integer.
+            capacity: allocate blocks for this many first tokens; None: the whole prompt. Give 0 or a chunk if the
+                prompt is computed in chunks.
+            reserve: the most tokens that the request may have; None: the prompt. Blocks for them are reserved, so that
+                an admitted request never waits for others.
+            media: offset -> digest (at least 16 bytes) of each image that begins there.
+            prefetch: what ``KVCache.prefetch`` returned for the same prompt; it is used up.
+            layerwise: blocks from tiers may arrive layer by layer, when ``batch.layer`` asks for them, as far as
+                staging memory suffices.
+            lookup: if False, reuse nothing, but publish.
+            publish: if False, reuse what is cached, but publish nothing.
+            checkpoints: positions of the prompt, in tokens, at which others should be able to resume: the ends of a
+                system prompt, of a tool's result. They are rounded down to whole blocks; ``Sequence.checkpoints`` says
+                what became of each. With full attention alone nothing must be kept for them.
+            hints: an envelope of hints about this request; ``sequence.hints`` has their outcomes, and none makes this
+                call fail.
+
+        Returns:
+            The running request, with ``cached_tokens`` tokens that need not be computed.
+
+        Raises:
+            BadInput: an argument is of a wrong type or out of range, such as a token id outside of the vocabulary.
+            NeverFits: the request is larger than the whole cache.
+            RetryLater: no slot or no room is free now.
+            StaleHandle: the cache is closed.
+        """
         core = self._core
         if not core.is_open:
             core.check_open()  # raises
@@ -310,11 +344,18 @@ class KVCache:
 
     @exclusive
     def apply(self, envelope: object, namespace: AnyNamespace = None) -> list[Outcome]:
-        """Do what the actions of an envelope of hints ask for, and return one ``Outcome`` for each.
+        """Do what the actions of an envelope of hints ask for. ``docs/hints.md`` defines the actions.
 
-        ``envelope``: as vLLM's and SGLang's ``KvHintsEnvelope``: an object of theirs, a mapping, or JSON. ``namespace``: of
-        the texts that it speaks of. ``docs/hints.md`` defines the actions. Raises nothing for any hint; StaleHandle if
-        the cache is closed."""
+        Args:
+            envelope: as vLLM's and SGLang's ``KvHintsEnvelope``: an object of theirs, a mapping, or JSON.
+            namespace: of the texts that it speaks of.
+
+        Returns:
+            One ``Outcome`` for each action; a hint is never an error.
+
+        Raises:
+            StaleHandle: the cache is closed.
+        """
         self._core.check_open()
         self._settler.settle_waiting()
         return self.hints.apply(envelope, namespace)
@@ -323,10 +364,17 @@ class KVCache:
     def sender(
         self, transfer: Transfer, *, key: bytes = b"", clock: Callable[[], float] = time, skew: float = 2.0
     ) -> Sender:
-        """Return a ``Sender``, which lets ``Sequence.hand_over`` export blocks through ``transfer``
-        (``kvpagoda.handover.SharedMemory`` and others). ``key``: signs its tickets; without one let only trusted programs
-        pass them on. ``clock``: seconds since 1970. ``skew``: by how many seconds the clocks of the machines may differ.
-        Raises BadInput, also if there is one already."""
+        """Return a ``Sender``, which lets ``Sequence.hand_over`` export blocks.
+
+        Args:
+            transfer: how their bytes get to other processes (``kvpagoda.handover.SharedMemory`` and others).
+            key: signs its tickets; without one let only trusted programs pass them on.
+            clock: seconds since 1970.
+            skew: by how many seconds the clocks of the machines may differ.
+
+        Raises:
+            BadInput: an argument is of a wrong type or out of range, or the cache has a sender already.
+        """
         from kvpagoda.core.handover.sender import Sender as Made
 
         return Made(self._lifecycle, self.schema, transfer, key=key, clock=clock, skew=skew)
@@ -343,21 +391,37 @@ class KVCache:
         key: bytes = b"",
         clock: Callable[[], float] = time,
     ) -> Sequence:
-        """Continue the request of ``ticket``, which ``Sequence.hand_over`` of another cache made: nothing is computed again.
+        """Continue the request of ``ticket``, which ``Sequence.hand_over`` of another cache made: nothing is computed
+        again.
 
         Its committed tokens are read through ``transfer`` into blocks of this cache, and become shareable here; what is
-        cached already is shared, and ``length`` is what it was there; ``match.lacking_from`` says which rows of optional
-        groups neither side has. The number of ranks, the block size and the layout
-        may differ; this rank is ``Identity.rank`` of ``num_ranks``. ``namespace``, ``priority``, ``reserve``: see ``open``.
-        ``key``: with which the text of a ticket must be signed; b"": any ticket is trusted. ``clock``: seconds since 1970.
+        cached already is shared, and ``length`` is what it was there; ``match.lacking_from`` says which rows of
+        optional groups neither side has. The number of ranks, the block size and the layout may differ; this rank is
+        ``Identity.rank`` of ``num_ranks``. The cache is locked while it reads.
 
-        A ticket of ``hand_over(upto=..)`` is for tokens that are still computed there: every call reads the layers that are
-        done, and raises RetryLater until all are.
+        A ticket of ``hand_over(upto=..)`` is for tokens that are still computed there: every call reads the layers that
+        are done, and raises RetryLater until all are. If it raises, the request holds nothing here.
 
-        Raises TicketRefused (malformed, forged, taken before, other model or weights), HandoverMiss (expired, or the bytes
-        cannot be had intact: ``open`` the request, which computes it), RetryLater (no room now, or more layers to come; the
-        ticket stays good), NeverFits, BadInput, StaleHandle; the request then holds nothing. The cache is locked while it
-        reads."""
+        Args:
+            ticket: of the other cache, as an object or as its text.
+            transfer: how the bytes get here.
+            namespace: see ``open``.
+            priority: see ``open``.
+            reserve: see ``open``.
+            key: with which the text of a ticket must be signed; ``b""``: any ticket is trusted.
+            clock: seconds since 1970.
+
+        Returns:
+            The running request.
+
+        Raises:
+            TicketRefused: the ticket is malformed, forged, was taken before, or is of another model or other weights.
+            HandoverMiss: it expired, or the bytes cannot be had intact: ``open`` the request, which computes it.
+            RetryLater: no room now, or more layers to come; the ticket stays good.
+            NeverFits: the request is larger than the whole cache.
+            BadInput: an argument is of a wrong type or out of range.
+            StaleHandle: the cache is closed.
+        """
         from kvpagoda.core.handover.receiver import Receiver as Made
 
         self._core.check_open()
@@ -371,8 +435,19 @@ class KVCache:
     ) -> Prefetch:
         """Begin to look up this prompt in the tiers, and to read their records into host memory, before ``open``.
 
-        Pass the result to ``open(..., prefetch=...)`` when you open the request, or close it. At most half the staging
-        memory of a tier is used for it. Raises BadInput, also if the cache has no tiers."""
+        At most half the staging memory of a tier is used for it.
+
+        Args:
+            token_ids: see ``open``.
+            namespace: see ``open``.
+            media: see ``open``.
+
+        Returns:
+            What ``open(..., prefetch=...)`` takes when the request is opened; close it if it is not.
+
+        Raises:
+            BadInput: an argument is of a wrong type or out of range, or the cache has no tiers.
+        """
         begun: Prefetch = prefetch(self._core, token_ids, namespace, media)
         return begun
 
@@ -394,9 +469,21 @@ class KVCache:
     def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Lookup | list[Lookup]:
         """Return the ``Lookup`` of this prompt: what ``open`` would find, and what running requests will soon publish.
 
-        Admits nothing, takes no slot, pins nothing, and does not count as a use. For a list or tuple of prompts, return
-        a list in the same order; the prompts are not compared with one another, and ``namespace`` and ``media`` are one
-        for all, or lists. ``[]`` is one prompt. Raises BadInput, StaleHandle (the cache is closed)."""
+        Admits nothing, takes no slot, pins nothing, and does not count as a use.
+
+        Args:
+            token_ids: one prompt, see ``open``, or a list or tuple of prompts, which are not compared with one another;
+                ``[]`` is one prompt.
+            namespace: see ``open``; of several prompts one for all, or a list.
+            media: see ``open``; of several prompts one for all, or a list.
+
+        Returns:
+            One ``Lookup``; of several prompts a list in the same order.
+
+        Raises:
+            BadInput: an argument is of a wrong type or out of range, or a list has another length than the prompts.
+            StaleHandle: the cache is closed.
+        """
         self._lifecycle.ending.leave_dropped_fences()
         self._settler.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
@@ -409,12 +496,22 @@ class KVCache:
     def step_limit(self, sequences: Iterable[Sequence]) -> npt.NDArray[np.int64]: ...
     @exclusive
     def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> int | npt.NDArray[np.int64]:
-        """Return the most tokens that the next step of a sequence should compute; for several sequences int64 ``[n]``.
+        """Return the most tokens that the next step of a sequence should compute.
 
         The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
         longer step is correct, but no request can resume at that position; ``stats().passed_boundaries`` counts these.
         With ``Retention.rounds_states`` it also ends at multiples of the hit grid. Only models with states have such
-        positions. Raises StaleHandle for a closed or suspended sequence."""
+        positions.
+
+        Args:
+            sequences: one running sequence, or several.
+
+        Returns:
+            A number of tokens; for several sequences int64 ``[n]``.
+
+        Raises:
+            StaleHandle: a sequence is closed or suspended.
+        """
         limits = [self._settler.checkpoints.step_limit(request) for request in requests_of(sequences, self._core)]
         return limits[0] if isinstance(sequences, Sequence) else np.array(limits, np.int64)
 
@@ -422,8 +519,14 @@ class KVCache:
         """Return a context manager that protects the memory of ``sequences`` while a step or copy is in flight.
 
         Inside it nothing that they hold is freed, published or moved, even if they commit or close: another stream may
-        still read and write there. That is done at its end. Entering raises StaleHandle, fencing none, if a sequence is
-        closed or suspended. It can be entered again, also inside itself."""
+        still read and write there. That is done at its end. It can be entered again, also inside itself.
+
+        Args:
+            sequences: running sequences of this cache.
+
+        Raises:
+            StaleHandle: on entering, if a sequence is closed or suspended; none is fenced then.
+        """
         return Fence(self._lifecycle, requests_of(sequences, self._core))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -439,12 +542,22 @@ class KVCache:
     ) -> Batch:
         """Return the index arrays of a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``.
 
-        ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one token,
-        length 0 and -1 in ``request_slots``, and writes to block 0 (``slot_mapping`` 0). ``firsts``: the position of
-        each sequence's first token in the step (None: its length), for steps of a draft: before that it computes rows of
-        committed tokens that its own group lacks (``seq.match.lacking_from``; rows of other groups are shared and must
-        not be written), behind it those of the tokens that it proposes. The arrays (see ``help(Batch)``) lie in static
-        buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle."""
+        The arrays (see ``help(Batch)``) lie in static buffers: they are valid until the next ``batch``.
+
+        Args:
+            sequences: running sequences that have room for these tokens, none twice.
+            new_tokens: of each sequence, at least 1.
+            pad_to: rows in all (CUDA graphs); a padded row has one token, length 0 and -1 in ``request_slots``, and
+                writes to block 0 (``slot_mapping`` 0). None: no padded rows.
+            firsts: the position of each sequence's first token in the step (None: its length), for steps of a draft:
+                before that it computes rows of committed tokens that its own group lacks (``seq.match.lacking_from``;
+                rows of other groups are shared and must not be written), behind it those of the tokens that it
+                proposes.
+
+        Raises:
+            BadInput: a count, ``pad_to`` or a position is out of range, or a sequence has no room for its tokens.
+            StaleHandle: a sequence is closed or suspended.
+        """
         requests = requests_of(sequences, self._core)
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to, firsts)
 
@@ -458,9 +571,16 @@ class KVCache:
     ) -> PersistentBatch:
         """Return a batch that runs ``sequences`` step by step, where the cost of a step depends on what changed.
 
-        Of each prompt at most the last token may be uncommitted. ``num_rows``: rows in all (default: one for each
-        sequence, at least 1), padded as in ``batch``. ``tokens_per_row``: every step computes this many tokens in each
-        row, padded rows too, and all arrays keep their shapes, as CUDA graphs need. Raises BadInput, StaleHandle."""
+        Args:
+            sequences: running sequences; of each prompt at most the last token may be uncommitted.
+            num_rows: rows in all, padded as in ``batch``; None: one for each sequence, at least 1.
+            tokens_per_row: every step computes this many tokens in each row, padded rows too, and all arrays keep their
+                shapes, as CUDA graphs need. None: ``PersistentBatch.extend`` says how many.
+
+        Raises:
+            BadInput: there are too few rows, a number is out of range, or more of a prompt is uncommitted.
+            StaleHandle: a sequence is closed or suspended.
+        """
         members = all_of(sequences, Sequence, "expected sequences that this cache opened")
         rows = max(1, len(members)) if num_rows is None else whole_number(num_rows, "num_rows", 1, bits=ROW_BITS)
         width = None if tokens_per_row is None else whole_number(tokens_per_row, "tokens_per_row", 1, bits=31)
@@ -470,8 +590,16 @@ class KVCache:
 
     @exclusive
     def layer(self, index: SupportsIndex) -> LayerView:
-        """Return the memory of layer ``index`` (of its owner, if it shares one) without a step: to bind kernels, and to
-        warm up CUDA graphs. The memory does not move as long as the cache lives. Raises BadInput."""
+        """Return the memory of a layer without a step: to bind kernels, and to warm up CUDA graphs.
+
+        The memory does not move as long as the cache lives.
+
+        Args:
+            index: of the layer; of one that shares its rows, the view is that of their owner.
+
+        Raises:
+            BadInput: the model has no such layer.
+        """
         return LayerView(self._core, self.schema.owner_of(index))
 
     @exclusive
@@ -479,8 +607,12 @@ class KVCache:
         """Compile the Triton kernels that steps of this cache launch, so that none is compiled while requests wait.
 
         They are those that write and read its rows, for few rows and for many, and those of index arrays; nothing is
-        written. Triton keeps them on disk: it takes seconds where it never ran before. Without a GPU, nothing is done. To be
-        called once, before the first step and before CUDA graphs are captured. Raises Asleep."""
+        written. Triton keeps them on disk: it takes seconds where it never ran before. Without a GPU, nothing is done.
+        To be called once, before the first step and before CUDA graphs are captured.
+
+        Raises:
+            Asleep: the cache sleeps.
+        """
         self._core.memory.warm_up()
 
     # -- what is kept ------------------------------------------------------------------------------------------------
@@ -491,8 +623,19 @@ class KVCache:
     ) -> Pin:
         """Pin what is cached of this text, and its last checkpoint: evicted only if a request could not run otherwise.
 
-        ``unpin`` ends the pin; ``pin.is_held`` is False once it has ended. Raises BadInput, and OutOfBlocks if pins
-        would exceed their share of the cache (``Retention.pin_share``) or running requests have reserved the blocks."""
+        Args:
+            token_ids: see ``open``.
+            namespace: see ``open``.
+            media: see ``open``.
+
+        Returns:
+            The pin, for ``unpin``; ``pin.is_held`` is False once it has ended.
+
+        Raises:
+            BadInput: an argument is of a wrong type or out of range.
+            OutOfBlocks: pins would exceed their share of the cache (``Retention.pin_share``), or running requests have
+                reserved the blocks.
+        """
         core = self._core
         tokens = as_tokens(token_ids, core.vocab_size)
         media_ids = core.media.ids(media, len(tokens))
@@ -501,20 +644,35 @@ class KVCache:
 
     @even_asleep
     def unpin(self, pin: Pin) -> None:
-        """End ``pin``. Does nothing if it has ended already. Raises BadInput for what is no pin."""
+        """End ``pin``. Does nothing if it has ended already.
+
+        Args:
+            pin: what ``KVCache.pin`` returned.
+
+        Raises:
+            BadInput: ``pin`` is no pin.
+        """
         self._reuse.unpin(pin)
 
     @even_asleep
     def invalidate(self, *namespaces: AnyNamespace, weights: str | None = None) -> None:
-        """Stop reuse of all that is cached in ``namespaces`` (none given: in all), for example after new weights.
+        """Stop reuse of all that is cached in ``namespaces``, for example after new weights.
 
         Running requests continue with the new weights, as ``Sequence.epochs`` says, and publish nothing more. Requests
         whose ``Namespace`` has an epoch stay on it, and share with others on it until the last of them ends.
 
-        Records stored in tiers from now on are found by this process alone; with ``weights``, a digest of the new
-        weights of all namespaces, by all processes with the same one. A namespace that outlives the process must not
-        mean two adapters. A server may invalidate ever new namespaces: from 1,024 on of which nothing is left here, each
-        costs one in 4,096 of the others of which nothing is cached here what tiers have of them."""
+        A namespace that outlives the process must not mean two adapters. A server may invalidate ever new namespaces:
+        from 1,024 on of which nothing is left here, each costs one in 4,096 of the others of which nothing is cached
+        here what tiers have of them.
+
+        Args:
+            *namespaces: none given: all.
+            weights: a digest of the new weights of all namespaces: records stored in tiers from now on are found by all
+                processes with the same one. None: by this process alone.
+
+        Raises:
+            BadInput: a namespace, or ``weights``, is of a wrong type.
+        """
         if self._hints is not None:
             self._hints.before_open()
         self._reuse.invalidate(namespaces, weights)
@@ -523,32 +681,55 @@ class KVCache:
 
     @either_way
     def reset(self) -> None:
-        """Forget everything that is kept for reuse, for example after new weights. Raises RetryLater while a request
-        runs or is suspended. After NeedsReset it forgets every request too; their sequences are closed then."""
+        """Forget everything that is kept for reuse, for example after new weights.
+
+        After NeedsReset it forgets every request too; their sequences are closed then.
+
+        Raises:
+            RetryLater: a request runs or is suspended.
+        """
         self._reuse.reset()
         if self._hints is not None:
             self._hints.forget()
 
     @exclusive
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait at most ``timeout`` seconds until all records due for tiers are stored; return whether they are."""
+        """Wait until all records due for tiers are stored.
+
+        Args:
+            timeout: the most seconds to wait.
+
+        Returns:
+            Whether they are.
+        """
         return self._core.tiers.flush(timeout)
 
     # -- sleep -------------------------------------------------------------------------------------------------------
 
     @exclusive
     def sleep(self, keep: Keep = "nothing", *, nbytes: int | str | None = None, timeout: float = 10.0) -> Slept:
-        """Give the physical memory back until ``wake``; addresses stay. Return what was kept, dropped and given back.
+        """Give the physical memory back until ``wake``; addresses stay.
 
-        What running requests and pins use waits in host memory, and ``wake`` brings it back to the same places: persistent
-        batches and captured graphs step on. ``keep``: of what else is cached, ``"nothing"``, or the ``"tree"``: a cache with
-        tiers moves it there, as what is evicted, and requests find it there again; without tiers it waits in host memory
-        too. ``nbytes``: the most bytes of it that are kept; the coldest is dropped first. ``timeout``: seconds that tiers get.
+        What running requests and pins use waits in host memory, and ``wake`` brings it back to the same places:
+        persistent batches and captured graphs step on. While it sleeps, calls that need memory raise Asleep.
+        ``lookup``, ``stats``, ``check``, ``unpin``, ``invalidate``, ``reset`` and ``close`` work; a sequence that is
+        closed ends at ``wake``. Waits for copies in flight.
 
-        While it sleeps, calls that need memory raise Asleep. ``lookup``, ``stats``, ``check``, ``unpin``, ``invalidate``,
-        ``reset`` and ``close`` work; a sequence that is closed ends at ``wake``. Waits for copies in flight. Raises
-        RetryLater while a sequence is fenced, BadInput, and OutOfBlocks if the host lacks memory: the cache is awake then,
-        and no request lost anything, but blocks that were dropped stay dropped."""
+        Args:
+            keep: of what else is cached, ``"nothing"``, or the ``"tree"``: a cache with tiers moves it there, as what
+                is evicted, and requests find it there again; without tiers it waits in host memory too.
+            nbytes: the most bytes of it that are kept; the coldest is dropped first. None: all.
+            timeout: seconds that tiers get.
+
+        Returns:
+            What was kept, dropped and given back.
+
+        Raises:
+            RetryLater: a sequence is fenced.
+            BadInput: an unknown ``keep``, or a negative ``nbytes`` or ``timeout``.
+            OutOfBlocks: the host lacks memory: the cache is awake then, and no request lost anything, but blocks that
+                were dropped stay dropped.
+        """
         from kvpagoda.core.sleeping import sleep
 
         slept = sleep(self._lifecycle, keep, nbytes, timeout)
@@ -586,14 +767,23 @@ class KVCache:
 
     @even_asleep
     def check(self) -> None:
-        """Prove from scratch that every block, slot and row is in exactly one place. Raises CheckFailed, naming ids."""
+        """Prove from scratch that every block, slot and row is in exactly one place.
+
+        Raises:
+            CheckFailed: one is not; the message names ids.
+        """
         check(self._core)
 
     @either_way
     def close(self, timeout: float = 10.0) -> None:
-        """Close every sequence, running or suspended, and the cache: it admits no more requests. Tiers get at most
-        ``timeout`` seconds to store what is due; if the cache sleeps, only what is on the way to them. The memory is freed
-        with the object."""
+        """Close every sequence, running or suspended, and the cache: it admits no more requests.
+
+        The memory is freed with the object.
+
+        Args:
+            timeout: the most seconds that tiers get to store what is due; if the cache sleeps, only what is on the way
+                to them.
+        """
         core, timeout = self._core, real_number(timeout, "the timeout, in seconds,")
         if core.guard.is_torn or core.guard.aside is not None:
             core.clear()

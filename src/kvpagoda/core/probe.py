@@ -9,19 +9,23 @@ from kvpagoda.core.kv_cache import KVCache
 
 
 class Probe:
-    """One number of ``cache`` at a time, of those that ``KVCache.stats`` counts together: O(groups) where nothing else is
-    said, for simulations that ask after every step. ``evict`` and ``load_always`` change what a cache decides by itself:
-    not for engines.
+    """One number of a cache at a time, of those that ``KVCache.stats`` counts together: O(groups) where nothing else is
+    said, for simulations that ask after every step. ``evict`` and ``load_always`` change what a cache decides by
+    itself: not for engines.
 
-    >>> from kvpagoda import KVCache, Schema
-    >>> from kvpagoda.schema import Attention, Layer
-    >>> schema = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
-    >>> cache = KVCache(schema, num_blocks=4, block_size=2, max_requests=1, device="none")
-    >>> with cache.open(range(5)) as sequence:
-    ...     sequence.commit(range(5))
-    >>> probe = Probe(cache)
-    >>> probe.num_cached, probe.num_closed, probe.evict(1), probe.num_cached, probe.num_evicted
-    (3, 1, None, 2, 1)
+    Args:
+        cache: that is asked.
+
+    Examples:
+        >>> from kvpagoda import KVCache, Schema
+        >>> from kvpagoda.schema import Attention, Layer
+        >>> schema = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
+        >>> cache = KVCache(schema, num_blocks=4, block_size=2, max_requests=1, device="none")
+        >>> with cache.open(range(5)) as sequence:
+        ...     sequence.commit(range(5))
+        >>> probe = Probe(cache)
+        >>> probe.num_cached, probe.num_closed, probe.evict(1), probe.num_cached, probe.num_evicted
+        (3, 1, None, 2, 1)
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -62,22 +66,38 @@ class Probe:
         return self._core.unusable_nbytes()
 
     def runs(self, sequence: Sequence) -> tuple[int, int]:
-        """Return how many blocks ``sequence`` has, and in how many runs of ids that follow one another. O(blocks)."""
+        """Return how many blocks a sequence has, and in how many runs of ids that follow one another. O(blocks).
+
+        Args:
+            sequence: of the cache.
+        """
         counts = [group.runs((sequence.slot,)) for group in self._core.groups]
         return sum(blocks for blocks, _ in counts), sum(runs for _, runs in counts)
 
     def settles_at(self, sequence: Sequence) -> int:
-        """Return the length from which on a commit to ``sequence`` does more than append tokens: it publishes blocks, slides
-        windows, or keeps copies of states. What is committed before may come together."""
+        """Return the length from which on a commit to a sequence does more than append tokens: it publishes blocks, slides
+        windows, or keeps copies of states. What is committed before may come together.
+
+        Args:
+            sequence: of the cache.
+        """
         (request,) = requests_of(sequence, self._core)
         return request.settle_at
 
     def resumable(self, tokens: Tokens) -> int:
-        """Return how many of ``tokens``, int32, a request without a namespace would find cached. O(tokens)."""
+        """Return how many tokens a request without a namespace would find cached. O(tokens).
+
+        Args:
+            tokens: int32 ``[n]``.
+        """
         return self._core.prefix.find(tokens, self._core.namespaces.key(None))[1].resumable
 
     def evict(self, num_blocks: int) -> None:
-        """Evict ``num_blocks`` blocks of texts, or as many as can be: nobody uses or pins them."""
+        """Evict blocks of texts that nobody uses or pins.
+
+        Args:
+            num_blocks: how many, or as many as can be.
+        """
         self._core.capacity.forget(self._core.prefix.evict_texts, num_blocks)
 
     def load_always(self) -> None:

@@ -46,7 +46,11 @@ class PreemptionPolicy(Protocol):
     """Chooses the running sequence that is preempted when an older one needs memory."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
-        """Return one of ``candidates``: running sequences younger than the one in need, oldest first, at least one."""
+        """Return the sequence to preempt.
+
+        Args:
+            candidates: running sequences younger than the one in need, oldest first, at least one.
+        """
         ...
 
 
@@ -74,7 +78,13 @@ class PreemptionMode(Enum):
 
 @dataclass(frozen=True)
 class Costs:
-    """For each mode, the expected seconds of work until a preempted sequence is back at the same position."""
+    """For each mode, the expected seconds of work until a preempted sequence is back at the same position.
+
+    Args:
+        recompute: close it, and compute its text again.
+        part: suspend what is not shared.
+        swap: suspend all of it.
+    """
 
     recompute: float
     part: float
@@ -82,15 +92,23 @@ class Costs:
 
 
 def cheapest(costs: Costs) -> PreemptionMode:
-    """Return the mode that costs least; of several equal ones the one that moves fewer bytes."""
+    """Return the mode that costs least; of several equal ones the one that moves fewer bytes.
+
+    Args:
+        costs: of the modes.
+    """
     return min(PreemptionMode, key=lambda mode: getattr(costs, mode.value))
 
 
 @dataclass(frozen=True)
 class QueueStats:
-    """Jobs that are waiting and running now; preemptions so far, and how many of those suspended to host memory.
+    """The counters of a queue.
 
     Args:
+        waiting: jobs that wait now.
+        running: jobs that run now.
+        preempted: preemptions so far.
+        swapped: of these, those that suspended to host memory.
         waits: seconds that jobs waited until they first ran.
     """
 
@@ -150,7 +168,11 @@ class Job:
         return self.told if held is None else held.checkpoints
 
     def extend(self, tokens: Many[int]) -> None:
-        """Append ``tokens`` to the text."""
+        """Append tokens to the text.
+
+        Args:
+            tokens: their ids.
+        """
         end = self._length + len(tokens)
         self._tokens[self._length : end] = tokens
         self._length = end
@@ -170,10 +192,15 @@ class RunQueue(Generic[J]):
     preempted. So the oldest job always runs to its end. A preempted job starts again, before any younger one, when
     blocks for all its ``total`` tokens can be reserved.
 
-    ``choose`` maps the costs of preempting a job to a mode; a sequence that does not fit in the cache's ``swap`` is
-    recomputed. Until ``took`` is called, computing is taken to cost nothing. A job that shares a prefix with a running
-    job waits until that job has published the prefix. While the oldest job waits, its text is read from the tiers into
-    host memory.
+    Until ``took`` is called, computing is taken to cost nothing. A job that shares a prefix with a running job waits
+    until that job has published the prefix. While the oldest job waits, its text is read from the tiers into host
+    memory.
+
+    Args:
+        cache: all of its requests are jobs of this queue.
+        policy: which job is preempted; None: none.
+        choose: maps the costs of preempting a job to a mode; a sequence that does not fit in the cache's ``swap`` is
+            recomputed.
 
     Examples:
         >>> from kvpagoda import KVCache, Schema
@@ -211,7 +238,11 @@ class RunQueue(Generic[J]):
         self._waits = Latencies(WAITS)
 
     def enter(self, job: J, *forks: J) -> None:
-        """Add ``job`` to the waiting jobs. ``forks`` get the next numbers of arrival; start each of them by ``fork``.
+        """Add a job to the waiting jobs.
+
+        Args:
+            job: the new one.
+            *forks: get the next numbers of arrival; start each of them by ``fork``.
 
         Raises:
             BadInput: checkpoints behind the longest context.
@@ -259,9 +290,12 @@ class RunQueue(Generic[J]):
         return bool(cache.lookup(text, namespace, media=media).pending)
 
     def fork(self, source: J, job: J) -> None:
-        """Start ``job`` as a fork of the running job ``source``, with all its committed tokens.
+        """Start a job as a fork of a running one, with all its committed tokens. If blocks or slots are short, it waits
+        instead.
 
-        If blocks or slots are short, ``job`` waits instead.
+        Args:
+            source: the running job.
+            job: the new one.
         """
         assert source.sequence is not None
         try:
@@ -272,9 +306,14 @@ class RunQueue(Generic[J]):
             self._start(job, sequence)
 
     def make_room(self, job: J, n: int) -> bool:
-        """Make room for the next ``n`` tokens of the running ``job``; return False if ``job`` itself was preempted.
+        """Make room for the next tokens of a running job. Preempts younger jobs while blocks are short.
 
-        Preempts younger jobs while blocks are short.
+        Args:
+            job: the running job.
+            n: tokens.
+
+        Returns:
+            False if ``job`` itself was preempted.
 
         Raises:
             OutOfBlocks: no room, and no policy or no other job that runs.
@@ -294,9 +333,10 @@ class RunQueue(Generic[J]):
             self.preempt(younger[self.policy.victim(list(younger))])
 
     def preempt(self, job: J, mode: PreemptionMode | None = None) -> None:
-        """Close or suspend the sequence of the running ``job``, which then waits again with its text so far.
+        """Close or suspend the sequence of a running job, which then waits again with its text so far.
 
         Args:
+            job: the running job.
             mode: None lets ``choose`` decide. A sequence that cannot be suspended is closed and recomputed.
         """
         sequence = job.sequence
@@ -316,10 +356,13 @@ class RunQueue(Generic[J]):
         insort(self.waiting, job, key=_by_age)
 
     def costs(self, job: J) -> Costs:
-        """Return what preempting the running ``job`` is expected to cost in each mode. O(jobs).
+        """Return what preempting a running job is expected to cost in each mode. O(jobs).
 
         The estimate: if the other running jobs and the older waiting ones may need more blocks than there are without
         ``job``, the missing blocks are evicted from those that ``job`` published, last block first.
+
+        Args:
+            job: the running job.
         """
         core = self.cache.core
         assert job.sequence is not None
@@ -345,7 +388,11 @@ class RunQueue(Generic[J]):
         return Costs(recompute, 2 * part * per_byte + recompute * (left < published), (whole + again) * per_byte)
 
     def remove(self, job: J) -> None:
-        """Remove ``job``, waiting or running, and free what it holds. Does nothing if ``job`` is not in the queue."""
+        """Remove a job, waiting or running, and free what it holds. Does nothing if it is not in the queue.
+
+        Args:
+            job: of this queue.
+        """
         for queue in (self.running, self.waiting):
             if job in queue:
                 queue.remove(job)
@@ -376,7 +423,12 @@ class RunQueue(Generic[J]):
         insort(self.running, job, key=_by_age)
 
     def took(self, seconds: float, num_tokens: int) -> None:
-        """Record that computing ``num_tokens`` known tokens took ``seconds``, to estimate the cost of recomputing."""
+        """Record how long computing took, to estimate the cost of recomputing.
+
+        Args:
+            seconds: of the step.
+            num_tokens: known tokens that it computed.
+        """
         self.rate.add(seconds, num_tokens)
         self.cache.core.tiers.took(self.rate.seconds)
 

@@ -39,7 +39,7 @@ _ASKED = 4096  # records in one lookup
 
 @dataclass(frozen=True)
 class Slept:
-    """What a ``sleep`` did. Blocks are those of all groups that were cached and not in use: ``kept`` and ``dropped``."""
+    """What a ``sleep`` did. Blocks are those of all groups that were cached and not in use."""
 
     given_back: int
     """Bytes of the device's memory that were given back."""
@@ -48,11 +48,15 @@ class Slept:
     running: int
     """Requests that run on after ``wake``."""
     kept: int
+    """Blocks that stay cached."""
     kept_nbytes: int
+    """Their bytes."""
     kept_in: Literal["", "host", "tiers"]
     """Where the kept blocks are."""
     dropped: int
+    """Blocks that are cached no more."""
     dropped_nbytes: int
+    """Their bytes."""
 
     def __str__(self) -> str:
         """Return the figures in a line."""

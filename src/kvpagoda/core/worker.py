@@ -27,12 +27,17 @@ class Worker:
         batch.copies.to_json(), its arrays                  ──►  worker.apply(copies)
                                                                  write and read worker.layer(i) by the arrays
 
-    ``cache``: a new cache with memory and the scheduler's settings; the worker closes it, so that it opens no requests of
-    its own. The copies of every batch must be applied, in the order of the batches and before the step is computed, also
-    those without operations and those of a batch that is not computed. One scheduler may have several workers, for example
+    The copies of every batch must be applied, in the order of the batches and before the step is computed, also those
+    without operations and those of a batch that is not computed. One scheduler may have several workers, for example
     tensor-parallel ranks. Use a worker from one thread at a time.
 
-    Raises BadInput for a cache without memory, with tiers, or asleep, and what closing it raises."""
+    Args:
+        cache: a new cache with memory and the scheduler's settings; the worker closes it, so that it opens no requests
+            of its own.
+
+    Raises:
+        BadInput: the cache is without memory, has tiers or sleeps; and what closing it raises.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         core = instance_of(cache, KVCache, "the cache").core
@@ -72,18 +77,33 @@ class Worker:
         return self._cache.block_size
 
     def layer(self, index: SupportsIndex) -> LayerView:
-        """Return the memory of layer ``index``; see ``KVCache.layer``."""
+        """Return the memory of a layer; see ``KVCache.layer``.
+
+        Args:
+            index: of the layer.
+
+        Raises:
+            BadInput: the model has no such layer.
+        """
         return self._cache.layer(index)
 
     @exclusive
     def apply(self, copies: Copies | str | bytes) -> None:
-        """Do what must be done before a step: ``batch.copies``, or these as JSON.
+        """Do what must be done before a step.
 
-        If it raises what a copy raises, such as OutOfBlocks, call it again with the same copies: it goes on where it stopped.
-        Otherwise nothing was done. Raises BadInput for what are no copies, or those of another plan; StaleHandle for those
-        that were applied already; NeedsReset for those of another scheduler, which needs a worker of its own, and if those
-        of an earlier batch are missing: apply them first, or, if they are lost, close the scheduler's requests and ``reset``
-        it, after which it begins anew."""
+        If it raises what a copy raises, such as OutOfBlocks, call it again with the same copies: it goes on where it
+        stopped. Otherwise nothing was done.
+
+        Args:
+            copies: ``batch.copies``, or these as JSON.
+
+        Raises:
+            BadInput: they are no copies, or those of another plan.
+            StaleHandle: they were applied already.
+            NeedsReset: they are of another scheduler, which needs a worker of its own; or those of an earlier batch are
+                missing: apply them first, or, if they are lost, close the scheduler's requests and ``reset`` it, after
+                which it begins anew.
+        """
         core = self._core
         given = Copies.from_json(copies) if isinstance(copies, str | bytes) else instance_of(copies, Copies, "copies")
         if given.plan != core.agreement:

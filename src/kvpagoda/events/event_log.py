@@ -128,7 +128,11 @@ class EventLog(CacheObserver):
         self.is_watching = False  #: whether tiers tell what they keep
 
     def attach(self, view: CacheView, followed: Followed) -> None:
-        """Make this the log of the cache behind ``view``, in which nothing is cached yet.
+        """Make this the log of a cache in which nothing is cached yet.
+
+        Args:
+            view: of the cache.
+            followed: what of it events describe.
 
         Raises:
             BadInput: it is the log of a cache already.
@@ -180,7 +184,11 @@ class EventLog(CacheObserver):
         return Gone(tuple(blocks))
 
     def told(self, record: CachedEvents) -> None:
-        """Append ``record`` of a tier, from any thread. If the log is full the cache's next record starts it again."""
+        """Append a record of a tier, from any thread. If the log is full the cache's next record starts it again.
+
+        Args:
+            record: of the tier.
+        """
         if len(self._records) + len(self._of_tiers) < self.capacity:
             self._of_tiers.append(record)
         else:

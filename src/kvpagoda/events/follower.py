@@ -28,7 +28,11 @@ _MOST_WAITING = 4096
 
 
 def namespace_name(namespace: Namespace | str | bytes | None = None, secret: bytes = b"") -> bytes:
-    """Return the digest, 32 bytes, by which events name ``namespace``.
+    """Return the digest, 32 bytes, by which events name a namespace.
+
+    Args:
+        namespace: text or bytes alone are a salt.
+        secret: of the cache's ``Identity``.
 
     Raises:
         BadInput: a namespace with an epoch: events describe only the newest weights.
@@ -75,10 +79,14 @@ class Follower:
         return 0 if self._index is None else len(self._index.blocks)
 
     def feed(self, sequence: int, payload: bytes) -> list[Name]:
-        """Take batch number ``sequence``, live or replayed.
+        """Take a batch, live or replayed.
 
         Of a batch that is refused nothing is applied, and ``wanted`` asks for it again; if it is refused once more, for
         all batches from the first on.
+
+        Args:
+            sequence: its number.
+            payload: its bytes.
 
         Returns:
             the names of the blocks after which no text can be resumed any more (``BlockRemoved.lost``).
@@ -129,8 +137,14 @@ class Follower:
 
         The numbers are those of ``KVCache.lookup``. O(n).
 
+        Args:
+            token_ids: see ``KVCache.open``.
+            namespace: see ``KVCache.open``.
+            media: see ``KVCache.open``.
+
         Raises:
-            BadInput: a wrong argument.
+            BadInput: ``token_ids`` are no vector of integers, the namespace has an epoch, ``media`` are outside of the
+                text, or no batch described the cache yet.
         """
         tokens, name = as_tokens(token_ids), namespace_name(namespace, self._secret)
         places = checked_media(media, len(tokens))

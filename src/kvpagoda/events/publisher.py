@@ -48,6 +48,7 @@ class Publisher:
         replay: the endpoint, always bound, where subscribers ask for batches again; None: no replay.
         bind: whether ``endpoint`` is bound or connected to; None: by vLLM's rule, bound if it has ``*``, ``::`` or
             0.0.0.0, or is ``ipc:`` or ``inproc:``, otherwise connected to.
+        topic: the first frame of each message, by which subscribers choose.
         interval: the most seconds between two batches.
         keep: how many batches can be replayed.
         rank: that of data parallelism.
@@ -95,7 +96,11 @@ class Publisher:
         self._thread.start()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait at most ``timeout`` seconds until all events from before this call are sent; return whether they are."""
+        """Wait until all events from before this call are sent; return whether they are.
+
+        Args:
+            timeout: the most seconds to wait.
+        """
         with self._turn:
             self._num_flushes += 1
             wanted = self._num_flushes
@@ -156,6 +161,8 @@ class Subscriber:
     Args:
         endpoint: that of the publisher, which may start later.
         replay_endpoint: the publisher's ``replay``.
+        topic: that of the publisher.
+        secret: that of the cache's ``Identity``.
         context: whose sockets it uses; None: one of its own.
 
     Raises:
@@ -191,7 +198,10 @@ class Subscriber:
         self._ask(0)
 
     def poll(self, timeout: float = 0.0) -> list[Name]:
-        """Receive messages for at most ``timeout`` seconds, until some come; return what ``Follower.feed`` returns.
+        """Receive messages until some come; return what ``Follower.feed`` returns.
+
+        Args:
+            timeout: the most seconds to wait.
 
         Raises:
             BadInput: the first message that is refused, after the others are taken and what is missing is asked for.

@@ -83,10 +83,10 @@ class RouterWorker:
 
 
 class Router:
-    """Follows the publishers of ``workers``, name -> (endpoint, replay endpoint), in a thread of its own. Any thread
-    may ask.
+    """Follows the publishers of some workers, in a thread of its own. Any thread may ask.
 
     Args:
+        workers: name -> (endpoint, replay endpoint).
         secret: that of their ``Identity``.
         topic: that of their publishers.
         interval: seconds between two polls.
@@ -125,13 +125,18 @@ class Router:
         *,
         media: Mapping[int, bytes] | None = None,
     ) -> dict[str, Resumable]:
-        """Return by worker how many tokens of this prompt are cached, and how many a new request there need not
-        compute.
+        """Return by worker how many tokens of this prompt are cached, and how many a new request there need not compute.
 
-        As ``Follower.resumable``. O(n) for each worker.
+        O(n) for each worker.
+
+        Args:
+            token_ids: see ``KVCache.open``.
+            namespace: see ``KVCache.open``.
+            media: see ``KVCache.open``.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: ``token_ids`` are no vector of integers, the namespace has an epoch, or ``media`` are outside of
+                the text.
         """
         found, tokens = {}, as_tokens(token_ids)
         for name, worker in self.workers.items():
@@ -142,9 +147,14 @@ class Router:
     def answer(self, method: str, path: str, body: bytes = b"") -> RouterAnswer:
         """Return the answer to an HTTP request; raises nothing. To mount in a server of your own.
 
-        ``POST /score`` with ``{"tokens": [..], "namespace": .., "media": {..}}``: ``{"resumable": {worker: tokens}, "cached":
-        {worker: tokens}, "stale": [workers]}``. ``GET /health``: what is known of each worker. Errors have a status from 400
-        on and ``{"error": {"type": .., "message": .., "needed": .., "available": ..}}``.
+        ``POST /score`` with ``{"tokens": [..], "namespace": .., "media": {..}}``: ``{"resumable": {worker: tokens},
+        "cached": {worker: tokens}, "stale": [workers]}``. ``GET /health``: what is known of each worker. Errors have a
+        status from 400 on and ``{"error": {"type": .., "message": .., "needed": .., "available": ..}}``.
+
+        Args:
+            method: "GET" or "POST".
+            path: of the request.
+            body: JSON.
         """
         try:
             known = {"/score": ("POST", self._score), "/health": ("GET", self._health)}

@@ -29,10 +29,15 @@ _log = logging.getLogger(__name__)
 
 
 class RouterServer:
-    """Serves ``router`` on ``host`` and ``port`` (0: a free one) in a thread of its own, until ``close``.
+    """Serves a router in a thread of its own, until ``close``.
 
     There is no authentication, and who may ask for scores learns which texts are cached: serve other hosts only behind
     a proxy that has one.
+
+    Args:
+        router: that answers.
+        host: the address that is bound.
+        port: 0: a free one.
 
     Raises:
         BadInput: an address that cannot be bound.

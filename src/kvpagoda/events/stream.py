@@ -38,18 +38,20 @@ class _InTier(NamedTuple):
 
 
 class EventStream:
-    """The events of one ``log``, from the first on.
+    """The events of one cache, from the first on.
 
     It keeps an index of all blocks of the cache, from which it makes snapshots. Use it from one thread, and make it
     between calls of the cache.
 
     Args:
+        log: of the cache.
         keep: batches that can be replayed.
         rank: of data parallelism.
         encoding: how batches are written: "map", "array", or an ``Encoding``.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``keep`` is below 1, ``rank`` below 0, an unknown ``encoding``, or a cache whose groups events cannot
+            describe.
     """
 
     def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int = 0, encoding: str | Encoding = "map") -> None:
@@ -85,9 +87,12 @@ class EventStream:
         return self._message(self.last, [])
 
     def replay(self, start: int) -> list[Message]:
-        """Return the batches from number ``start`` on, if all of them are kept; otherwise a snapshot.
+        """Return the batches from a number on, if all of them are kept; otherwise a snapshot.
 
         The snapshot has the number of the last batch, so that the next batch follows it.
+
+        Args:
+            start: the number.
         """
         if not self._sent[0][0] <= start <= self.last + 1:
             events: list[Event] = [self._cleared(), *self._all()]

@@ -88,12 +88,24 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Consecutive blocks of a text were stored in one group.
 
     Attributes:
+        block_hashes: names of the blocks, in their order.
+        parent_block_hash: name of the block before; None at the beginning of a text.
         token_ids: those of all blocks; 0 where a medium begins; the last block of a text may be partial.
+        block_size: tokens of a block.
+        lora_id: None.
+        medium: where they are stored: "GPU", or that of a tier.
         lora_name: the adapter of the namespace.
         extra_keys: None, or for each block None or what its name depends on besides its tokens: (digest in hexadecimal,
             offset in the block) of each medium that begins in it, and in the first block of a text its ``cache_salt``.
         group_idx: None if only the text is known, for a model in which no group keeps all tokens.
+        kv_cache_spec_kind: vLLM's name for the kind of the group.
+        kv_cache_spec_sliding_window: tokens of its window.
+        locality: vLLM's; not written.
+        ownership: vLLM's; not written.
+        session_id: vLLM's; not written.
+        lookahead_token_ids: vLLM's; not written.
         instance: in the first event of each batch, the number that the publisher drew when it started.
+        group_name: as in ``cache.plan.groups``.
         namespace: in events that begin a text, the digest of its namespace, see ``kvpagoda.events.namespace_name``.
         cache_salt: SGLang's name for the digest, in hexadecimal, if the namespace has a salt or names weights.
     """
@@ -123,7 +135,14 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks were removed from one group.
 
     Attributes:
+        block_hashes: names of the blocks.
+        medium: see ``BlockStored``.
+        group_idx: see ``BlockStored``.
+        locality: see ``BlockStored``.
+        ownership: see ``BlockStored``.
         instance: see ``BlockStored``.
+        group_name: see ``BlockStored``.
+        group_kind: see ``BlockStored.kv_cache_spec_kind``.
         lost: the positions at which a text could be resumed until now, each named by the last block before it: after
             these blocks, and after other blocks whose resumption needed them.
     """
@@ -144,6 +163,7 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
     Attributes:
         instance: see ``BlockStored``.
+        cache: what the cache is, in a snapshot.
     """
 
     instance: int | None = None
@@ -162,6 +182,8 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         ts: seconds since the epoch.
+        events: in their order.
+        data_parallel_rank: of the publisher.
     """
 
     ts: float
@@ -194,7 +216,7 @@ class Encoding:
             refuses events that have them.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: an unknown ``form`` or ``names``.
     """
 
     form: str = "map"
@@ -210,8 +232,12 @@ class Encoding:
                 raise unknown_name(f"{what} of an encoding", value, known)
 
     def name(self, digest: bytes, taken: Container[Name]) -> Name:
-        """Return the name of a block with this ``digest``, which is not ``taken`` yet: the first bits of the digest, or the
-        next free number."""
+        """Return the name of a block: the first bits of its digest, or the next free number.
+
+        Args:
+            digest: of the block.
+            taken: names of other blocks.
+        """
         if self.names == "bytes":
             return digest
         name = int.from_bytes(digest[:8], "big") >> 64 - NAME_BITS
@@ -220,7 +246,11 @@ class Encoding:
         return name
 
     def encode(self, batch: EventBatch) -> bytes:
-        """Return ``batch`` as the third frame of a message. May change its events."""
+        """Return a batch as the third frame of a message.
+
+        Args:
+            batch: its events may be changed.
+        """
         if not self.own_fields:
             batch.events = [event for event in batch.events if _is_vllms(event)]
         if self.form == "map":

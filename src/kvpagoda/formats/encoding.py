@@ -36,29 +36,34 @@ class Encoding:
 
     ``name`` is one of:
 
-    ``raw``        the elements as they are.
-    ``fp8``        E4M3 codes with one float32 inverse scale for each ``group`` elements (None: one per row); the last
-                   ``kept`` elements stay bfloat16 (the RoPE part).
-    ``fp8_ue8m0``  E4M3 codes with one power-of-two scale byte for each ``group``, the scale bytes padded to a multiple
-                   of 8; the last ``kept`` elements stay bfloat16. With 448 + 64 elements: the 584-byte row of FlashMLA.
-    ``mxfp4``      E2M1 codes, two per byte, with one power-of-two scale byte for each 32 elements.
-    ``nvfp4``      E2M1 codes, two per byte, with one E4M3 scale for each 16 elements.
-    ``int8``       integers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one per row).
+    - ``raw``: the elements as they are.
+    - ``fp8``: E4M3 codes with one float32 inverse scale for each ``group`` elements (None: one per row); the last
+      ``kept`` elements stay bfloat16 (the RoPE part).
+    - ``fp8_ue8m0``: E4M3 codes with one power-of-two scale byte for each ``group``, the scale bytes padded to a multiple
+      of 8; the last ``kept`` elements stay bfloat16. With 448 + 64 elements: the 584-byte row of FlashMLA.
+    - ``mxfp4``: E2M1 codes, two per byte, with one power-of-two scale byte for each 32 elements.
+    - ``nvfp4``: E2M1 codes, two per byte, with one E4M3 scale for each 16 elements.
+    - ``int8``: integers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one per row).
 
     The last three may leave their last ``kept`` elements unencoded too. The parts of such a row are arrays of their
     own.
 
     Two have one ``scale`` for all rows, for example all K rows of a layer, and keep the shape of a row:
 
-    ``fp8_e4m3``   float8_e4m3fn codes, the nearest to x / scale; magnitudes above 448 become 448, and NaN stays NaN.
-    ``fp8_e5m2``   float8_e5m2 codes, the same with 57344.
+    - ``fp8_e4m3``: float8_e4m3fn codes, the nearest to x / scale; magnitudes above 448 become 448, and NaN stays NaN.
+    - ``fp8_e5m2``: float8_e5m2 codes, the same with 57344.
 
-    The scale (None: 1.0) is held as the nearest float32. It is part of the identity of rows.
+    Or it is the packed format of a kernel (``dialects.DIALECTS``), which has places for all parts in one page. Then the
+    format decides ``kept`` and ``group``. Format and dialect are part of the identity of rows: engines whose dialects
+    differ, even by a floor, cannot share rows.
 
-    Or it is the packed format of a kernel (``dialects.DIALECTS``), which has places for all parts in one page. Then
-    ``dialect`` names the engine whose rules write the rows ("": the default of the format), ``head_dim`` the elements
-    of a head in formats with heads (None: 64), and the format decides ``kept`` and ``group``. Format and dialect are
-    part of the identity of rows: engines whose dialects differ, even by a floor, cannot share rows.
+    Args:
+        name: one of the above.
+        kept: how many last elements are not encoded.
+        group: elements that share a scale.
+        dialect: of a packed format, the engine whose rules write the rows; "": the default of the format.
+        head_dim: of a packed format with heads, the elements of a head; None: 64.
+        scale: of all rows, held as the nearest float32 and part of the identity of rows; None: 1.0.
 
     Raises:
         SchemaError: a scale that is not finite or not above 0.
@@ -131,7 +136,10 @@ class Encoding:
         return self.name == "raw" or self.is_scaled
 
     def with_scale(self, scale: float) -> Encoding:
-        """Return this encoding with ``scale`` for the whole tensor.
+        """Return this encoding with another scale for the whole tensor.
+
+        Args:
+            scale: the new one.
 
         Raises:
             SchemaError: a scale that is not finite or not above 0.
@@ -167,7 +175,10 @@ class Encoding:
         return self.rules.packing.page_multiple if self.is_packed else 1
 
     def packing(self, dim: int) -> Packing:
-        """Return the geometry of a vector of ``dim`` elements. Not for "raw".
+        """Return the geometry of a vector. Not for "raw".
+
+        Args:
+            dim: its elements.
 
         Raises:
             SchemaError: an unknown encoding, or a ``dim`` that does not divide into groups.
@@ -176,7 +187,11 @@ class Encoding:
         return _packing(self, dim)
 
     def vector(self, dim: int) -> Parts:
-        """Return ``parts`` of one vector of ``dim`` elements; "raw" has none. Raises as ``packing``."""
+        """Return ``parts`` of one vector; "raw" has none. Raises as ``packing``.
+
+        Args:
+            dim: its elements.
+        """
         packing, rule = self.packing(dim), self.rule
         codes: Parts = ((SUFFIXES[rule.codes], (packing.coded * packing.code_bits // 8,), "uint8"),)
         if packing.kept:
@@ -186,10 +201,12 @@ class Encoding:
         return (*codes, ("_scales", (packing.groups + packing.scale_pad,), "uint8"))
 
     def parts(self, shape: tuple[int, ...], dtype: str) -> Parts:
-        """Return (suffix, shape, dtype) of each array that stores one row of ``shape``, whose last axis is encoded.
+        """Return (suffix, shape, dtype) of each array that stores one row. Raises as ``packing``.
 
-        Packed formats with K and V in one row take ``[2, heads, head_dim]``, or ``[heads, head_dim]`` if K and V are
-        apart. Raises as ``packing``.
+        Args:
+            shape: of the row, whose last axis is encoded. Packed formats with K and V in one row take ``[2, heads,
+                head_dim]``, or ``[heads, head_dim]`` if K and V are apart.
+            dtype: of its elements.
         """
         if self.name == "raw":
             return (("", shape, dtype),)
@@ -201,10 +218,14 @@ class Encoding:
         return tuple((suffix, (*shape[:-1], *part), kind) for suffix, part, kind in parts)
 
     def page_shape(self, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a page of ``count`` packed rows as kernels take it, in bytes.
+        """Return the shape of a page of packed rows as kernels take it, in bytes.
 
-        It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads; in planes K's heads, then
-        V's.
+        It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads; in planes K's heads,
+        then V's.
+
+        Args:
+            count: rows.
+            shape: of a row.
         """
         packing, heads = self.geometry(shape)
         if not packing.has_heads:
@@ -214,10 +235,15 @@ class Encoding:
         return (heads, count, packing.row_nbytes)
 
     def arrange(self, count: int, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
-        """Return (bytes of a page of ``count`` packed rows, [(offset, strides) of each part]).
+        """Return how packed rows lie in a page. All numbers are in bytes.
 
-        The parts are in the order of ``parts``. The strides are those from row to row, then along each axis of the
-        part. All numbers are in bytes.
+        Args:
+            count: rows.
+            shape: of a row.
+
+        Returns:
+            (bytes of the page, [(offset, strides) of each part]): the parts in the order of ``parts``, the strides from
+            row to row, then along each axis of the part.
         """
         packing, heads = self.geometry(shape)
         places = packing.places(count, heads)
@@ -230,7 +256,10 @@ class Encoding:
         return packing.payload_nbytes(count, heads), placed
 
     def geometry(self, shape: tuple[int, ...]) -> tuple[Packing, int]:
-        """Return the geometry of packed rows of ``shape``, with as many cells as these rows have, and their heads.
+        """Return the geometry of packed rows, with as many cells as these rows have, and their heads.
+
+        Args:
+            shape: of a row.
 
         Raises:
             LayoutError: a ``shape`` that the format does not hold.

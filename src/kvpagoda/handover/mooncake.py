@@ -30,6 +30,7 @@ class MooncakeEngine:
         nbytes: of the exported memory, as a number or as text; 0 on a side that only receives.
         host: the name by which others reach this machine.
         protocol: "tcp", or "rdma" with ``devices``.
+        devices: of "rdma", as Mooncake names them; "": all.
         metadata: the address of a metadata server, or "P2PHANDSHAKE" for none.
 
     Raises:

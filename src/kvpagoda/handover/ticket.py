@@ -96,7 +96,10 @@ class Ticket:
 
     @classmethod
     def joined(cls, tickets: Many[Ticket]) -> Ticket:
-        """Return one ticket for all source ranks from theirs, in any order. It expires with the first of them.
+        """Return one ticket for all source ranks from theirs. It expires with the first of them.
+
+        Args:
+            tickets: of each rank, in any order.
 
         Raises:
             TicketRefused: they are of several requests, or one of a rank is missing.

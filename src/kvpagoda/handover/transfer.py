@@ -15,21 +15,47 @@ __all__ = ["Transfer", "checked", "numbers_in", "text_in"]
 
 
 def numbers_in(address: Mapping[str, Any], kind: str, *names: str) -> list[int]:
-    """Return the numbers ``names`` of an ``address`` of a transfer of this ``kind``. Raises TicketRefused."""
+    """Return numbers of an address.
+
+    Args:
+        address: of a transfer.
+        kind: that it must be of.
+        *names: of the numbers.
+
+    Raises:
+        TicketRefused: the address is malformed.
+    """
     if address.get("kind") != kind:
         raise TicketRefused(f"the ticket names memory of {shown(address.get('kind'))}; this transfer is {kind!r}")
     return [whole_number(address.get(one), f"{one!r} of an address", error=TicketRefused) for one in names]
 
 
 def text_in(address: Mapping[str, Any], name: str) -> str:
-    """Return the text ``name`` of an ``address`` of a transfer. Raises TicketRefused."""
+    """Return a text of an address.
+
+    Args:
+        address: of a transfer.
+        name: of the text.
+
+    Raises:
+        TicketRefused: the address is malformed.
+    """
     if not isinstance(text := address.get(name), str):
         raise TicketRefused(f"{name!r} of an address is text, got {shown(text)}")
     return text
 
 
 def checked(transfer: Transfer, key: bytes, clock: Callable[[], float]) -> None:
-    """Raise BadInput unless these are a transfer, bytes, and a clock."""
+    """Check the arguments of a sender or a receiver.
+
+    Args:
+        transfer: as ``Transfer`` demands.
+        key: bytes.
+        clock: returns seconds.
+
+    Raises:
+        BadInput: one of them is something else.
+    """
     methods = ("address", "landing", "read", "write", "close")
     if isinstance(transfer, type) or not all(callable(getattr(transfer, name, None)) for name in methods):
         raise BadInput(f"a transfer has the methods {', '.join(methods)}, got {shown(transfer)}")

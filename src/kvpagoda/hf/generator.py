@@ -134,14 +134,15 @@ class Generator:
         kv_scales: see ``Schema.from_hf_config``; ``kvpagoda.hf.checkpoint_scales`` and ``calibrated_scales`` return
             them.
         layout: see ``Schema.from_hf_config``.
-        cache_arguments: all other arguments of ``KVCache``. Of these ``limits.step_checkpoints`` is 16 by default where
-            the modules of a model that update states can run in pieces; other models with states, and those with a
-            ``draft``, take 0 or None. If other processes can read ``tiers``, ``identity.weights`` is by default a
+        **cache_arguments: all other arguments of ``KVCache``. Of these ``limits.step_checkpoints`` is 16 by default
+            where the modules of a model that update states can run in pieces; other models with states, and those with
+            a ``draft``, take 0 or None. If other processes can read ``tiers``, ``identity.weights`` is by default a
             digest of the whole model, which takes seconds for a large one.
 
     Raises:
-        BadInput: a wrong argument.
-        SchemaError: a model with unknown layers.
+        BadInput: ``prefill_chunk`` is below 1 or ``lookup`` below 0, ``model`` is no transformers model, or an argument
+            that ``KVCache`` refuses.
+        SchemaError: a model with unknown layers, or a ``draft`` that does not suit it.
         NeverFits: a budget too small for one request.
 
     Examples:
@@ -212,18 +213,23 @@ class Generator:
         namespace: str | bytes | None = None,
         checkpoints: TokenIds | None = None,
     ) -> Request:
-        """Queue a prompt (ints, at least one) for ``n`` answers. It starts in a later ``step``, when there is room.
+        """Queue a prompt. It starts in a later ``step``, when there is room.
 
         The prompt is computed once. Then the other answers are forked from the first; without room for a fork, an
         answer starts later from the cached prompt.
 
         Args:
+            prompt: ints, at least one.
+            max_new_tokens: the most tokens of an answer.
+            n: answers.
+            sampling: how tokens are chosen.
             namespace: see ``KVCache.open``.
             checkpoints: positions of the prompt, in tokens, at which other texts should be able to resume, such as the
                 end of a system prompt; ``Request.checkpoints`` says what became of each.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: a prompt without tokens or with ids outside of the vocabulary, ``n`` or ``max_new_tokens`` below
+                1, or a checkpoint outside of the prompt.
             NeverFits: the prompt and its answer do not fit into the empty cache.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
@@ -282,8 +288,20 @@ class Generator:
     ) -> list[list[int]]:
         """Return the new tokens for every prompt, in the order given. Prompts that do not fit wait.
 
-        The ``n`` answers of a prompt are neighbours: answer ``i`` of prompt ``j`` is item ``j * n + i``.
-        ``on_step`` is called with the cache's counters after each step. On an error these requests are aborted.
+        The ``n`` answers of a prompt are neighbours: answer ``i`` of prompt ``j`` is item ``j * n + i``. On an error
+        these requests are aborted.
+
+        Args:
+            prompts: ints, at least one each.
+            max_new_tokens: see ``submit``.
+            on_step: called with the cache's counters after each step.
+            n: see ``submit``.
+            sampling: see ``submit``.
+            namespace: see ``submit``.
+
+        Raises:
+            BadInput: as ``submit``.
+            NeverFits: as ``submit``.
         """
         if not isinstance(prompts, Iterable):
             raise BadInput(
@@ -304,8 +322,13 @@ class Generator:
         return [output for request in requests for output in request.outputs]
 
     def abort(self, request: Request | None = None) -> None:
-        """Abort ``request`` (None: all requests), whether it waits, runs or was preempted. Its blocks are freed, and
-        its tokens so far stay in ``outputs``. Does nothing for a request that is done."""
+        """Abort a request, whether it waits, runs or was preempted.
+
+        Its blocks are freed, and its tokens so far stay in ``outputs``. Does nothing for a request that is done.
+
+        Args:
+            request: None: all requests.
+        """
         requests = {answer.request for answer in (*self._queue.waiting, *self._queue.running)}
         for aborted in requests if request is None else requests & {request}:
             aborted.aborted = True

@@ -68,9 +68,11 @@ class PagedCache(Cache):  # type: ignore[misc]
         prefill_chunk: the most tokens of one text in one step.
         kv_format: see ``Schema.from_hf_config``.
         kv_scales: see ``Schema.from_hf_config``.
+        **cache_arguments: all other arguments of ``KVCache``.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``prefill_chunk`` is below 1, ``model`` is no transformers model, or an argument that ``KVCache``
+            refuses.
         SchemaError: a model with unknown layers.
         NeverFits: a budget too small for one request.
 
@@ -129,11 +131,23 @@ class PagedCache(Cache):  # type: ignore[misc]
         return 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The longest text, in tokens."""
+        """The longest text, in tokens.
+
+        Args:
+            layer_idx: has no effect.
+        """
         return self.cache.max_context
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise BadInput: only another model than the cache's own calls this."""
+        """Not for this cache: only another model than the cache's own calls this.
+
+        Args:
+            *args: transformers'.
+            **kwargs: transformers'.
+
+        Raises:
+            BadInput: always.
+        """
         raise self.error_of_another_model()
 
     def error_of_another_model(self) -> BadInput:
@@ -153,6 +167,9 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``i`` continue the text of row ``beam_idx[i]``: blocks are shared, tails are copied.
+
+        Args:
+            beam_idx: int ``[rows]``.
 
         Raises:
             RetryLater: no slots or room for the copies; nothing changed.
@@ -186,12 +203,19 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.activate_past_recording()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Replace row ``i`` by ``repeats`` copies, rows ``i * repeats`` and following; each copy then continues on its
-        own."""
+        """Replace row ``i`` by copies, rows ``i * repeats`` and following; each copy then continues on its own.
+
+        Args:
+            repeats: copies of each row.
+        """
         self.reorder_cache(torch.arange(len(self._rows)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows ``indices``, in this order."""
+        """Keep only some rows.
+
+        Args:
+            indices: of the rows, in their new order.
+        """
         self.reorder_cache(indices)
 
     # -- its steps ---------------------------------------------------------------------------------------------------
@@ -221,7 +245,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             this cache, and ``logits`` float ``[B, 1, vocab]`` after the last token of each row.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: ``input_ids`` or the mask has another shape than the running rows, a row is empty, or an id is
+                outside of the vocabulary.
         """
         ids = input_ids.cpu().numpy()
         if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):

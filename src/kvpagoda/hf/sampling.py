@@ -22,12 +22,17 @@ Change = Callable[[Tokens, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled. ``temperature`` 0 takes the token with the largest logit. Above 0 a token is drawn from
-    the ``top_k`` likeliest tokens (and those equal to the last of them), reduced to the fewest that have ``top_p`` of
-    the probability.
+    """How tokens are sampled.
 
     Answer ``i`` of a request has its own random stream, seeded with ``seed + i``, so it does not depend on the other
-    requests of a step. Without a seed each answer is different every time.
+    requests of a step.
+
+    Args:
+        temperature: 0 takes the token with the largest logit. Above 0 a token is drawn from the ``top_k`` likeliest
+            tokens, reduced to the fewest that have ``top_p`` of the probability.
+        top_p: above 0, at most 1.
+        top_k: those equal to the last of them are drawn too; None: all tokens.
+        seed: None: each answer is different every time.
 
     Raises:
         BadInput: a value out of range.
@@ -47,12 +52,20 @@ class Sampling:
             raise BadInput(text, needed=(self.top_k, self.seed))
 
     def stream(self, number: int) -> np.random.Generator:
-        """Return the random stream of answer ``number`` of a request; ``draw`` uses one number for each token."""
+        """Return the random stream of an answer of a request; ``draw`` uses one number for each token.
+
+        Args:
+            number: of the answer.
+        """
         return np.random.default_rng(None if self.seed is None else self.seed + number)
 
     def draw(self, logits: npt.NDArray[Any], stream: np.random.Generator) -> int:
-        """Draw a token from ``logits`` ``[vocab]``, at a temperature above 0. O(vocab), O(vocab log vocab) with
-        ``top_p``."""
+        """Draw a token, at a temperature above 0. O(vocab), O(vocab log vocab) with ``top_p``.
+
+        Args:
+            logits: ``[vocab]``.
+            stream: of the answer.
+        """
         weights = np.exp((logits - logits.max()).astype(np.float64) / self.temperature)
         if self.top_k is not None and self.top_k < len(weights):
             weights[weights < np.partition(weights, -self.top_k)[-self.top_k]] = 0

@@ -83,7 +83,10 @@ def calibrated_scales(
     O(tokens) forward work.
 
     Args:
-        texts: token ids of each text. They run through ``model`` over a cache with raw rows, ``step`` tokens at once.
+        model: a transformers causal language model.
+        texts: token ids of each text, which run through ``model`` over a cache with raw rows.
+        kv_format: "fp8" or another format with one scale a tensor, see ``Schema.from_hf_config``.
+        step: tokens that run at once.
 
     Raises:
         BadInput: no texts.

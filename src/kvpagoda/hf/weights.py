@@ -21,11 +21,13 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def weights_digest(model: Any) -> str:
-    """Return a digest, 16 bytes in hex, of the config and of every parameter and buffer of ``model``: names, dtypes,
-    shapes, bytes.
+    """Return a digest, 16 bytes in hex, of the config and of every parameter and buffer: names, dtypes, shapes, bytes.
 
     It reads all of them once, which takes seconds for a large model. Rows of models with the same digest are equal, up
     to the rounding of the kernels that computed them.
+
+    Args:
+        model: of torch.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in _IGNORED}
     digest = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16)
@@ -37,7 +39,7 @@ def weights_digest(model: Any) -> str:
 
 
 class WeightsWatch:
-    """Notices that the weights of ``model`` changed, and invalidates ``cache``, whose rows were computed with them.
+    """Notices that the weights of a model changed, and invalidates the cache, whose rows were computed with them.
 
     Watched are the modules, the parameters and the persistent buffers: which objects they are, the addresses of their
     values, the counters of changes that torch keeps, and 16 values of each tensor, evenly spread over it. The counter
@@ -52,6 +54,10 @@ class WeightsWatch:
 
     A check reads nothing but the samples, in one copy from each device. O(modules + tensors): 0.8 ms for 201 tensors in
     293 modules, on one core of a CPU.
+
+    Args:
+        model: that is watched.
+        cache: that is invalidated.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:

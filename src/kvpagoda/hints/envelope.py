@@ -24,7 +24,14 @@ DEFAULT_PRIORITY, MOST_PRIORITY = 35, 100
 
 @dataclass(frozen=True)
 class Action:
-    """One action of an envelope. ``payload`` was not looked at yet."""
+    """One action of an envelope.
+
+    Args:
+        action_id: of the action, in its envelope.
+        action_type: such as ``kv.retain``.
+        action_version: of that type.
+        payload: not looked at yet.
+    """
 
     action_id: str
     action_type: str
@@ -33,9 +40,14 @@ class Action:
 
 
 def read_envelope(envelope: object, most_actions: int = 64, most_nbytes: int = 1 << 20) -> tuple[str, list[Action]]:
-    """Return (message id, actions) of an envelope: a mapping, JSON as text or bytes, or an object of an engine's class.
+    """Return (message id, actions) of an envelope.
 
     An action that is malformed has an ``action_id`` and a type as far as these can be read.
+
+    Args:
+        envelope: a mapping, JSON as text or bytes, or an object of an engine's class.
+        most_actions: that are read.
+        most_nbytes: of JSON that is read.
 
     Raises:
         BadInput: there are no actions to be read.

@@ -82,6 +82,10 @@ class Hints(CacheObserver):
     def attach(self, core: Core, reuse: PrefixReuse) -> None:
         """Called by the cache that these hints are for.
 
+        Args:
+            core: of the cache.
+            reuse: its pins.
+
         Raises:
             BadInput: there was one before.
         """
@@ -114,16 +118,39 @@ class Hints(CacheObserver):
     # -- for the cache -----------------------------------------------------------------------------------------------
 
     def apply(self, envelope: object, namespace: AnyNamespace = None) -> list[Outcome]:
-        """Do what the actions of ``envelope`` ask for, and return one outcome for each; see ``KVCache.apply``."""
+        """Do what the actions of an envelope ask for; see ``KVCache.apply``.
+
+        Args:
+            envelope: see there.
+            namespace: see there.
+
+        Returns:
+            One outcome for each action.
+        """
         return self._each(envelope, namespace, None)
 
     def opened(self, request: RequestState, envelope: object, namespace: AnyNamespace) -> list[Outcome]:
-        """Do what ``envelope`` asks for of ``request``, which was just opened."""
+        """Do what an envelope asks for of a request.
+
+        Args:
+            request: that was just opened.
+            envelope: see ``KVCache.open``.
+            namespace: of the request.
+
+        Returns:
+            One outcome for each action.
+        """
         return self._each(envelope, namespace, request)
 
     def ask_checkpoints(self, request: RequestState, envelope: object) -> None:
-        """Let ``request``, which is about to be opened, keep the checkpoints that ``envelope`` asks for, beside its own.
-        What is wrong with them is said by ``opened``."""
+        """Let a request keep the checkpoints that an envelope asks for, beside its own.
+
+        What is wrong with them is said by ``opened``.
+
+        Args:
+            request: that is about to be opened.
+            envelope: see ``KVCache.open``.
+        """
         with suppress(KVPagodaError):
             _, actions = read_envelope(envelope, self.limits.actions, self.limits.nbytes)
             for action in actions:
@@ -144,7 +171,12 @@ class Hints(CacheObserver):
                 self._prefetched.pop(key)[0].close()
 
     def prefetched(self, keys: Ids, namespace: bytes) -> Prefetch | None:
-        """Return what a hint had read for this prompt, if anything."""
+        """Return what a hint had read for a prompt, if anything.
+
+        Args:
+            keys: its tokens as texts are compared.
+            namespace: its key.
+        """
         if not self._prefetched:
             return None
         return self._prefetched.pop(_name(keys, namespace), (None, 0.0))[0]
@@ -339,7 +371,11 @@ class Hints(CacheObserver):
         return self._promises.grant(keep.asked, keys, text.namespace, keep.priority, keep.seconds, text.session)
 
     def on_end(self, request: RequestView) -> None:
-        """Give the promises that were asked for the end of ``request``; those of its session before end now."""
+        """Give the promises that were asked for the end of a request; those of its session before end now.
+
+        Args:
+            request: that ended.
+        """
         session = self._session_of.pop(request, None)
         if session is None and request not in self._waiting:
             return

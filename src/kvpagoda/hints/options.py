@@ -25,7 +25,7 @@ class HintLimits:
         news: outcomes that wait for ``Hints.ended``; of more, the oldest are dropped and counted.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``tenant_share`` is not 0 to 1, or another limit is negative or no number.
     """
 
     seconds: float = 3600.0

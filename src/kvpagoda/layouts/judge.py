@@ -44,13 +44,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a kernel does with given tensors. ``judge`` returns verdicts.
-
-    ``rule``, ``reason``, ``source`` and ``remedy`` are those of the first demand that is not met.
+    """What a kernel does with given tensors. Made by ``judge``.
 
     Args:
+        kernel: that was asked.
         expect: "ok", "reject" (it refuses), "copy" (it silently copies the cache on each call) or "garbage" (it reads
             wrong bytes without an error).
+        rule: of the first demand that is not met; "" if there is none.
+        reason: why it is not.
+        source: where the kernel says so.
+        remedy: what would meet it.
         assumed: facts that shapes cannot tell and that were not declared; they are taken to be as the kernel demands.
         unused: declared facts that no demand of this kernel uses.
         key: hashable, and equal only for equal kernel, tensors (strides included), architecture and declared facts. A

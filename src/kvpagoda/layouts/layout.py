@@ -52,7 +52,14 @@ class Index:
 
 @dataclass(frozen=True)
 class View:
-    """A part as a tensor: byte of its first element; shape and strides in elements, as ``as_strided`` takes them."""
+    """A part as a tensor, as ``as_strided`` takes it.
+
+    Args:
+        offset: byte of the first element.
+        shape: in elements.
+        strides: in elements.
+        dtype: of an element.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -135,11 +142,15 @@ class Layout:
     ) -> Layout:
         """Return a whole layout from sizes by letter: ``Layout.of("L B N H k[D]:float16", L=2, B=3, N=16, H=8, D=64)``.
 
-        ``N`` and ``P`` are page_size and kernel_pages. Tokens are given as ``T``, or as ``B`` whole blocks.
-
         Args:
-            pieces: axis -> the most pieces into which tensor parallelism divides it (default: single heads ``H``).
-            values: other fields.
+            expression: in the layout language.
+            pieces: axis -> the most pieces into which tensor parallelism divides it; None: single heads ``H``.
+            values: other fields of the layout.
+            **sizes: ``N`` and ``P`` are page_size and kernel_pages; tokens are given as ``T``, or as ``B`` whole
+                blocks; the others are axes.
+
+        Raises:
+            LayoutError: the expression breaks a rule of the language, or a size is missing, unknown or out of range.
         """
         page, kernel_pages = sizes.pop("N", 1), sizes.pop("P", 1)
         for word, size in {"N": page, "P": kernel_pages, **sizes}.items():
@@ -193,7 +204,10 @@ class Layout:
         return sum(place.itemsize * int(np.prod([self.axis(name).size for name in place.axes])) for place in content)
 
     def axis(self, name: str) -> Axis:
-        """Return the axis ``name``.
+        """Return an axis.
+
+        Args:
+            name: of the axis.
 
         Raises:
             LayoutError: it is unknown; the message lists the known names.
@@ -204,7 +218,10 @@ class Layout:
         return self._sizes.axes[name]
 
     def place(self, part: str) -> ArrayPlace:
-        """Return the place of the part named ``part``.
+        """Return the place of a part.
+
+        Args:
+            part: its name.
 
         Raises:
             LayoutError: it is unknown; the message lists the known names.
@@ -218,17 +235,20 @@ class Layout:
     def strides(self, part: str) -> dict[str, int]:
         """Return digit -> bytes from value to value, for the digits of a part, outermost first.
 
+        Args:
+            part: its name.
+
         Raises:
             LayoutError: the part is unknown; the message lists the known names.
         """
         return {fold.word: stride for fold, stride in self.place(part).strides}
 
     def view(self, part: str, *words: str, at: Mapping[str, int] | None = None) -> View:
-        """Return a part as a tensor with the digits ``words`` as dimensions.
-
-        ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of layer 3.
+        """Return a part as a tensor: ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of layer 3.
 
         Args:
+            part: its name.
+            *words: the digits that are its dimensions, in order.
             at: values of digits that are not dimensions; digits in neither are taken at 0.
 
         Raises:
@@ -251,7 +271,11 @@ class Layout:
         return View(offset, tuple(shape), tuple(strides), place.dtype)
 
     def addresses(self, part: str) -> Ints:
-        """Return the byte of every element of a part: int64, one dimension per axis, as in ``place(part).axes``."""
+        """Return the byte of every element of a part: int64, one dimension per axis, as in ``place(part).axes``.
+
+        Args:
+            part: its name.
+        """
         place = self.place(part)
         addresses = np.array(place.offset, dtype=np.int64)
         for name in place.axes:
@@ -259,7 +283,13 @@ class Layout:
         return addresses
 
     def along(self, place: ArrayPlace, axis: str, indices: Ints) -> Ints:
-        """Return the bytes that each of ``indices`` of ``axis`` adds to an element's address, as int64."""
+        """Return the bytes that each index of an axis adds to an element's address, as int64.
+
+        Args:
+            place: of the part.
+            axis: its name.
+            indices: int64 ``[n]``.
+        """
         added = np.zeros_like(indices)
         for fold, stride in place.strides:
             if fold.axis == axis:
@@ -267,9 +297,11 @@ class Layout:
         return added
 
     def resized(self, **sizes: int) -> Layout:
-        """Return this layout with other sizes, given as in ``of``.
+        """Return this layout with other sizes.
 
-        ``T`` tokens or ``B`` blocks, ``N`` tokens of a page, ``P`` kernel pages of a block, or the size of an axis.
+        Args:
+            **sizes: as in ``of``: ``T`` tokens or ``B`` blocks, ``N`` tokens of a page, ``P`` kernel pages of a block,
+                or the size of an axis.
 
         Raises:
             LayoutError: an axis of which this layout has only a rank's range.
@@ -289,9 +321,13 @@ class Layout:
         return replace(self, axes=tuple(axes), page_size=page, kernel_pages=kernel_pages)
 
     def split(self, tp: int = 1, pp: int = 1) -> tuple[Layout, ...]:
-        """Return the layout of each rank: ``pp`` stages of layers ``L`` with ``tp`` tensor-parallel ranks each.
+        """Return the layout of each rank, those of the first stage first.
 
-        The ranks of the first stage come first. Axes without pieces (a latent, an indexer key) are whole on every rank.
+        Axes without pieces (a latent, an indexer key) are whole on every rank.
+
+        Args:
+            tp: tensor-parallel ranks of a stage.
+            pp: stages of layers ``L``.
 
         Raises:
             LayoutError: an axis cannot be divided.
@@ -348,7 +384,10 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """Return the layout that ``to_json`` wrote. ``follows`` may be absent; if present, its values must be right.
+        """Return the layout that ``to_json`` wrote.
+
+        Args:
+            text: ``follows`` may be absent in it; if present, its values must be right.
 
         Raises:
             LayoutError: text that is not a layout, has another version or wrong values in ``follows`` (rule

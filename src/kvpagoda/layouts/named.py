@@ -29,14 +29,15 @@ def names() -> list[str]:
 def named(
     name: str, *, dialect: str | None = None, dtype: str | None = None, block_stride: int | None = None, **sizes: int
 ) -> Layout:
-    """Return the layout ``name`` of a kernel or an engine: ``named("flashmla-dsv4", page_size=64)``.
+    """Return the layout of a kernel or an engine: ``named("flashmla-dsv4", page_size=64)``.
 
     Args:
-        dialect: rules of scale and rounding of encoded rows (default: the kernel's own).
-        dtype: of rows that are not encoded.
+        name: one of ``names()``.
+        dialect: rules of scale and rounding of encoded rows; None: the kernel's own.
+        dtype: of rows that are not encoded; None: the layout's own.
         block_stride: bytes from block to block, if blocks are padded.
-        sizes: ``layers``, ``tokens`` or ``blocks``, ``page_size``, ``heads``, ``head_dim``, .. (default: 1 layer, 256
-            tokens, and the usual sizes of the kernel).
+        **sizes: ``layers``, ``tokens`` or ``blocks``, ``page_size``, ``heads``, ``head_dim``, ..; not given: 1 layer,
+            256 tokens, and the usual sizes of the kernel.
 
     Raises:
         LayoutError: an unknown name, size, dtype or dialect; the message lists the known ones.
@@ -102,8 +103,9 @@ def _size(entry: Mapping[str, Any], sizes: Mapping[str, int], wanted: str) -> in
 def read(text: str) -> tuple[Layout, ...]:
     """Return the layouts, one per rank, that a command-line argument describes.
 
-    It is a name with sizes, ``"trtllm,page_size=32,tp=4,pp=2"``, or a file that ``to_json`` wrote,
-    ``"pool.json,tp=4"``.
+    Args:
+        text: a name with sizes, ``"trtllm,page_size=32,tp=4,pp=2"``, or a file that ``to_json`` wrote,
+            ``"pool.json,tp=4"``.
 
     Raises:
         LayoutError: text that is neither a known name with sizes nor a stored layout.

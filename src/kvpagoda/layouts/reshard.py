@@ -39,11 +39,13 @@ Held = Mapping[str, Axis]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """The bytes to copy between every pair of ranks that share content. ``reshard`` returns plans.
+    """The bytes to copy between every pair of ranks that share content. Made by ``reshard``.
 
     Args:
+        sources: layouts of the ranks that are read.
+        targets: layouts of the ranks that are written.
         moved: pair of ranks -> the parts to copy.
-        slots: token slots of the source and of the target (None: all tokens in order).
+        slots: token slots of the source and of the target; None: all tokens in order.
         recode: None if both sides encode alike; else ``run`` recodes the rows into the target's dialect, but the spans
             do not: after a copy by ``spans`` the target holds rows in the source's dialect.
     """
@@ -111,13 +113,15 @@ class ReshardPlan:
         return begins, puts, spans[:, 2]
 
     def run(self, sources: Any, targets: Any, threads: int | None = None) -> None:
-        """Copy the bytes from ``sources`` to ``targets``: memory of this host, one for each rank.
+        """Copy the bytes between memories of this host. All other bytes of the targets stay as they are.
 
         A side with one rank may be given without a list. Memories are numpy arrays, torch tensors on the CPU, or
-        buffers; targets must be writable. All other bytes of the targets stay as they are.
+        buffers.
 
         Args:
-            threads: threads that share the copies (default: one for every 16 MiB, at most 4 and the number of cores).
+            sources: a memory for each rank.
+            targets: a memory for each rank, writable.
+            threads: that share the copies; None: one for every 16 MiB, at most 4 and the number of cores.
 
         Raises:
             BadInput: a wrong number of memories, or memory that is too short, read-only or overlaps; before anything is

@@ -27,8 +27,7 @@ _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histog
 
 
 class CacheCollector(Collector):
-    """The metrics of ``sources`` for a registry of ``prometheus_client``. A source is a cache, or the run queue in
-    front of one.
+    """The metrics of caches for a registry of ``prometheus_client``.
 
     All metrics have two labels: ``engine``, the number of the source, from 0 on, and ``model_name``.
 
@@ -36,6 +35,8 @@ class CacheCollector(Collector):
     older than the next. Counters never decrease, even when a sequence is rewound.
 
     Args:
+        *sources: each a cache, or the run queue in front of one.
+        model_name: a label of all metrics.
         namespaces: names to show for namespaces. A salt is a secret, so by default a keyed digest is shown instead.
         vllm: the prefix of vLLM's metric names; set another one if vLLM's own metrics are in the same registry.
         sample: of so many cached blocks (128, for example; rounded up to a power of two) the life of one is followed,
@@ -43,7 +44,7 @@ class CacheCollector(Collector):
             collector already keeps its sample.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: no source, one that is neither cache nor run queue, a namespace that is none, or ``sample`` below 0.
         MissingExtra: ``prometheus_client`` is not installed.
     """
 

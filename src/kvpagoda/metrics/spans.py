@@ -49,7 +49,7 @@ class Spanned(NamedTuple):
 
 
 class Tracing:
-    """The spans around one cache, until ``close``; a context manager. See ``trace``."""
+    """The spans around one cache, until ``close``; a context manager. Made by ``trace``."""
 
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
         every = whole_number(every, "every how many requests one is traced", at_least=1)
@@ -98,16 +98,16 @@ class Tracing:
 
 
 def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tracing:
-    """Put spans around the calls of ``cache`` until the returned ``Tracing`` is closed; closing removes them
-    completely.
+    """Put spans around the calls of a cache until the returned ``Tracing`` is closed; closing removes them completely.
 
     Args:
-        tracer: makes the spans; by default a tracer of the provider that the process has set.
+        cache: whose calls are traced.
+        tracer: makes the spans; None: a tracer of the provider that the process has set.
         every: trace one ``open`` and one ``receive`` in this many, with the calls inside, and every suspension. Use it
             for an engine with many requests: a span costs tens of microseconds, even if a provider samples it away.
 
     Raises:
-        BadInput: a wrong argument, or the cache is traced already.
+        BadInput: ``every`` is below 1, or the cache is traced already.
         MissingExtra: ``opentelemetry`` is not installed.
     """
     return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)

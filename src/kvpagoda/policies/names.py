@@ -23,10 +23,17 @@ _METHODS = ("add", "touch", "set_leaf", "choose", "remove", "check")
 
 
 def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | None:
-    """Return a new policy for one tree of ``capacity`` blocks: by name, or the object itself. None for ``"lru"``.
+    """Return a new policy for one tree: by name, or the object itself.
 
     Trees have LRU built in. An object is accepted once, because it knows the blocks of one tree. ``"auto"`` is LRU or
     ARC, whichever hits more often; ``"ttl"`` is ``"priority"`` with deadlines for priorities.
+
+    Args:
+        policy: a name or an object.
+        capacity: the most blocks of the tree.
+
+    Returns:
+        The policy; None for ``"lru"``.
 
     Raises:
         BadInput: a name that is not in ``POLICY_NAMES``, a ``capacity`` below 1 if the policy needs it, an object that
@@ -73,5 +80,9 @@ def copied(policy: str | EvictionPolicy) -> str | EvictionPolicy:
 
 
 def policy_name(policy: str | EvictionPolicy) -> str:
-    """Return the name of a policy for reports: the name itself, or the class name of an object."""
+    """Return the name of a policy for reports.
+
+    Args:
+        policy: a name, which is returned, or an object, of which the class name is.
+    """
     return policy if isinstance(policy, str) else type(policy).__name__

@@ -13,7 +13,11 @@ __all__ = ["EvictionPolicy", "Forgotten", "Keys", "OldestLeaf"]
 
 class OldestLeaf:
     """The policy that takes over from one that failed: the text that became a leaf, or was used as one, longest ago is
-    evicted first. It needs to know nothing but the present ``leaves``, and cannot fail."""
+    evicted first. It needs to know nothing but the present leaves, and cannot fail.
+
+    Args:
+        leaves: the present ones.
+    """
 
     def __init__(self, leaves: Iterable[int]) -> None:
         self._leaves = OrderedDict.fromkeys(leaves)

@@ -28,8 +28,7 @@ FIRST_USE = -1  # the distance of a reference whose block was not used before
 
 @dataclass(frozen=True, eq=False)
 class Reuse:
-    """The stretches of a trace: arrays int64 ``[stretches]``, in the order of the requests; within a request from the
-    root on.
+    """The stretches of a trace, in the order of the requests; within a request from the root on.
 
     Stretch ``s`` is the blocks ``begin[s]`` to ``end[s]`` of the chain of request ``request[s]``, which request
     ``last[s]`` used last. Their stack distances are ``distance[s]``, ``distance[s] + 1``, ..: the number of different
@@ -37,6 +36,14 @@ class Reuse:
     A cache of C blocks that evicts the least recently used leaf hits exactly the references with ``0 <= distance < C``
     (Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970), so one pass gives
     the hits of every capacity.
+
+    Args:
+        num_requests: of the trace.
+        request: int64 ``[stretches]``.
+        last: int64 ``[stretches]``.
+        begin: int64 ``[stretches]``.
+        end: int64 ``[stretches]``.
+        distance: int64 ``[stretches]``.
     """
 
     num_requests: int
@@ -48,8 +55,13 @@ class Reuse:
 
     @classmethod
     def of(cls, trace: Trace) -> Reuse:
-        """Find the stretches of ``trace``. O(refs) array work, a few calls for each request, then O(stretches log^2
-        stretches)."""
+        """Find the stretches of a trace.
+
+        O(refs) array work, a few calls for each request, then O(stretches log^2 stretches).
+
+        Args:
+            trace: with blocks.
+        """
         request, last, begin, end = _stretches(trace)
         # The distance counts every block that was used since ``last`` once. So it is the number of references of the
         # requests between, minus the references to blocks that another request between had named already: these are the
@@ -69,18 +81,28 @@ class Reuse:
         return np.bincount(self.request, self.end - self.begin, self.num_requests).astype(np.int64)
 
     def hits(self, capacity: int) -> Ints:
-        """Return the blocks of each request that leaf LRU hits with ``capacity`` blocks: int64 ``[requests]``.
-        O(stretches + requests)."""
+        """Return the blocks of each request that leaf LRU hits: int64 ``[requests]``. O(stretches + requests).
+
+        Args:
+            capacity: in blocks.
+        """
         hits = self._below(capacity)
         return np.bincount(self.request, hits, self.num_requests).astype(np.int64)
 
     def num_below(self, distance: int) -> int:
-        """Return the number of references with a distance below ``distance``, without first uses. O(stretches)."""
+        """Return the number of references with a small distance, without first uses. O(stretches).
+
+        Args:
+            distance: those below it count.
+        """
         return int(self._below(distance).sum())
 
     def quantile(self, share: float) -> int:
-        """Return the smallest distance d for which more than ``share`` of the reuses have a distance of at most d.
-        O(stretches log distances)."""
+        """Return the smallest distance that more than a share of the reuses do not exceed. O(stretches log distances).
+
+        Args:
+            share: 0 to 1.
+        """
         low, high = -1, int((self.distance + self.end - self.begin).max(initial=1)) - 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -112,7 +134,11 @@ def _stretches(trace: Trace) -> Ints:
 
 def reuse_distances(trace: Trace) -> Ints:
     """Return the stack distance of each reference, int64 ``[refs]``: see ``Reuse``; FIRST_USE for the first use of a
-    block."""
+    block.
+
+    Args:
+        trace: with blocks.
+    """
     reuse = Reuse.of(trace)
     distances = np.full(trace.num_refs, FIRST_USE, np.int64)
     sizes = reuse.end - reuse.begin
@@ -145,13 +171,22 @@ def weight_of_larger_before(values: Ints, weights: Ints) -> Ints:
 
 
 def lru_hits(reuse: Reuse, capacities: Iterable[int]) -> list[int]:
-    """Return the number of blocks that leaf LRU hits at each of ``capacities``. O(stretches) each."""
+    """Return the number of blocks that leaf LRU hits at each capacity. O(stretches) each.
+
+    Args:
+        reuse: of the trace.
+        capacities: in blocks.
+    """
     return [reuse.num_below(capacity) for capacity in capacities]
 
 
 def reuse_histogram(reuse: Reuse) -> list[tuple[int, int, int]]:
     """Return (low, high, count) for the distances in [low, high): first 0, then ranges that double. First uses are not
-    counted."""
+    counted.
+
+    Args:
+        reuse: of the trace.
+    """
     largest = int((reuse.distance + reuse.end - reuse.begin).max(initial=0)) - 1
     edges = [0, *(2**k for k in range((largest + 1).bit_length() + 1))]
     below = lru_hits(reuse, edges)
@@ -183,12 +218,16 @@ class WorkingSet:
 
 
 def working_set(trace: Trace, window: float) -> WorkingSet:
-    """Count the different blocks that are used in each ``window`` of seconds, by arrival. O(refs).
+    """Count the different blocks that are used in each window of time, by arrival. O(refs).
 
     Denning, "The working set model for program behavior", CACM 11(5), 1968.
 
+    Args:
+        trace: with blocks.
+        window: seconds.
+
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``window`` is not above 0, or so short that the trace has more than 10 million of them.
     """
     if not (window > 0 and math.isfinite(window)):
         raise BadInput(f"window must be a time in seconds above 0, got {window!r}", needed=window)

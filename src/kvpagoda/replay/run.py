@@ -38,11 +38,19 @@ Told = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The counts of one policy on one trace at one capacity, for the requests after the first ``warm_up_requests``.
-
-    ``token_refs`` and ``token_hits`` count each block by the tokens that it stands for.
+    """The counts of one policy on one trace at one capacity, for the requests after the warm-up.
 
     Args:
+        trace: its name.
+        policy: its name.
+        capacity_blocks: of the cache.
+        requests: that were counted.
+        block_refs: blocks that they named.
+        block_hits: of these, those that were cached.
+        evictions: blocks.
+        token_refs: ``block_refs``, each block counted by the tokens that it stands for.
+        token_hits: ``block_hits``, counted likewise.
+        warm_up_requests: the first requests, which are not counted.
         full_after: the number of requests, the warm-up included, after which the cache was full; None: it never was.
         hits: int64 ``[all requests]``, the blocks that each request hit, the warm-up included.
         inserted: int64 ``[all requests]``, the blocks inserted up to the end of each request, the warm-up included.
@@ -127,29 +135,37 @@ def replay(
     engine: str | None = None,
     **settings: Any,
 ) -> ReplayResult | EngineResult:
-    """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
+    """Run a trace through a prefix tree, one request after another.
 
     A request is a chain of blocks, and a block hits only if every earlier block of its chain hits. (1) The longest
     cached prefix of the chain is looked up and counted. (2) Its first ``capacity_blocks`` blocks are inserted and used,
     the deepest first, so that a block is never older than the blocks below it. (3) While more blocks are cached than
-    the capacity, the policy evicts a leaf, which may be one of the request's own blocks. One id is one block. ``opt``
-    is not a policy but the bound: it knows the future. ``block-fifo`` evicts the block that was inserted first, leaf or
-    not.
+    the capacity, the policy evicts a leaf, which may be one of the request's own blocks. One id is one block.
 
-    ``policy``: a name, or an ``EvictionPolicy`` object that was not used in another replay.
-    ``trace``: a path or an iterable of public records or Requests, which are ordered by arrival if they are not; or a
-    Trace (read once, for many replays), in its order: ``Trace.read(path, keep_order=True)`` has that of the file.
-    ``warm_up``: the share of the requests that run first and are not counted, rounded down to whole requests.
-    ``on_request`` is called now and then with the number of finished requests. ``engine``: serve the trace as the cache
-    of an engine would, with ``settings`` of ``replay_engine``. Raises BadInput before anything runs.
+    Args:
+        trace: a path or an iterable of public records or Requests, which are ordered by arrival if they are not; or a
+            Trace (read once, for many replays), in its order: ``Trace.read(path, keep_order=True)`` has that of the
+            file.
+        capacity_blocks: the most blocks that are cached.
+        policy: a name, or an ``EvictionPolicy`` object that was not used in another replay. ``opt`` is not a policy but
+            the bound: it knows the future. ``block-fifo`` evicts the block that was inserted first, leaf or not.
+        warm_up: the share of the requests that run first and are not counted, rounded down to whole requests.
+        on_request: called now and then with the number of finished requests.
+        engine: serve the trace as the cache of an engine would.
+        **settings: of ``replay_engine``, with an ``engine``.
 
-    >>> chains = [1, 2, 3], [1, 2, 4]
-    >>> records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in chains]
-    >>> result = replay(records, capacity_blocks=3)
-    >>> result.block_hits, result.evictions
-    (2, 1)
-    >>> [replay(records, capacity_blocks=2, policy=policy).hit_rate for policy in ("lru", "opt")]
-    [0.3333333333333333, 0.3333333333333333]
+    Raises:
+        BadInput: an unknown policy, a capacity below 1, a ``warm_up`` that is not at least 0 and below 1, ``settings``
+            without an ``engine``, or a trace without blocks; before anything runs.
+
+    Examples:
+        >>> chains = [1, 2, 3], [1, 2, 4]
+        >>> records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in chains]
+        >>> result = replay(records, capacity_blocks=3)
+        >>> result.block_hits, result.evictions
+        (2, 1)
+        >>> [replay(records, capacity_blocks=2, policy=policy).hit_rate for policy in ("lru", "opt")]
+        [0.3333333333333333, 0.3333333333333333]
     """
     if engine is not None:
         return replay_engine(trace, engine, capacity_blocks, on_request=on_request, **settings)
@@ -181,17 +197,20 @@ def hit_rate_curve(
     (with more than one, a script needs ``if __name__ == "__main__"``).
 
     Args:
+        trace: see ``replay``.
         capacities: in blocks.
         policies: names, or classes of your own, which are called for each capacity; an object serves one capacity
             alone.
         warm_up: see ``replay``.
         jobs: processes.
         reuse: the stretches of this trace, if they are known already.
+        on_progress: called with what is done.
         on_result: called with each result as it is there, in any order: after an interrupt (Ctrl-C) these are what was
             done.
 
     Raises:
-        BadInput: a wrong argument, before anything runs.
+        BadInput: an unknown policy, a capacity or ``jobs`` below 1, a ``warm_up`` that is not at least 0 and below 1,
+            or a trace without blocks; before anything runs.
     """
     names, sizes = checked(policies, capacities, warm_up)
     asked = [(size, number) for size in sizes for number in range(len(names))]

@@ -37,13 +37,19 @@ class ServeResult:
     """The counts of a cache for one schema that served one trace."""
 
     trace: str
+    """The name of the trace."""
     schema: str
+    """The name of the schema."""
     policy: str
+    """The name of the policy."""
     nbytes: int
+    """Bytes of memory of the cache."""
     requests: int
+    """Requests of the trace."""
     never_fit: int
     """Requests that are larger than the whole cache. They were not served."""
     prompt_tokens: int
+    """Tokens of the prompts that were served."""
     matched_tokens: int
     """Prompt tokens that were in the tree."""
     cached_tokens: int
@@ -53,8 +59,11 @@ class ServeResult:
     limited_by: dict[str, int]
     """The reason that limited a hit -> number of requests."""
     evicted_blocks: int
+    """Blocks evicted, in all groups."""
     evicted_checkpoints: int
+    """Checkpoints evicted."""
     mean_running: float
+    """Running requests, on average over the steps."""
     unusable_percent: float
     """The share of the memory that was free or padding but could not be used, on average over the steps in which a
     request waited for memory or something was evicted."""
@@ -64,6 +73,7 @@ class ServeResult:
     """The mean length of the runs of neighbouring block ids in the block tables of requests when they end, of all
     groups."""
     steps: int
+    """Steps that were computed."""
     short_tokens: dict[str, int]
     """The reason that limited a hit -> tokens that were in the tree but had to be computed."""
     groups: dict[str, dict[str, int]]
@@ -104,6 +114,8 @@ def serve(
 
     Args:
         trace: a source of ``read_requests``, or a Trace.
+        schema: of the model.
+        budget: bytes of the cache, as a number or as text.
         tokens_per_id: tokens of an id (public Mooncake traces: 512), where the trace gives it no number of its own.
         max_requests: the most that run at once.
         step_tokens: the most of each request in a step.
@@ -113,10 +125,11 @@ def serve(
         events: see ``KVCache``.
         record: a file for trace events (see ``kvpagoda.recording``), where a step takes a millisecond.
         on_request: called with the number of finished requests.
-        settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
+        **settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: an unknown policy or setting, a number out of range, a ``record`` that cannot be written, or a trace
+            without blocks.
         NeverFits: a request does not fit into the empty cache.
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
@@ -179,18 +192,20 @@ def serve_multi_worker(
     How many hits come from the store depends on the timing of the workers, as in production.
 
     Args:
+        trace: see ``serve``.
+        schema: see ``serve``.
         budget: of each worker.
         workers: processes.
         store: a tier that all workers share, as ``tier_from_text`` reads it. A block is a record in it, without the
             bytes of rows.
         on_request: called with the number of finished requests.
-        settings: other arguments of ``serve``.
+        **settings: other arguments of ``serve``.
 
     Returns:
         one result for each worker.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``workers`` is not 1 to 1,024, ``store`` is no tier, or an argument that ``serve`` refuses.
         NeverFits: a request does not fit into the empty cache.
     """
     workers = whole_number(workers, "workers", at_least=1, below=1025)

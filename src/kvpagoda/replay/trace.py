@@ -48,6 +48,7 @@ class Trace:
     """The requests of a trace in the order in which they run. The arrays are shared and never changed.
 
     Args:
+        name: of the trace.
         ids: int32 ``[refs]``, the chains of block ids, one after another; request ``i`` has ``ids[starts[i]:starts[i +
             1]]``. The source's own numbers if those are small, else renumbered.
         starts: int64 ``[requests + 1]``.
@@ -106,7 +107,8 @@ class Trace:
                 source is read a second time, so it must be a path or a list.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: ``limit`` or ``block_size`` is below 1, an unknown ``agent_times``, or a ``source`` that is none
+                or that cannot be read twice where that is needed.
             BadLine: the first line that cannot be read, without ``skip_bad``.
         """
         if limit is not None:
@@ -185,7 +187,11 @@ class Trace:
         return len(self.arrivals)
 
     def chain(self, i: int) -> Ids32:
-        """Return the block ids of request ``i``, int32 ``[n]``: a view."""
+        """Return the block ids of a request, int32 ``[n]``: a view.
+
+        Args:
+            i: its number.
+        """
         return self.ids[self.starts[i] : self.starts[i + 1]]
 
     @property
@@ -194,8 +200,13 @@ class Trace:
         return len(self.ids)
 
     def tokens_of(self, blocks: Ints) -> Ints:
-        """Return, for each request ``i``, the tokens of its first ``blocks[i]`` blocks: int64 ``[requests]``.
-        O(requests), and O(refs) if each id has its own number of tokens."""
+        """Return the tokens of the first blocks of each request: int64 ``[requests]``.
+
+        O(requests), and O(refs) if each id has its own number of tokens.
+
+        Args:
+            blocks: int64 ``[requests]``, how many.
+        """
         if self.block_tokens is not None:
             upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.block_tokens, dtype=np.int64)])
             found: Ints = upto[self.starts[:-1] + blocks] - upto[self.starts[:-1]]
@@ -252,7 +263,11 @@ class Trace:
         return self.take(np.argsort(self.arrivals, kind="stable"))
 
     def take(self, which: Iterable[int] | Ints) -> Trace:
-        """Return the requests with the numbers ``which``, in that order, as a new trace."""
+        """Return some requests as a new trace.
+
+        Args:
+            which: their numbers, in the new order.
+        """
         chosen = np.asarray(which, np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.diff(self.starts)[chosen])])
         bounds = list(zip(self.starts[chosen].tolist(), self.starts[chosen + 1].tolist()))

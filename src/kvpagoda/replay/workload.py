@@ -57,6 +57,7 @@ def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4
     """Yield requests without end, in the order of their arrivals. The same arguments give the same requests.
 
     Args:
+        seed: of the random numbers.
         block_size: tokens per block.
         shares: weights of chats, agents and shared prompts among the sessions.
 
@@ -94,10 +95,15 @@ def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4
 
 
 def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) -> Trace:
-    """Return the first ``num_requests`` of ``workload`` as a Trace.
+    """Return the first requests of ``workload`` as a Trace.
+
+    Args:
+        num_requests: how many.
+        seed: see ``workload``.
+        block_size: see ``workload``.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``num_requests`` or ``block_size`` is below 1, or ``seed`` below 0.
     """
     return replace(Trace.read(workload(seed, block_size), limit=num_requests), name=f"synthetic workload, seed {seed}")
 

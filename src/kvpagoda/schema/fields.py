@@ -40,7 +40,15 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a record: ``count`` rows of ``shape`` elements of ``dtype``. A reset writes ``fill``."""
+    """One array of a record.
+
+    Args:
+        name: of the rows and the part of their encoding.
+        count: rows.
+        shape: of a row.
+        dtype: of its elements.
+        fill: what a reset writes.
+    """
 
     name: str
     count: int
@@ -62,6 +70,13 @@ class Rows:
     which ``reset`` sets to ``fill``.
 
     Args:
+        name: in layouts, pools and kernels.
+        shape: of a row.
+        dtype: of its elements.
+        encoding: how a row is stored.
+        tokens_per_row: tokens of a row in a block.
+        count: rows of a state.
+        fill: to which a reset sets a state.
         heads: the runs of heads on the first axis, each (number of heads, elements of that axis per head). Tensor
             parallelism divides each run separately, because a run of few heads is replicated while another is divided.
             Without ``heads`` every rank keeps the whole row.
@@ -87,7 +102,11 @@ class Rows:
     axes: tuple[str, ...] = ()
 
     def fields(self, count: int) -> tuple[Field, ...]:
-        """Return the arrays that store ``count`` of these rows, one for each part of the encoding."""
+        """Return the arrays that store some of these rows, one for each part of the encoding.
+
+        Args:
+            count: rows.
+        """
         return tuple(
             Field(self.name + suffix, count, shape, dtype, self.fill)
             for suffix, shape, dtype in self.encoding.parts(self.shape, self.dtype)
@@ -144,6 +163,9 @@ class Growth:
     after each of the last ``slack + 1`` lengths are there, and a rewind chooses another place.
 
     Args:
+        window: the last tokens that are read; None: no window.
+        chunk: tokens of a chunk; None: no chunks.
+        is_state: a state, which does not grow.
         slack: how many of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the
             window, so that the window is still complete after such a rewind.
         is_optional: a request can go on without these rows, because whoever reads them can compute them again. So a hit
@@ -193,19 +215,32 @@ class Growth:
         return self.name.partition("(")[0]
 
     def first_needed(self, position: Any) -> Any:
-        """Return the lowest position that the token at ``position`` reads; lower ones may be freed. Ints or arrays."""
+        """Return the lowest position that a token reads; lower ones may be freed.
+
+        Args:
+            position: of the token: an int or an array.
+        """
         if self.window is not None:
             first = position - self.window + 1
             return first * (first > 0)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
     def first_kept(self, length: Any) -> Any:
-        """Return the lowest position that is kept after ``length`` tokens are written. Takes ints or arrays."""
+        """Return the lowest position that is kept after some tokens are written.
+
+        Args:
+            length: how many: an int or an array.
+        """
         position = length - self.slack
         return self.first_needed(position * (position > 0))
 
     def reads(self, query: Any, key: Any) -> Any:
-        """Return whether the token at position ``query`` reads the row at position ``key``. Takes ints or arrays."""
+        """Return whether a token reads a row.
+
+        Args:
+            query: position of the token: an int or an array.
+            key: position of the row: an int or an array.
+        """
         seen = key <= query
         if self.window is not None:
             seen = seen & (key > query - self.window)
@@ -231,13 +266,22 @@ class Growth:
         return 1 + self.slack if self.is_state else 1
 
     def most_blocks(self, block_size: int, step: int) -> int | None:
-        """Return the most blocks that a request holds while it writes up to ``step`` tokens at once; None: no bound."""
+        """Return the most blocks that a request holds; None: no bound.
+
+        Args:
+            block_size: tokens of a block.
+            step: tokens that are written at once.
+        """
         if self.is_state:
             return self.places
         return None if self.span is None else ceil_div(self.span - 1 + self.slack + step, block_size) + 1
 
     def checkpoint_blocks(self, block_size: int) -> int | None:
-        """Return the most blocks that a checkpoint keeps: one state, or a whole window; None: no bound."""
+        """Return the most blocks that a checkpoint keeps: one state, or a whole window; None: no bound.
+
+        Args:
+            block_size: tokens of a block.
+        """
         return 1 if self.is_state else self.most_blocks(block_size, 1)
 
 

@@ -56,7 +56,10 @@ class LayerKind(Protocol):
         return None
 
     def split(self, ways: int) -> LayerKind:
-        """Return this kind on one of ``ways`` tensor-parallel ranks.
+        """Return this kind on one tensor-parallel rank.
+
+        Args:
+            ways: how many ranks there are.
 
         Raises:
             SchemaError: heads do not divide.
@@ -64,11 +67,18 @@ class LayerKind(Protocol):
         return self
 
     def laid_out(self, choices: Choices) -> LayerKind:
-        """Return this kind with its rows in the layouts of ``choices`` (kind of rows -> layout)."""
+        """Return this kind with its rows in other layouts.
+
+        Args:
+            choices: kind of rows -> layout.
+        """
         return self
 
     def scaled(self, scales: tuple[float, float]) -> LayerKind:
-        """Return this kind with ``scales`` of K and V, if its rows have one scale a tensor.
+        """Return this kind with other scales, if its rows have one scale a tensor.
+
+        Args:
+            scales: of K and of V.
 
         Raises:
             SchemaError: a scale is not finite or not above 0.
@@ -98,6 +108,8 @@ class IndexKeys:
     There is one key of ``dim`` elements for each K/V row, latent row or compressed entry.
 
     Args:
+        dim: elements of a key.
+        encoding: of the keys.
         dtype: of the keys; "" means the dtype of the layer.
         pool: one key is made of so many tokens. The keys of tokens whose pool is still open are rows ``index_tail`` of
             the request's state, at their position modulo the number of rows.
@@ -122,11 +134,19 @@ class IndexKeys:
     projected: bool = False
 
     def row(self, dtype: str) -> Rows:
-        """Return the rows that hold the key of each token, or of each pool, in a layer of ``dtype``."""
+        """Return the rows that hold the key of each token, or of each pool.
+
+        Args:
+            dtype: of the layer.
+        """
         return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding, tokens_per_row=self.pool)
 
     def tail(self, dtype: str) -> tuple[Rows, ...]:
-        """Return the rows of the state that hold the keys of the open pool in a layer of ``dtype``."""
+        """Return the rows of the state that hold the keys of the open pool.
+
+        Args:
+            dtype: of the layer.
+        """
         if self.pool == 1:
             return ()
         shape = (self.parts, self.dim)
@@ -137,7 +157,11 @@ class IndexKeys:
         return None if self.pool == 1 else self.verify_width
 
     def laid_out(self, choices: Choices) -> IndexKeys:
-        """Return these keys in the layout of ``choices`` for "indexer" rows, if there is one."""
+        """Return these keys in the layout that is chosen for "indexer" rows, if there is one.
+
+        Args:
+            choices: kind of rows -> layout.
+        """
         return replace(self, encoding=choices["indexer"].encoding()) if "indexer" in choices else self
 
 
@@ -145,10 +169,13 @@ class IndexKeys:
 class Attention(LayerKind):
     """Multi-head attention: one K row and one V row for every token.
 
-    A row has ``num_kv_heads`` heads of ``k_dim`` (K) or ``v_dim`` (V) elements.
-
     Args:
+        num_kv_heads: heads of a row.
+        k_dim: elements of a head of K.
+        v_dim: elements of a head of V.
+        dtype: of the rows.
         law: which tokens stay in the cache (all, a sliding window, or a chunk).
+        encoding: of K, and of V unless ``v_encoding`` says otherwise.
         num_sinks: how many first tokens of a request stay readable beside the window (arXiv 2309.17453, section 3.2).
             Their rows are written twice: into blocks, and at their own positions into the rows ``sink_k`` and
             ``sink_v`` ``[num_sinks]`` of the request's state. A query reads its window from blocks, and the sinks that
@@ -236,8 +263,11 @@ class Attention(LayerKind):
         return None if self.indexer is None else self.indexer.rewinds()
 
     def laid_out(self, choices: Choices) -> Attention:
-        """Return this kind in its layout of ``choices``. A packed layout decides the encoding too; others keep raw rows
-        and those with a scale a tensor as they are encoded.
+        """Return this kind in another layout. A packed layout decides the encoding too; others keep raw rows and those
+        with a scale a tensor as they are encoded.
+
+        Args:
+            choices: kind of rows -> layout.
 
         Raises:
             LayoutError: heads of a width that a packed layout does not hold.
@@ -275,6 +305,11 @@ class Latent(LayerKind):
     tensor-parallel rank keeps all of it.
 
     Args:
+        latent_dim: elements of the latent.
+        rope_dim: elements of the RoPE key.
+        dtype: of both.
+        law: which tokens stay in the cache.
+        encoding: of both.
         indexer: the keys of an indexer, in models that select tokens.
         layout: name of the layout of latent and RoPE key in a page; most kernels read both as one row. If ``encoding``
             is packed, both share one row, ``latent`` ``[1, latent_dim + rope_dim]``.
@@ -318,7 +353,10 @@ class Latent(LayerKind):
         return None if self.indexer is None else self.indexer.rewinds()
 
     def laid_out(self, choices: Choices) -> Latent:
-        """Return this kind in its layout of ``choices``.
+        """Return this kind in another layout.
+
+        Args:
+            choices: kind of rows -> layout.
 
         Raises:
             LayoutError: packed rows of other sizes.
@@ -343,6 +381,10 @@ class Recurrent(LayerKind):
     A state covers the whole request, so no token can be removed from it. ``rewind`` goes back to an older state
     instead: with ``verify_width`` v a request has v + 1 places for its states, and each new token writes the next one.
 
+    Args:
+        states: the tensors of one request.
+        verify_width: the newest tokens that can be removed again.
+
     Examples:
         >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),), verify_width=3)
         >>> layer.split(4).state_rows()[0].shape, layer.rewinds(), layer.state_places()
@@ -362,9 +404,12 @@ class Recurrent(LayerKind):
         return self.verify_width
 
     def laid_out(self, choices: Choices) -> Recurrent:
-        """Return this kind in its layouts of ``choices``.
+        """Return this kind in other layouts.
 
         Only states whose axes are exactly those of the layout change; other states stay as they are.
+
+        Args:
+            choices: kind of rows -> layout.
         """
 
         def laid(rows: Rows) -> Rows:
@@ -388,6 +433,9 @@ class Recurrent(LayerKind):
 @dataclass(frozen=True)
 class Shared(LayerKind):
     """A layer that reads the rows of layer ``owner`` and keeps no rows itself.
+
+    Args:
+        owner: index of that layer.
 
     Examples:
         >>> Shared(owner=3).block_rows()
@@ -416,6 +464,16 @@ class Compressed(LayerKind):
     v = ``verify_width``: the newest v tokens can be removed again (speculative decoding). The rings therefore have v
     rows more than the least size, and streams a of c = 1 + ceil(v / ratio) closed entry windows are kept, because a
     rewind may reopen some of them.
+
+    Args:
+        dim: elements of a row, RoPE dims included.
+        window: tokens whose raw rows are kept.
+        dtype: of the raw rows.
+        ratio: tokens of an entry; 0: no entries.
+        indexer: its keys, one for each entry.
+        encoding: of raw rows and entries.
+        tail_dtype: of what waits for an entry.
+        verify_width: the newest tokens that can be removed again.
 
     Examples:
         >>> layer = Compressed(512, 128, "bfloat16", ratio=4, indexer=IndexKeys(128))

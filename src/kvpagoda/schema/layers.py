@@ -14,9 +14,12 @@ from kvpagoda.schema.layout import ALIGN, RowLayout, pages_of
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its index in the model, ``label`` (its type as the model names it), and its kinds (usually one).
+    """One layer of a model.
 
     Args:
+        index: in the model.
+        label: its type as the model names it.
+        kinds: usually one.
         num_query_heads: how many heads its attention divides over tensor-parallel ranks; None: unknown, or no
             attention. They keep nothing, so layers that differ in it alone are equal.
         is_draft: whether it belongs to a draft (an MTP or EAGLE layer, or a layer of a smaller model), which proposes
@@ -36,7 +39,10 @@ class Layer:
     is_draft: bool = field(default=False, repr=False)
 
     def split(self, ways: int) -> Layer:
-        """Return this layer on one of ``ways`` tensor-parallel ranks.
+        """Return this layer on one tensor-parallel rank.
+
+        Args:
+            ways: how many ranks there are.
 
         Raises:
             SchemaError: heads do not divide.
@@ -90,6 +96,10 @@ class Group:
     """The layers with one growth law. One block id addresses the rows of all of them.
 
     The states are a group too, with the law ``STATE``: the state of one request is one block.
+
+    Args:
+        growth: the law.
+        layers: those that have it.
     """
 
     growth: Growth

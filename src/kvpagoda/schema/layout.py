@@ -21,6 +21,8 @@ class Place:
     """The place of one field of one layer.
 
     Args:
+        layer: index of the layer.
+        field: which one.
         offset: bytes from the start of its page (in ``RowLayout.places``: of the record).
         strides: bytes from row to row, then along each axis of the field's shape.
     """
@@ -59,9 +61,6 @@ _AXES = {"": "one", "H": "head", "K": "key", "V": "value", "R": "dstate", "C": "
 class Page:
     """Rows of one layer that share a byte range of a record, of one kernel page of a block or of one state.
 
-    If a layout has heads outside of blocks or layers, the page is cut into ``heads`` equal pieces, ``step`` bytes
-    apart, and the arena must have this ``order``. Otherwise there is one piece and ``order`` is "".
-
     Args:
         rows: names of the rows in it.
         nbytes: length of its range in the record.
@@ -70,6 +69,9 @@ class Page:
         offset: start of its range in the record, in bytes.
         axes: kernels' names for the axes of a row.
         packed: the shape of packed rows in bytes; () for other rows.
+        heads: equal pieces into which the page is cut, if a layout has heads outside of blocks or layers; else 1.
+        step: bytes from piece to piece.
+        order: that the arena must have then; else "".
     """
 
     rows: tuple[str, ...]
@@ -95,7 +97,11 @@ class Page:
         return [slice(start, start + self.piece) for start in starts]
 
     def apart(self, pieces: int) -> Page:
-        """Return the page with ``pieces`` pieces from head to head; a page without ``order`` is returned as it is."""
+        """Return the page with its pieces further apart; a page without ``order`` is returned as it is.
+
+        Args:
+            pieces: from head to head.
+        """
         if not self.order:
             return self
         step = pieces * self.piece
@@ -131,7 +137,11 @@ class Page:
         return replace(first, shape=(*first.shape[:-1], width), strides=(*strides, 1))
 
     def tensor(self, place: Place) -> KernelTensor:
-        """Return the field at ``place``, one of this page's places, as a tensor of its own."""
+        """Return a field as a tensor of its own.
+
+        Args:
+            place: one of this page's places.
+        """
         size = itemsize(place.field.dtype)
         strides = tuple(stride // size for stride in place.strides)
         return KernelTensor(
@@ -183,7 +193,9 @@ class RowLayout:
 
     Args:
         pages: those of the first of the ``kernel_pages``; each starts at a multiple of ``ALIGN``.
-        nbytes: of the whole record. The bytes from kernel page to kernel page are a multiple of ``multiple``.
+        nbytes: of the whole record.
+        kernel_pages: equal parts of the record.
+        multiple: the bytes from kernel page to kernel page are a multiple of it.
 
     Examples:
         >>> layout = RowLayout.build([(0, Field("scales", 3, (4,), "uint8")), (0, Field("k", 3, (8,), "bfloat16"))])
@@ -198,16 +210,25 @@ class RowLayout:
 
     @classmethod
     def build(cls, fields: Iterable[tuple[int, Field]]) -> RowLayout:
-        """Return the record of the (layer, field) pairs, placed one after another in the order given."""
+        """Return the record of some fields, placed one after another in the order given.
+
+        Args:
+            fields: pairs of layer and field.
+        """
         return cls.of(dense(layer, field) for layer, field in fields)
 
     @classmethod
     def of(cls, pages: Iterable[Page], kernel_pages: int = 1, order: str = "block", multiple: int = ALIGN) -> RowLayout:
-        """Return the record of ``pages``, placed one after another and repeated ``kernel_pages`` times.
+        """Return the record of some pages, placed one after another and repeated.
 
-        Its size for one kernel page is a multiple of ``multiple``. Where kernels demand a multiple (``Page.multiple``),
-        records are padded to it in arenas of ``order`` "block", pages in arenas of ``order`` "layer". Neighbouring
-        pages whose heads lie outside of layers are interleaved head by head.
+        Neighbouring pages whose heads lie outside of layers are interleaved head by head.
+
+        Args:
+            pages: of one kernel page.
+            kernel_pages: how often they are repeated.
+            order: of the arena. Where kernels demand a multiple (``Page.multiple``), records are padded to it in arenas
+                of "block", pages in arenas of "layer".
+            multiple: the size for one kernel page is a multiple of it.
         """
         placed: list[Page] = []
         offset = 0
@@ -222,7 +243,11 @@ class RowLayout:
         return cls(tuple(placed), align_up(offset, multiple) * kernel_pages, kernel_pages, multiple)
 
     def spread(self, nbytes: int) -> RowLayout:
-        """Return this layout for records of ``nbytes`` bytes, in which several kernel pages are equally far apart."""
+        """Return this layout for larger records, in which several kernel pages are equally far apart.
+
+        Args:
+            nbytes: of a record.
+        """
         return self if self.kernel_pages == 1 else replace(self, nbytes=nbytes)
 
     @cached_property

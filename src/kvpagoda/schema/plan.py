@@ -120,6 +120,7 @@ class Plan:
         num_checkpoints: the most checkpoints that are kept.
         lengths: context lengths in tokens; ``to_dict`` counts the requests that fit for each.
         budget: in bytes.
+        groups: the plan of each group, in the order of block tables.
         num_sectors: of the memory that groups share; 0 if each group has its own share.
         sector_nbytes: bytes of a sector; 0 if each group has its own share.
         order: of the arenas.
@@ -186,13 +187,22 @@ class Plan:
         return sum(group.layout.payload_nbytes for group in self.groups if not group.growth.is_state) / self.block_size
 
     def holds(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether ``num_blocks[i]`` blocks of every group ``i`` together fit in the empty cache. O(groups)."""
+        """Return whether some blocks of every group together fit in the empty cache. O(groups).
+
+        Args:
+            num_blocks: of each group.
+        """
         if self.num_sectors:
             return self._sectors(num_blocks) < self.num_sectors
         return all(blocks <= group.num_blocks for blocks, group in zip(num_blocks, self.groups))
 
     def fits(self, num_requests: int, num_tokens: int) -> bool:
-        """Return whether ``num_requests`` requests of ``num_tokens`` tokens each can run at once."""
+        """Return whether some requests can run at once.
+
+        Args:
+            num_requests: how many.
+            num_tokens: of each.
+        """
         blocks = [num_requests * group.blocks_for(num_tokens) for group in self.groups]
         return num_requests <= self.max_requests and self.holds(blocks)
 
@@ -211,7 +221,11 @@ class Plan:
         return longest if self.max_positions is None else min(longest, self.max_positions)
 
     def requests_at(self, num_tokens: int) -> int:
-        """Return how many requests of ``num_tokens`` tokens can run at once; 0 if the model takes fewer tokens."""
+        """Return how many requests can run at once; 0 if the model takes fewer tokens.
+
+        Args:
+            num_tokens: of each.
+        """
         if self.max_positions is not None and num_tokens > self.max_positions:
             return 0
         return largest_below(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
@@ -291,10 +305,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return every figure as plain data, for JSON.
 
-        ``floor_bytes``: the bytes that ``max_requests`` requests of one token need; all other bytes float between the
-        groups. ``padding_percent``: padding in percent of the arenas' bytes; with sectors, of the group with the
-        largest share. ``unused_percent``: the part of the budget that is too small for another block. Prefix hits are
-        multiples of ``hit_granularity`` tokens.
+        - ``floor_bytes``: the bytes that ``max_requests`` requests of one token need; all other bytes float between the
+          groups.
+        - ``padding_percent``: padding in percent of the arenas' bytes; with sectors, of the group with the largest share.
+        - ``unused_percent``: the part of the budget that is too small for another block.
+        - ``hit_granularity``: prefix hits are multiples of so many tokens.
         """
         filled = [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups]
         if self.num_sectors:

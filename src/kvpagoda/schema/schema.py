@@ -76,13 +76,17 @@ class Schema:
     ) -> Schema:
         """Return the schema of a transformers config. Needs no torch.
 
-        Formats, for ``kv_format``. ``raw``: all rows as the model computes them. ``auto``: as the config's quantisation
-        says (``kv_scheme`` tells), else ``raw``. ``fp8``: heads as ``fp8_e4m3``; latents and entries as the packed rows
-        of FlashMLA and DeepGEMM, or, for other sizes or another dtype, as codes and scales in separate arrays.
-        ``fp8_e4m3``, ``fp8_e5m2``: heads as one byte an element, one scale for all K rows of a layer and one for all V
-        rows. ``mxfp4``, ``nvfp4``, ``int8``: codes with one scale for 32, 16, and (latents and entries) 64 or 128
-        elements or (heads) a head. ``fp8_per_token_head``, ``int8_per_token_head``: vLLM's packed heads, a scale for
-        each. Rows that have no such form stay raw; ``formats`` tells.
+        Formats, for ``kv_format``; rows that have no such form stay raw, ``formats`` tells:
+
+        - ``raw``: all rows as the model computes them.
+        - ``auto``: as the config's quantisation says (``kv_scheme`` tells), else ``raw``.
+        - ``fp8``: heads as ``fp8_e4m3``; latents and entries as the packed rows of FlashMLA and DeepGEMM, or, for other
+          sizes or another dtype, as codes and scales in separate arrays.
+        - ``fp8_e4m3``, ``fp8_e5m2``: heads as one byte an element, one scale for all K rows of a layer and one for all V
+          rows.
+        - ``mxfp4``, ``nvfp4``, ``int8``: codes with one scale for 32, 16, and (latents and entries) 64 or 128 elements or
+          (heads) a head.
+        - ``fp8_per_token_head``, ``int8_per_token_head``: vLLM's packed heads, a scale for each.
 
         Args:
             config: a transformers config or a dict of one; or, as text or a ``Path``, a ``config.json``, its folder, or
@@ -220,6 +224,9 @@ class Schema:
     def owner_of(self, index: SupportsIndex) -> Layer:
         """Return the layer whose rows layer ``index`` reads: itself, or the layer that it shares.
 
+        Args:
+            index: of the layer.
+
         Raises:
             BadInput: no layer has this index.
         """
@@ -267,7 +274,10 @@ class Schema:
         return math.lcm(1, *(rows.tokens_per_row for layer in self.layers for rows in layer.block_rows()))
 
     def block_size(self, wanted: int | None = None) -> int:
-        """Return the tokens of one block: ``wanted``; None: the least number from 16 on that suits every layer.
+        """Return the tokens of one block.
+
+        Args:
+            wanted: returned if it suits every layer; None: the least number from 16 on that does.
 
         Raises:
             BadInput: ``wanted`` is not a positive multiple of ``tokens_per_row``.
@@ -468,7 +478,8 @@ class Schema:
             checkpoint_format: how checkpoints keep float32 states, see ``Retention``.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: neither or both of ``budget`` and ``num_blocks`` are given, an unknown ``order`` or format, or a
+                number that is out of range or does not suit the layers; the message names it.
             NeverFits: not even one block of one request fits.
             SchemaError: a kernel would refuse, copy or misread the cache: the kernel's rule, what would satisfy it, and
                 the layouts that fit (its ``available``).

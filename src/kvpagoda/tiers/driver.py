@@ -20,7 +20,11 @@ FAULTS = frozenset({Status.TIMEOUT, Status.UNAVAILABLE})
 
 
 class Calls:
-    """Counts the calls in progress. After ``close`` none begins, and the last one to finish calls ``end``, once."""
+    """Counts the calls in progress. After ``close`` none begins.
+
+    Args:
+        end: called once, by the last one to finish.
+    """
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end, self._lock, self._count, self.is_closed = end, Lock(), 0, False
@@ -57,7 +61,11 @@ _ALIVE: WeakSet[Forkable] = WeakSet()
 
 
 def watch_forks(one: Forkable) -> None:
-    """Make every child process that is forked from now on call ``one.after_fork()`` first, as long as ``one`` lives."""
+    """Make every child process that is forked from now on call ``after_fork()`` first.
+
+    Args:
+        one: whose method is called, as long as it lives.
+    """
     _ALIVE.add(one)
 
 

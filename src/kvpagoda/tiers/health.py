@@ -25,12 +25,12 @@ Outcomes = Mapping[str, tuple[bytes, Status] | None]
 
 @dataclass(frozen=True)
 class Histogram:
-    """Values, such as the durations of calls in seconds: ``counts[i]`` of them are at most ``bounds[i]`` and more than
-    the bound before.
-
-    The last count, for which there is no bound, is of values above all bounds.
+    """Values, such as the durations of calls in seconds, by size.
 
     Args:
+        bounds: ascending.
+        counts: ``counts[i]`` values are at most ``bounds[i]`` and more than the bound before; the last count, for which
+            there is no bound, is of values above all bounds.
         total: the sum of all values.
     """
 
@@ -44,9 +44,12 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float | None:
-        """Return the seconds within which ``share`` (0 to 1) of the calls were done; None without calls.
+        """Return the seconds within which a share of the calls were done; None without calls.
 
         Calls are taken as evenly spread inside a bucket. The result is at most the last bound.
+
+        Args:
+            share: 0 to 1.
         """
         below = [0, *accumulate(self.counts)]
         wanted = share * below[-1]
@@ -80,6 +83,11 @@ class TierStats:
     """Keys by the status that the caller got.
 
     Args:
+        stores: keys by their status.
+        lookups: likewise.
+        loads: likewise.
+        discards: likewise.
+        nbytes_in_flight: bytes of the calls that are not done.
         is_available: whether no call is refused.
         last_error: what the driver raised last, although it must not.
         last_fault: the kind of the last call that failed, and why.

@@ -24,15 +24,19 @@ def layout_fingerprint(
         schema: what the layers keep.
         formats: how rows are encoded, with digests of scales.
         layout: version of the record's own layout.
+        block_size: tokens of a block.
         rank: the parallel part, of ``num_ranks``.
+        num_ranks: parallel parts of the model.
     """
     return _digest(b"layout", json.dumps([weights, schema, formats, layout, block_size, rank, num_ranks]).encode())
 
 
 def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
-    """Return the hash, 32 bytes, with which the hash chains of ``namespace`` begin.
+    """Return the hash, 32 bytes, with which the hash chains of a namespace begin.
 
-    With a ``secret`` of at most 64 bytes, only processes that know it can compute the hashes of a prompt.
+    Args:
+        namespace: its key (``kvpagoda.namespace.namespace_key``).
+        secret: at most 64 bytes; with one, only processes that know it can compute the hashes of a prompt.
 
     Raises:
         BadInput: a longer ``secret``, or no namespace.
@@ -59,7 +63,7 @@ def prefix_hashes(
         extras: block number -> digest of other content of that block, such as an image.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``tokens`` are not int32 ``[n]``, or ``block_size`` is below 1.
     """
     if block_size < 1 or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise BadInput(
@@ -77,7 +81,10 @@ def prefix_hashes(
 def record_key(fingerprint: bytes, prefix_hash: bytes, kind: bytes = b"") -> bytes:
     """Return the key of a record, 32 bytes.
 
-    ``kind`` separates the records of one prefix: blocks of a group, or a checkpoint.
+    Args:
+        fingerprint: of its layout.
+        prefix_hash: of the text up to its end.
+        kind: separates the records of one prefix: blocks of a group, or a checkpoint.
     """
     return _digest(b"record", fingerprint + prefix_hash, kind)
 

@@ -54,6 +54,7 @@ class CallStats:
     """The calls of one kind to a tier.
 
     Args:
+        call: which kind.
         outcomes: number of records by the value of their ``Status``.
         nbytes: bytes of the records that were OK.
         seconds: durations of the calls, from the request to the answer.
@@ -70,7 +71,14 @@ class LevelStats:
     """What a tier holds, and the outcomes of its calls, in records.
 
     Args:
+        name: of the tier.
+        num_records: records that it has.
+        nbytes: their bytes.
+        capacity_nbytes: the most bytes.
+        staging_nbytes: host memory for records on their way.
+        stored: records that were stored.
         loaded: loads that verified.
+        missed: lookups and loads of records that it did not have.
         failed: calls that were late, unavailable or corrupt, stores included.
         dropped: records not stored because staging memory was short or the tier rejected them.
         is_available: whether no call is refused.

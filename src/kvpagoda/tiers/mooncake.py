@@ -177,9 +177,12 @@ def mooncake_driver(
         segment: memory that this process adds to the store, lost with the process; 0 adds none and only uses the store.
         host: the name by which other machines reach this one.
         protocol: "tcp", or "rdma" with ``devices``.
+        devices: of "rdma", as Mooncake names them; "": all.
+        metadata: the address of a metadata server, or "P2PHANDSHAKE" for none.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: ``master`` is neither host:port nor a URL, ``host`` or another name is no text, or ``segment`` is no
+            size or below 16 MiB.
         MissingExtra: the engine is not installed; the message names what is missing.
     """
     try:

@@ -98,7 +98,7 @@ def _fields(header: bytes) -> tuple[Any, ...] | None:
 
 
 class RecordBuffer:
-    """``num_records`` records, each on pages of its own, that drivers read and write. Thread-safe.
+    """Records, each on pages of its own, that drivers read and write. Thread-safe.
 
     ``acquire`` takes records and ``release`` returns them, at any time: a record that a driver still uses is handed out
     again only after the driver has finished with it.
@@ -110,8 +110,10 @@ class RecordBuffer:
         places   | 0 .. n - 1: records at first | n ..: idle at first |      each has as many users as rows and slots show it
 
     Args:
+        num_records: how many.
+        payload_nbytes: bytes of a record without its header.
         memory: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, page-locked for example;
-            or a function that returns so many bytes; allocated here by default.
+            or a function that returns so many bytes; None: allocated here.
     """
 
     def __init__(
@@ -149,7 +151,12 @@ class RecordBuffer:
 
     @staticmethod
     def nbytes_for(num_records: int, payload_nbytes: int) -> int:
-        """Return the bytes that ``num_records`` records take."""
+        """Return the bytes that records take.
+
+        Args:
+            num_records: how many.
+            payload_nbytes: bytes of each without its header.
+        """
         return num_records * align_up(HEADER_NBYTES + payload_nbytes, PAGE)
 
     @property
@@ -165,24 +172,36 @@ class RecordBuffer:
     # -- places --------------------------------------------------------------------------------------------------------
 
     def places_of(self, rows: Sequence[int]) -> list[int]:
-        """Return the place of each of ``rows`` in ``records`` and ``payloads``, which stays the same while the caller has the
-        record and no operation of a driver works on it. O(n)."""
+        """Return the place of each record in ``records`` and ``payloads``. O(n).
+
+        It stays the same while the caller has the record and no operation of a driver works on it.
+
+        Args:
+            rows: the records.
+        """
         places = self._places
         return [places[row] for row in rows]
 
     def extend(self, more: int) -> bool:
-        """Add ``more`` places for a driver that keeps records in them, and return whether that was possible: not where memory
-        was given. For the constructor of a driver: no record may have been acquired."""
+        """Add places for a driver that keeps records in them. For its constructor: no record may have been acquired.
+
+        Args:
+            more: how many.
+
+        Returns:
+            Whether that was possible: not where memory was given.
+        """
         if self._allocate is None or self._idle or self._owners or not more:
             return False
         self._lay_out(self._allocate(self.nbytes + more * self.record_nbytes), more)
         return True
 
     def exchange(self, row: int, place: int | None) -> int:
-        """Keep the place of record ``row``, with its bytes, and return it; the record gets an idle one. O(1), but for
-        the first use of a place.
+        """Keep the place of a record, with its bytes, and return it; the record gets an idle one. O(1), but for the first
+        use of a place.
 
         Args:
+            row: the record.
             place: the one that was kept until now, idle when no record shows it any more; None: there was none.
         """
         with self._lock:
@@ -204,7 +223,12 @@ class RecordBuffer:
         return kept
 
     def show(self, row: int, place: int) -> None:
-        """Let record ``row`` be the one at ``place``, until it is free again. O(1)."""
+        """Let a record be the one at a place, until it is free again. O(1).
+
+        Args:
+            row: the record.
+            place: which was kept.
+        """
         with self._lock:
             self._leave(self._places[row])
             self._move(row, place)
@@ -230,7 +254,11 @@ class RecordBuffer:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def acquire(self, n: int, owner: object = "the caller") -> list[int]:
-        """Take ``n`` records for ``owner`` (see ``owners``). O(n).
+        """Take records. O(n).
+
+        Args:
+            n: how many.
+            owner: see ``owners``.
 
         Raises:
             OutOfBlocks: fewer are free; none is taken.
@@ -252,7 +280,10 @@ class RecordBuffer:
         self._lock = Lock()
 
     def release(self, rows: Sequence[int]) -> None:
-        """Return ``rows``. O(n).
+        """Return records. O(n).
+
+        Args:
+            rows: the records.
 
         Raises:
             NotOwned: one is not acquired or is named twice; then none is returned.
@@ -262,7 +293,11 @@ class RecordBuffer:
             self._release(rows)
 
     def give_to(self, owner: object, rows: Sequence[int]) -> None:
-        """Let ``owner`` be the one of ``rows``. O(n).
+        """Let records be those of another owner. O(n).
+
+        Args:
+            owner: the new one.
+            rows: the records.
 
         Raises:
             NotOwned: one is not acquired or is named twice; then nothing changes.
@@ -272,7 +307,11 @@ class RecordBuffer:
             self._owners.update(dict.fromkeys(rows, owner))
 
     def release_all(self, owner: object) -> None:
-        """Return all records that ``owner`` took. O(acquired records)."""
+        """Return all records of an owner. O(acquired records).
+
+        Args:
+            owner: that took them.
+        """
         with self._lock:
             self._release([row for row, holder in self._owners.items() if holder is owner])
 
@@ -282,7 +321,10 @@ class RecordBuffer:
             del self._owners[row]
 
     def hold(self, rows: Sequence[int]) -> bool:
-        """Mark ``rows`` as in use by an operation, until ``drop``.
+        """Mark records as in use by an operation, until ``drop``.
+
+        Args:
+            rows: the records.
 
         Returns:
             False, and marks none, if another operation still uses one of them.
@@ -299,7 +341,11 @@ class RecordBuffer:
             return is_free
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Note that the operation that held ``rows`` no longer uses them; free those that were released meanwhile."""
+        """Note that an operation no longer uses records; free those that were released meanwhile.
+
+        Args:
+            rows: the records that it held.
+        """
         with self._lock:
             self._give([row for row in rows if row not in self._owners])
             for row in rows:

@@ -312,7 +312,11 @@ class HostMemory:
 
 
 def host_driver(buffer: RecordBuffer, nbytes: int | str) -> SlotDriver:
-    """Return a driver that keeps records in at most ``nbytes`` of host memory and evicts the least recently used first.
+    """Return a driver that keeps records in host memory and evicts the least recently used first.
+
+    Args:
+        buffer: the records.
+        nbytes: the most bytes, as a number or as text.
 
     Raises:
         BadInput: not even one record fits.

@@ -40,15 +40,18 @@ class TierSpec:
     ``kvpagoda.testing``.
 
     Args:
+        name: in reports and metrics.
+        make: ``make(buffer)`` returns the driver: any driver that passes ``kvpagoda.testing``.
         write: which blocks the cache stores there: all that are published (``"commit"``), those that it evicts
             (``"evict"``), or those that a second request reuses (``"reuse"``).
         record_nbytes: the least bytes of a record; several blocks of a small model share one.
-        staging: host memory for records that are being stored or loaded (None: 64 MiB, or more if two checkpoints need
-            it).
+        staging: host memory for records that are being stored or loaded; None: 64 MiB, or more if two checkpoints need
+            it.
         timeout: the most seconds that one ``open`` spends in this tier in all, and that one store takes.
         workers: threads that call the driver.
         checksum: whether payloads have one; only a tier with ``is_private``, whose records are in memory of this
             process, may do without.
+        is_private: the records are in memory of this process, and no other can read them.
 
     Raises:
         BadInput: a setting out of range.
@@ -83,8 +86,12 @@ class TierSpec:
 
 
 def host_tier(nbytes: int | str, **settings: Unpack[TierSettings]) -> TierSpec:
-    """Return a tier of at most ``nbytes`` of this process's memory, by default for what is evicted (``write="evict"``). See
-    ``host_driver`` and ``TierSpec``."""
+    """Return a tier of this process's memory, by default for what is evicted (``write="evict"``). See ``host_driver``.
+
+    Args:
+        nbytes: the most bytes, as a number or as text.
+        **settings: of ``TierSpec``.
+    """
     from kvpagoda.tiers.slots import host_driver
 
     make = partial(host_driver, nbytes=parse_bytes(nbytes))
@@ -100,9 +107,14 @@ def disk_tier(
     admit_all: bool = False,
     **settings: Unpack[TierSettings],
 ) -> TierSpec:
-    """Return a tier in a file of at most ``nbytes`` in ``folder``, whose records survive a restart.
+    """Return a tier in a file, whose records survive a restart. See ``disk_driver``.
 
-    See ``disk_driver`` and ``TierSpec``.
+    Args:
+        folder: of the file.
+        nbytes: the most bytes, as a number or as text.
+        direct: see ``disk_driver``.
+        admit_all: see ``disk_driver``.
+        **settings: of ``TierSpec``.
     """
     from kvpagoda.tiers.disk import disk_driver
 
@@ -112,9 +124,11 @@ def disk_tier(
 
 
 def redis_tier(url: str, **settings: Unpack[TierSettings]) -> TierSpec:
-    """Return a tier on the Redis or Valkey server or cluster at ``url``, which many machines may share.
+    """Return a tier on a Redis or Valkey server or cluster, which many machines may share. See ``redis_driver``.
 
-    See ``redis_driver`` and ``TierSpec``.
+    Args:
+        url: of the server.
+        **settings: of ``TierSpec``.
     """
     from kvpagoda.tiers.redis import redis_driver
 
@@ -124,12 +138,13 @@ def redis_tier(url: str, **settings: Unpack[TierSettings]) -> TierSpec:
 
 
 def mooncake_tier(master: str, **settings: Any) -> TierSpec:
-    """Return a tier on the Mooncake Store of ``master``: the memory of many machines as one store.
+    """Return a tier on a Mooncake Store: the memory of many machines as one store.
 
     **Its ports are open to all hosts that can reach them**: see ``kvpagoda.tiers.mooncake``.
 
     Args:
-        settings: those of ``mooncake_driver`` and of ``TierSpec``.
+        master: see ``mooncake_driver``.
+        **settings: those of ``mooncake_driver`` and of ``TierSpec``.
     """
     from kvpagoda.tiers.mooncake import mooncake_driver
 
@@ -144,7 +159,7 @@ def tier_from_text(text: str, **settings: Any) -> TierSpec:
     Args:
         text: ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``,
             ``redis+sentinel://..``, ``mooncake://HOST:PORT``.
-        settings: those of ``TierSpec``.
+        **settings: those of ``TierSpec``.
 
     Raises:
         BadInput: another text, or a setting out of range.

@@ -75,17 +75,27 @@ class Tier:
     use them after the deadline, until it has really finished. The caller may release them at any time and acquire
     others; naming rows that the driver still uses is REJECTED.
 
-    Calls that exceed ``in_flight`` bytes in all are REJECTED, not queued. A store or load that is UNAVAILABLE is tried
-    once more. After ``faults`` failed or late calls of one kind in a row, calls of that kind are UNAVAILABLE at once;
-    other kinds go on, so a full disk can still be read. If the driver names shards (``Driver.shard_of``), this holds
-    for each shard by itself: only keys of a failing shard are UNAVAILABLE. The tier probes lookups and loads, in
-    threads of their own, every ``pause`` seconds; one store or discard of the caller passes ``pause`` seconds later and
-    at intervals that double, or as soon as a probe succeeded. One success ends this.
+    A store or load that is UNAVAILABLE is tried once more. After ``faults`` failed or late calls of one kind in a row,
+    calls of that kind are UNAVAILABLE at once; other kinds go on, so a full disk can still be read. If the driver names
+    shards (``Driver.shard_of``), this holds for each shard by itself: only keys of a failing shard are UNAVAILABLE. The
+    tier probes lookups and loads, in threads of their own, every ``pause`` seconds; one store or discard of the caller
+    passes ``pause`` seconds later and at intervals that double, or as soon as a probe succeeded. One success ends this.
 
     Callbacks of futures run in the tier's threads and must be short. In a forked child the tier is closed.
 
     Args:
+        driver: that stores the records.
+        buffer: the records, over which the driver was made.
+        fingerprint: 32 bytes (``layout_fingerprint``), in the header of each record.
+        in_flight: calls that exceed so many bytes in all are REJECTED, not queued.
+        workers: threads that call the driver.
+        faults: failed or late calls of one kind in a row after which it is UNAVAILABLE at once.
+        pause: seconds between probes then.
         checksum: whether payloads get one; only records in memory of this process may do without.
+
+    Raises:
+        BadInput: a fingerprint of another length, ``workers`` or ``faults`` below 1, or a ``pause`` that is not above
+            0.
     """
 
     def __init__(
@@ -118,12 +128,20 @@ class Tier:
     def store(
         self, keys: Sequence[bytes], rows: Rows, deadline: float, nbytes: Sequence[int] | None = None
     ) -> Future[list[Status]]:
-        """Write the headers of records ``rows``, whose payloads have ``nbytes`` (default: all), and store the records.
+        """Write the headers of records, and store them.
 
-        Parents come before children. One status per key.
+        Args:
+            keys: 32 bytes each, none twice; parents come before children.
+            rows: a record for each key.
+            deadline: of ``time.monotonic``.
+            nbytes: of the payload of each; None: all.
+
+        Returns:
+            A status for each key.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: keys, rows and sizes of different numbers, a key of another length or named twice, a payload
+                larger than a record, or a ``deadline`` that is not finite.
             NotOwned: rows that are not acquired, before anything is done.
         """
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
@@ -133,29 +151,50 @@ class Tier:
         return self._start("store", keys, rows, deadline, work)
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
-        """Find which ``keys`` have records, and hold these for ``hold`` seconds.
+        """Find which keys have records, and hold these.
+
+        Args:
+            keys: 32 bytes each, none twice.
+            deadline: of ``time.monotonic``.
+            hold: seconds.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: a key of another length or named twice, or a ``deadline`` that is not finite.
         """
         return self._start("lookup", keys, None, deadline, lambda keys, _, until: self.driver.lookup(keys, until, hold))
 
     def load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> Future[list[Status]]:
-        """Read and verify the records of ``keys``; where the status is OK, ``buffer.payloads[rows]`` has the payload.
+        """Read and verify records; where the status is OK, ``buffer.payloads[rows]`` has the payload.
 
         CORRUPT records are discarded.
 
+        Args:
+            keys: 32 bytes each, none twice.
+            rows: a record for each key.
+            deadline: of ``time.monotonic``.
+
+        Returns:
+            A status for each key.
+
         Raises:
-            BadInput: a wrong argument.
+            BadInput: keys and rows of different numbers, a key of another length or named twice, or a ``deadline`` that
+                is not finite.
             NotOwned: rows that are not acquired, before anything is done.
         """
         return self._start("load", keys, rows, deadline, partial(self._load, self.fingerprint))
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
-        """Delete the records of ``keys``.
+        """Delete records.
+
+        Args:
+            keys: 32 bytes each, none twice.
+            deadline: of ``time.monotonic``.
+
+        Returns:
+            A status for each key.
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: a key of another length or named twice, or a ``deadline`` that is not finite.
         """
         return self._start("discard", keys, None, deadline, lambda keys, _, until: self.driver.discard(keys, until))
 
@@ -165,9 +204,12 @@ class Tier:
             return self._health.stats(self._in_flight(), is_closed=self.is_closed)
 
     def close(self, deadline: float = 0.0) -> bool:
-        """Refuse further calls, wait for those in flight until ``deadline``, and return whether all are done.
+        """Refuse further calls, wait for those in flight, and return whether all are done.
 
         A thread of the tier closes the driver once it has finished with all of them, possibly after the deadline.
+
+        Args:
+            deadline: of ``time.monotonic``; 0: do not wait.
         """
         with self._changed:
             if not self.is_closed:

@@ -59,7 +59,9 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
     one was resumed in the middle; and after every ``checkpoint_every`` tokens. These are evicted with the texts.
 
     Args:
+        *args: vLLM's.
         options: see ``Options``; None for the default.
+        **kwargs: vLLM's.
     """
 
     def __init__(self, *args: Any, options: Options | None = None, **kwargs: Any) -> None:

@@ -50,9 +50,10 @@ class Options:
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:
-        """Return the options under the key "kvpagoda" of vLLM's ``additional_config``.
+        """Return the options under the key "kvpagoda". Other names there are other programs'.
 
-        Other names there are other programs'.
+        Args:
+            additional_config: vLLM's.
 
         Raises:
             BadInput: unknown ones or those of ours that stand beside that key.

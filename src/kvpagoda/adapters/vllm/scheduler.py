@@ -16,7 +16,11 @@ from kvpagoda.adapters.vllm.options import Options, check_version
 
 @contextmanager
 def installed(options: Options | None = None) -> Iterator[None]:
-    """Context in which vLLM's schedulers are made with our ``KVCacheManager``."""
+    """Context in which vLLM's schedulers are made with our ``KVCacheManager``.
+
+    Args:
+        options: see ``Options``; None: the default.
+    """
     own = scheduler.KVCacheManager
     scheduler.KVCacheManager = partial(KVCacheManager, options=options)
     try:
@@ -27,6 +31,11 @@ def installed(options: Options | None = None) -> Iterator[None]:
 
 class Scheduler(scheduler.Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with our ``KVCacheManager``; where vLLM schedules asynchronously, an ``AsyncScheduler``.
+
+    Args:
+        vllm_config: vLLM's.
+        *args: vLLM's.
+        **kwargs: vLLM's.
 
     Raises:
         BadInput: a version of vLLM or an option that is not supported, before anything is served.

@@ -65,7 +65,7 @@ def _sent_together(make: Callable[[S], T]) -> Callable[[S], T]:
 
 
 class GroupArrays:
-    """The index arrays of one group for one step of ``B`` rows (padded rows last) and ``T`` new tokens.
+    """The index arrays of one group for one step of ``B`` rows (padded rows last) and ``T`` new tokens. Made by ``Batch``.
 
     Each array is built on first access or before, in a static buffer, and is valid until the next batch. Accessing one
     for the first time after that raises StaleHandle.
@@ -196,12 +196,13 @@ class _OfGroup:
 
 
 class LayerView:
-    """The memory of one layer and, in a batch, the index arrays of its group. Nothing is copied.
+    """The memory of one layer and, in a batch, the index arrays of its group. Made by ``Batch.layer`` and
+    ``KVCache.layer``.
 
-    ``view["k"]``: a field of the layer's blocks, ``[kernel pages, rows, *shape]``, or of its states, indexed by
-    ``state_indices`` and ``state_writes``. ``page_size``: tokens per kernel page, the unit of fields and tables.
-    ``blocks`` and ``state``: the layer's pools, None for a kind that the layer does not keep; their addresses do not
-    change while the cache lives.
+    Nothing is copied. ``view["k"]``: a field of the layer's blocks, ``[kernel pages, rows, *shape]``, or of its states,
+    indexed by ``state_indices`` and ``state_writes``. ``page_size``: tokens per kernel page, the unit of fields and
+    tables. ``blocks`` and ``state``: the layer's pools, None for a kind that the layer does not keep; their addresses
+    do not change while the cache lives.
 
     ``step``, ``qo_indptr``, ``state_indices`` and the arrays below are described in ``Batch`` and valid as long as the
     batch is. A view from ``KVCache.layer`` belongs to no batch: its ``step`` is None, and accessing an index array
@@ -234,23 +235,35 @@ class LayerView:
 
     @property
     def state_writes(self) -> StepArray:
-        """int32 ``[B, places]``: where the step leaves states; see ``Batch``. Raises BadInput if the view has no batch,
-        and StaleHandle."""
+        """int32 ``[B, places]``: where the step leaves states; see ``Batch``.
+
+        Raises:
+            BadInput: the view has no batch.
+            StaleHandle: the batch is over.
+        """
         if self._batch is None:
             raise self._without_batch()
         return self._batch.state_writes
 
     @property
     def checkpoints(self) -> StepCheckpoints:
-        """Where the step leaves states at positions inside of it. Raises BadInput if the view has no batch, and
-        StaleHandle."""
+        """Where the step leaves states at positions inside of it.
+
+        Raises:
+            BadInput: the view has no batch.
+            StaleHandle: the batch is over.
+        """
         if self._batch is None:
             raise self._without_batch()
         return self._batch.checkpoints
 
     @property
     def arrays(self) -> GroupArrays:
-        """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
+        """The index arrays of the layer's group.
+
+        Raises:
+            BadInput: the layer has no blocks, or the view no batch.
+        """
         if self._group is None:
             raise BadInput(f"{self._name} keeps no blocks, so it has no block table", needed=self._name)
         if self._batch is None:
@@ -274,13 +287,18 @@ class LayerView:
     def write(self, **rows: Tensor) -> None:
         """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
 
-        The keyword names are the rows that the layer's blocks have. Each value is ``[T, *shape]``, or has several axes
-        in place of ``T``; an axis of a single head may be left out. Values are encoded in the layer's format; K and V, or
-        a latent and its RoPE key, are joined if the layer packs them in one row. Rows of padded tokens are written to
-        block 0. No state is kept between calls, so a CUDA graph may capture this call.
+        Values are encoded in the layer's format; K and V, or a latent and its RoPE key, are joined if the layer packs
+        them in one row. Rows of padded tokens are written to block 0. No state is kept between calls, so a CUDA graph
+        may capture this call.
 
-        Raises BadInput (no such rows, another shape, rows that hold several tokens, K without V or a latent without its
-        RoPE key if the layer keeps both) and StaleHandle; then nothing is written.
+        Args:
+            **rows: the rows that the layer's blocks have, by name, each ``[T, *shape]``, or with several axes in place
+                of ``T``; an axis of a single head may be left out.
+
+        Raises:
+            BadInput: no such rows, another shape, rows that hold several tokens, K without V or a latent without its
+                RoPE key if the layer keeps both; nothing is written.
+            StaleHandle: the batch is no longer valid; nothing is written.
         """
         slots, pool = self.slot_mapping, self.blocks
         assert self._batch is not None
@@ -311,8 +329,14 @@ class LayerView:
     def tensor(self, rows: str) -> Tensor:
         """Return the one tensor in which kernels take ``rows`` and their neighbours: see ``Pool.tensor``.
 
-        Its first axis is the kernel page or the state slot. Raises BadInput for rows that are not in memory or have no
-        such tensor.
+        Args:
+            rows: their name.
+
+        Returns:
+            The tensor; its first axis is the kernel page or the state slot.
+
+        Raises:
+            BadInput: the rows are not in memory or have no such tensor.
         """
         self._check_memory(f"tensor of {shown(rows)}")
         pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
@@ -321,13 +345,19 @@ class LayerView:
         return pools[0].tensor(rows)
 
     def kernel_tensors(self, kernel: str) -> dict[str, Any]:
-        """Return the tensors that a kernel (``kvpagoda.layouts.demands.kernels``, or an alias) takes of this layer.
+        """Return the tensors that a kernel takes of this layer.
 
-        Keys are the kernel's names, such as "k" and "v", "kv" or "state"; a tensor's axes are in the kernel's order. Under
-        "declared" are the facts that shapes cannot tell, such as {"layout": "HND"}. ``judge`` takes this as it is, and
-        says whether the kernel reads it. A prefix such as "trtllm" means the first kernel that takes it. The tensors alias
-        the memory, and their addresses do not change. Raises BadInput if the kernel is unknown or takes no rows of this
-        layer in their form.
+        Args:
+            kernel: one of ``kvpagoda.layouts.demands.kernels``, or an alias. A prefix such as "trtllm" means the first
+                kernel that takes it.
+
+        Returns:
+            Tensors by the kernel's names, such as "k" and "v", "kv" or "state", with axes in the kernel's order. They
+            alias the memory, and their addresses do not change. Under "declared" are the facts that shapes cannot tell,
+            such as {"layout": "HND"}. ``judge`` takes this as it is, and says whether the kernel reads it.
+
+        Raises:
+            BadInput: the kernel is unknown or takes no rows of this layer in their form.
         """
         rows, arch = rows_named(kernel)
         self._check_memory(f"tensors for kernel {kernel!r}")
@@ -350,9 +380,19 @@ class LayerView:
         return chosen
 
     def kernel_tensor(self, kernel: str) -> Tensor:
-        """Return the one tensor that a kernel takes of this layer: that of ``kernel_tensors``; of FlashInfer and trtllm-gen,
-        which take K and V joined, ``[kernel pages, 2, *axes in the kernel's order]``. Raises BadInput as ``kernel_tensors``
-        does, and if the kernel takes several tensors, or K and V lie differently in a page."""
+        """Return the one tensor that a kernel takes of this layer.
+
+        Args:
+            kernel: see ``kernel_tensors``.
+
+        Returns:
+            That of ``kernel_tensors``; of FlashInfer and trtllm-gen, which take K and V joined, ``[kernel pages, 2,
+            *axes in the kernel's order]``.
+
+        Raises:
+            BadInput: as ``kernel_tensors``, and if the kernel takes several tensors, or K and V lie differently in a
+                page.
+        """
         tensors: dict[str, Tensor] = {
             name: one for name, one in self.kernel_tensors(kernel).items() if name != "declared"
         }
@@ -378,11 +418,19 @@ class LayerView:
     def flat_indices(self, rows: StepArray, rows_per_page: int | None = None) -> StepArray:
         """Return the flat index ``kernel page * rows per page + row`` of each chosen row, for sparse kernels.
 
-        ``rows``: integers ``[T, k]``: for each new token, k positions of its request or, with ``rows_per_page``, k
-        compressed rows of it; -1 for none, also in the result. A tensor on the cache's device, or a numpy array if the
-        cache has no memory. The result is a new array of the same kind, shape and dtype. The caller leaves out
-        positions that the group no longer keeps. O(T * k); nothing is read back from the device. Raises BadInput if
-        the memory has flat indices that the dtype of ``rows`` cannot hold.
+        O(T * k); nothing is read back from the device.
+
+        Args:
+            rows: integers ``[T, k]``: for each new token, k positions of its request or, with ``rows_per_page``, k
+                compressed rows of it; -1 for none, also in the result. A tensor on the cache's device, or a numpy array
+                if the cache has no memory. The caller leaves out positions that the group no longer keeps.
+            rows_per_page: compressed rows of a kernel page; None: ``rows`` are positions.
+
+        Returns:
+            A new array of the same kind, shape and dtype.
+
+        Raises:
+            BadInput: the memory has flat indices that the dtype of ``rows`` cannot hold.
         """
         size, table = rows_per_page or self.page_size, self.block_table
         assert self._group is not None  # else there is no table
@@ -411,12 +459,18 @@ class LayerView:
 
 
 class StepCheckpoints(NamedTuple):
-    """Where a step leaves states at positions inside of it, so that it need not end there: int32 ``[n]`` each.
+    """Where a step leaves states at positions inside of it, so that it need not end there.
 
-    A recurrence that passes token ``tokens[i]``, the number of a new token in the step, which lies in row ``rows[i]``, leaves
-    its states after this token in the record ``places[i]`` of the state pools, in every layer. The commit of the row then
-    names the position: ``sequence.commit(ids, sequence.step_checkpoints)``. An engine that does not, or that leaves out a
-    position, loses no more than the checkpoint. Empty unless ``Limits.step_checkpoints`` is above 0."""
+    A recurrence that passes token ``tokens[i]`` leaves its states after this token in the record ``places[i]`` of the
+    state pools, in every layer. The commit of the row then names the position: ``sequence.commit(ids,
+    sequence.step_checkpoints)``. An engine that does not, or that leaves out a position, loses no more than the
+    checkpoint. Empty unless ``Limits.step_checkpoints`` is above 0.
+
+    Args:
+        rows: int32 ``[n]``, the row in which each token lies.
+        tokens: int32 ``[n]``, the number of a new token in the step.
+        places: int32 ``[n]``, a record of the state pools.
+    """
 
     rows: StepArray
     tokens: StepArray
@@ -513,9 +567,15 @@ class Batch:
 
     @property
     def copies(self) -> Copies:
-        """What must be done to the memory before the step, where a worker has it: for ``Worker.apply``. Each batch has those
-        since the batch before it, also after it is over. Empty in a cache with memory, which has done all. Raises BadInput
-        in a cache with tiers but without memory, and NeedsReset if there were too many to be kept."""
+        """What must be done to the memory before the step, where a worker has it: for ``Worker.apply``.
+
+        Each batch has those since the batch before it, also after it is over. Empty in a cache with memory, which has
+        done all.
+
+        Raises:
+            BadInput: the cache has tiers but no memory.
+            NeedsReset: there were too many to be kept.
+        """
         core, noted = self.core, self.noted
         if noted is None and not core.memory.has_memory:
             hint = "keep the cache in the process that has the memory, or leave out tiers"
@@ -544,7 +604,11 @@ class Batch:
     @cached_property
     @_sent_together
     def state_writes(self) -> StepArray:
-        """int32 ``[B, places]``: the records for the states that the step leaves; see the class. Raises StaleHandle."""
+        """int32 ``[B, places]``: the records for the states that the step leaves; see the class.
+
+        Raises:
+            StaleHandle: the batch is over.
+        """
         states, rows = self.core.states, self.rows
         written = np.zeros((len(rows.slots), 1), np.int32)
         if states is not None:
@@ -554,7 +618,11 @@ class Batch:
     @cached_property
     @_sent_together
     def checkpoints(self) -> StepCheckpoints:
-        """Where the step leaves states at positions inside of it; see ``StepCheckpoints``. Raises StaleHandle."""
+        """Where the step leaves states at positions inside of it; see ``StepCheckpoints``.
+
+        Raises:
+            StaleHandle: the batch is over.
+        """
         put, group = self.buffers.put, self.core.states
         rows = np.array([row for row, _, _, _ in self._named], np.int64)
         tokens = np.array([depth * self.block_size for _, depth, _, _ in self._named], np.int64) - 1
@@ -567,7 +635,15 @@ class Batch:
         )
 
     def layer(self, index: int) -> LayerView:
-        """Return the view of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
+        """Return the view of a layer.
+
+        Args:
+            index: of the layer; of one that shares its rows, the view is that of their owner.
+
+        Raises:
+            BadInput: the model has no such layer.
+            StaleHandle: the batch is over.
+        """
         self.check_current()
         return LayerView(self.core, self._schema.owner_of(index), self)
 
@@ -586,7 +662,11 @@ class Batch:
         )
 
     def arrays(self, group: BlockGroup) -> GroupArrays:
-        """Return the index arrays of ``group``, which its layers share."""
+        """Return the index arrays that the layers of a group share.
+
+        Args:
+            group: of the cache.
+        """
         if group.name not in self._arrays:
             self._arrays[group.name] = GroupArrays(self, group)
         return self._arrays[group.name]

@@ -83,9 +83,14 @@ class PersistentBatch:
     def add(self, *sequences: Sequence) -> None:
         """Give each of ``sequences`` the next padded row.
 
-        Their prompts are committed except for the last token, which may be missing (as after a prefix hit): the next
-        step computes it. Raises BadInput if there are too few rows, a sequence is here already, or more of its prompt
-        is missing; StaleHandle if one is closed. Then none is added.
+        Args:
+            *sequences: their prompts are committed except for the last token, which may be missing (as after a prefix
+                hit): the next step computes it.
+
+        Raises:
+            BadInput: there are too few rows, a sequence is here already, or more of its prompt is missing; none is
+                added.
+            StaleHandle: one is closed or suspended; none is added.
         """
         members, requests = (*self._members, *sequences), requests_of(sequences, self._core)
         if len(members) > self.num_rows or len({*members}) < len(members):
@@ -108,9 +113,13 @@ class PersistentBatch:
 
     @either_way
     def remove(self, *sequences: Sequence) -> None:
-        """Remove ``sequences``, open or closed; the last sequences move to the rows that become free.
+        """Remove ``sequences``; the last sequences move to the rows that become free.
 
-        Raises BadInput if one is not here; then none is removed.
+        Args:
+            *sequences: open or closed.
+
+        Raises:
+            BadInput: one is not here; none is removed.
         """
         if len({*requests_of(sequences, self._core)} & {*self._requests}) < len(sequences):
             text = f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here"
@@ -132,11 +141,18 @@ class PersistentBatch:
     def extend(self, n: SupportsIndex | None = None) -> Batch:
         """Make room for the next ``n`` tokens of every sequence in every group, and return the batch of that step.
 
-        ``n`` defaults to ``tokens_per_row``, or to one. The batch is as from ``KVCache.batch``, and valid until the
-        next ``extend``.
+        If it raises, no sequence got room and nothing changed.
 
-        Raises OutOfBlocks; BadInput past the cache's longest context, or if ``n`` differs from ``tokens_per_row``;
-        StaleHandle if a closed or suspended sequence is still here. Then no sequence got room and nothing changed.
+        Args:
+            n: tokens of each sequence; None: ``tokens_per_row``, or one.
+
+        Returns:
+            The batch, as from ``KVCache.batch``, valid until the next ``extend``.
+
+        Raises:
+            OutOfBlocks: a group has too few blocks.
+            BadInput: a sequence would pass the cache's longest context, or ``n`` differs from ``tokens_per_row``.
+            StaleHandle: a closed or suspended sequence is still here.
         """
         width = self.tokens_per_row
         n = whole_number(
@@ -169,11 +185,16 @@ class PersistentBatch:
 
     @exclusive
     def commit(self, token_ids: TokenIds, counts: TokenIds | None = None) -> None:
-        """Declare the rows of one more token of each sequence written: ``token_ids``, int32 ``[len(sequences)]``.
+        """Declare the rows of the next tokens of each sequence written, as ``Sequence.commit``. If it raises, nothing
+        changed.
 
-        With ``counts``: of ``counts[i]`` tokens, 0 or more, of sequence ``i``; ``token_ids`` has them one row after
-        another. Otherwise as ``Sequence.commit``. Raises BadInput (no room, ids that differ from the prompt's) and
-        StaleHandle; nothing changed then.
+        Args:
+            token_ids: int32 ``[len(sequences)]``; with ``counts`` those of one row after another.
+            counts: tokens of each sequence, 0 or more; None: one of each.
+
+        Raises:
+            BadInput: there is no room, or ids differ from the prompt's.
+            StaleHandle: a closed or suspended sequence is still here.
         """
         if self._due:
             self._settle_due()

@@ -37,16 +37,19 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Step:
-    """The ``n`` tokens that a step computes; all layers share it. The arrays are int32 ``[n]``.
+    """The ``n`` tokens that a step computes; all layers share it.
 
-    They are tensors on the cache's device, or numpy arrays if the cache has no memory. The tokens of one request are
-    adjacent, in ascending order of ``positions``.
+    The arrays are tensors on the cache's device, or numpy arrays if the cache has no memory. The tokens of one request
+    are adjacent, in ascending order of ``positions``.
 
-    ``request_slots``: the slot of each token's request; negative for a padded row. ``request_ids``: the row of each
-    token's request in the step. ``state_rows``: the record of each token's request in the state pools. ``dummy``: the
-    record of the state pools that padded rows write and no kernel reads: the first (0) or the last (-1). ``is_by_id``:
-    whether a batch of a ``KVCache`` made this step: block tables then have a row for each of ``request_ids``; otherwise
-    they have one for each slot, and one more.
+    Args:
+        request_slots: int32 ``[n]``, the slot of each token's request; negative for a padded row.
+        positions: int32 ``[n]``, of each token in its request.
+        request_ids: int32 ``[n]``, the row of each token's request in the step.
+        state_rows: int32 ``[n]``, the record of each token's request in the state pools.
+        dummy: the record of the state pools that padded rows write and no kernel reads: the first (0) or the last (-1).
+        is_by_id: whether a batch of a ``KVCache`` made this step: block tables then have a row for each of
+            ``request_ids``; otherwise they have one for each slot, and one more.
     """
 
     request_slots: StepArray
@@ -80,12 +83,16 @@ class Step:
         return self.positions.long()[(order * head).cummax(0).values]
 
     def writers(self, ring: int, tokens: StepArray | None = None) -> StepArray:
-        """Return the state record in which each token writes its row of a ring, int64 ``[n]``.
+        """Return the state record in which each token writes its row of a ring.
 
-        ``tokens``: the indices of the tokens that write; default all. ``ring``: rows of the ring; token at position
-        ``p`` writes row ``p % ring``, so that adjacent tokens write adjacent rows. The result is the record of the
-        token's request, or ``dummy`` if a later token of the same request writes the same ring row. So every ring row
-        has one writer.
+        Args:
+            ring: rows of the ring; the token at position ``p`` writes row ``p % ring``, so that adjacent tokens write
+                adjacent rows.
+            tokens: the indices of the tokens that write; None: all.
+
+        Returns:
+            int64 ``[n]``: the record of the token's request, or ``dummy`` if a later token of the same request writes
+            the same ring row. So every ring row has one writer.
         """
         rows = self.rows if tokens is None else self.rows[tokens]
         if len(rows) <= ring:

@@ -543,14 +543,9 @@ class Admission:
             raise RetryLater.with_hint(text, hint, needed=1, available=0)
 
     def _look_below(
-        self,
-        request: RequestState,
-        length: int,
-        reserved: list[int],
-        match: Match,
-        found: PrefixMatch,
+        self, request: RequestState, length: int, reserved: list[int], match: Match, found: PrefixMatch,
         prefetch: Any = None,
-    ) -> Hit | None:
+    ) -> Hit | None:  # fmt: skip
         """Return what tiers have of all but the last of the first ``length`` tokens of ``request``, beyond what is
         cached. None if they have nothing, or if the ``reserved`` blocks are not available now."""
         core = self._core
@@ -634,13 +629,9 @@ class Admission:
         return [BlockPlaces(group.free.peek(need)) for group, need in zip(core.groups, needs)]
 
     def _commit(
-        self,
-        request: RequestState,
-        found: PrefixMatch,
-        holding: Holding,
-        is_same: bool,
+        self, request: RequestState, found: PrefixMatch, holding: Holding, is_same: bool,
         rows: list[tuple[range, BlockPlaces, BlockPlaces, int]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Give ``request`` a slot and its ``rows``: it runs. Nothing here may fail.
 
         ``holding``: what it takes over. ``is_same``: it continues exactly as it was suspended. ``rows``: for each group

@@ -200,9 +200,8 @@ class Lifecycle:
         core, slot = self.core, request.slot
         groups = [group for group in core.groups if group.shared[slot] > columns]
         tokens = request.tokens.copy()  # the tree keeps views of published tokens
-        cuts: list[
-            tuple[CacheGroup, BlockPlaces, BlockPlaces, bool]
-        ] = []  # group, its own block, blocks to free, is_new
+        # group, its own block, blocks to free, is_new
+        cuts: list[tuple[CacheGroup, BlockPlaces, BlockPlaces, bool]] = []
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
             is_copied = length % core.block_size > 0

@@ -13,16 +13,21 @@ from kvpagoda.units import parse_bytes, real_number, truth, utf8, whole_number
 class Retention:
     """What a cache keeps for reuse.
 
-    ``checkpoints``: the most checkpoints that are kept, with their windows and copies of their states, for models that
-    have windows or states (default: as many as fit in memory; see ``Schema.plan``). ``checkpoint_every``: also keep one
-    at every multiple of this many blocks of a prompt, besides those at the ends of prompts and answers and where texts
-    were seen to diverge (0: none besides). ``pin_share``: the share of the cache's blocks that ``KVCache.pin`` may
-    keep, 0 to 1.
+    Args:
+        checkpoints: the most checkpoints that are kept, with their windows and copies of their states, for models that
+            have windows or states; None: as many as fit in memory, see ``Schema.plan``.
+        checkpoint_every: also keep one at every multiple of this many blocks of a prompt, besides those at the ends of
+            prompts and answers and where texts were seen to diverge; 0: none besides.
+        pin_share: the share of the cache's blocks that ``KVCache.pin`` may keep, 0 to 1.
+        checkpoint_format: keep float32 states in fewer bytes, ``"bfloat16"`` or ``"int8"``
+            (``kvpagoda.schema.at_rest``): more checkpoints fit, and a request that starts from one computes with
+            rounded states. Running requests keep theirs as they are.
+        rounds_states: with ``checkpoint_format``, the states of running requests are rounded too, wherever a commit
+            ends at a multiple of ``Limits.hit_grid``: then a warm run gets the bits of a cold one.
 
-    ``checkpoint_format``: keep float32 states in fewer bytes, ``"bfloat16"`` or ``"int8"`` (``kvpagoda.schema.at_rest``):
-    more checkpoints fit, and a request that starts from one computes with rounded states. Running requests keep theirs as
-    they are. ``rounds_states``: with it, the states of running requests are rounded too, wherever a commit ends at a
-    multiple of ``Limits.hit_grid``: then a warm run gets the bits of a cold one. Raises BadInput."""
+    Raises:
+        BadInput: a number out of range, an unknown format, or ``rounds_states`` without one.
+    """
 
     checkpoints: int | None = None
     checkpoint_every: int = 0
@@ -47,9 +52,15 @@ class Retention:
 class Identity:
     """What names this process's records in tiers: only processes with equal identities find each other's records.
 
-    ``weights``: a digest of the model's weights (``kvpagoda.hf.weights_digest``). ``rank``: of this process among the
-    ``num_ranks`` parallel parts of the model. ``secret``: at most 64 bytes, part of every key: without it the text
-    cannot be guessed from a key. Raises BadInput."""
+    Args:
+        weights: a digest of the model's weights (``kvpagoda.hf.weights_digest``).
+        rank: of this process among the ``num_ranks`` parallel parts of the model.
+        num_ranks: parts of the model.
+        secret: at most 64 bytes, part of every key: without it the text cannot be guessed from a key.
+
+    Raises:
+        BadInput: a rank that is none of ``num_ranks``, a longer secret, or another type.
+    """
 
     weights: str = ""
     rank: int = 0
@@ -69,16 +80,23 @@ class Identity:
 class Limits:
     """How large requests may become, and how large their steps are.
 
-    ``max_context``: the longest request in tokens (default: what fits, at most the model's own limit). ``step_tokens``:
-    the most tokens of a prompt between two commits, for which window groups keep room; after the prompt they keep room
-    for one block. ``swap``: bytes of host memory for suspended requests, as a number or as text such as ``"4GiB"``
-    (default: as many as the plan takes); allocated when it is first needed. ``hit_grid``: hits end at multiples of this
-    many tokens, a multiple of the block size. Set it to the engine's prefill chunk: a warm run then computes in the
-    same chunks as a cold one, and gets the same bits. ``step_checkpoints``: at how many positions inside a step of one request
-    the engine can leave a copy of the states (``Batch.checkpoints``); with 0 or None a step ends where one is due.
-    ``page_locked``: on a GPU, the most bytes of host memory (swap, staging, a host tier) that are page-locked, given like
-    ``swap`` (default: half of the machine's memory). They are locked piece by piece as they are used, and what is not locked
-    is copied through the processor, about ten times slower. Raises BadInput."""
+    Args:
+        max_context: the longest request in tokens; None: what fits, at most the model's own limit.
+        step_tokens: the most tokens of a prompt between two commits, for which window groups keep room; after the
+            prompt they keep room for one block.
+        swap: bytes of host memory for suspended requests, as a number or as text such as ``"4GiB"``; None: as many as
+            the plan takes. Allocated when it is first needed.
+        hit_grid: hits end at multiples of this many tokens, a multiple of the block size. Set it to the engine's
+            prefill chunk: a warm run then computes in the same chunks as a cold one, and gets the same bits.
+        step_checkpoints: at how many positions inside a step of one request the engine can leave a copy of the states
+            (``Batch.checkpoints``); with 0 or None a step ends where one is due.
+        page_locked: on a GPU, the most bytes of host memory (swap, staging, a host tier) that are page-locked, given
+            like ``swap``; None: half of the machine's memory. They are locked piece by piece as they are used, and what
+            is not locked is copied through the processor, about ten times slower.
+
+    Raises:
+        BadInput: a number out of range, or a text that is no size.
+    """
 
     max_context: int | None = None
     step_tokens: int = 512

@@ -47,12 +47,13 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
 
 
 class Sequence:
-    """A request that is being computed. ``KVCache.open`` makes it; a ``with`` block closes it at its end.
+    """A request that is being computed. Made by ``KVCache.open``; a ``with`` block closes it at its end.
 
     The K/V rows of the first ``length`` tokens are written (committed). ``extend`` allocates blocks for more tokens;
     ``commit`` says that their rows are written. Every call either does all that it says, or raises and changes nothing.
-    After ``close`` every method raises StaleHandle. A sequence that is collected unclosed is closed by a later call of its
-    cache: at the latest by one that needs its slot or blocks."""
+    After ``close`` every method raises StaleHandle. A sequence that is collected unclosed is closed by a later call of
+    its cache: at the latest by one that needs its slot or blocks.
+    """
 
     __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request", "hints")
     hints: list[Outcome]
@@ -99,7 +100,11 @@ class Sequence:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens, committed ones included, for which every group has blocks. Raises StaleHandle."""
+        """The number of tokens, committed ones included, for which every group has blocks.
+
+        Raises:
+            StaleHandle: the sequence is closed or suspended.
+        """
         self._request.check_running()
         return self._request.capacity
 
@@ -149,8 +154,15 @@ class Sequence:
     def extend(self, n: SupportsIndex) -> None:
         """Allocate blocks for the next ``n`` tokens after the committed ones, in every group or in none.
 
-        Raises OutOfBlocks, BadInput if ``n`` is not a whole number of at least 0, NeverFits if the request would pass
-        ``KVCache.max_context``, and StaleHandle; nothing changed then."""
+        Args:
+            n: tokens, at least 0.
+
+        Raises:
+            OutOfBlocks: a group has too few blocks; nothing changed.
+            BadInput: ``n`` is not a whole number of at least 0.
+            NeverFits: the request would pass ``KVCache.max_context``.
+            StaleHandle: the sequence is closed or suspended.
+        """
         if type(n) is not int or not 0 <= n < MOST:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._lifecycle
@@ -160,20 +172,37 @@ class Sequence:
 
     @while_running
     def commit(self, token_ids: TokenIds, checkpoints: TokenIds | None = None) -> None:
-        """Say that the rows of the next ``len(token_ids)`` tokens are written. ``checkpoints``: of ``step_checkpoints``, the
-        positions at which the step left its states too, in the places that ``Batch.checkpoints`` names; others are not kept.
+        """Say that the rows of the next ``len(token_ids)`` tokens are written.
 
-        Whole blocks become shareable, and window groups free the blocks that slid out. Inside the prompt ``token_ids``
-        must be the prompt's own. Raises BadInput (no room, other ids, other positions), StaleHandle."""
+        Whole blocks become shareable, and window groups free the blocks that slid out.
+
+        Args:
+            token_ids: int32; inside the prompt they must be the prompt's own.
+            checkpoints: of ``step_checkpoints``, the positions at which the step left its states too, in the places
+                that ``Batch.checkpoints`` names; others are not kept.
+
+        Raises:
+            BadInput: there is no room for them, they differ from the prompt, or ``checkpoints`` has other positions.
+            StaleHandle: the sequence is closed or suspended.
+        """
         self._lifecycle.commit(self._request, token_ids, checkpoints)
 
     @while_running
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:
         """Start a second request with the same committed tokens, which may then continue differently.
 
-        Whole blocks are shared; the partial block and the newest states are copied. ``reserve``: the most tokens that the new
-        request may have (default: the committed ones). Raises RetryLater if no slot or no room is free, or while this
-        sequence is fenced, and StaleHandle; nothing changed then."""
+        Whole blocks are shared; the partial block and the newest states are copied.
+
+        Args:
+            reserve: the most tokens that the new request may have; None: the committed ones.
+
+        Returns:
+            The new request.
+
+        Raises:
+            RetryLater: no slot or no room is free, or this sequence is fenced; nothing changed.
+            StaleHandle: the sequence is closed or suspended.
+        """
         wanted = 0 if reserve is None else whole_number(reserve, "reserve")
         request = self._request
         request.detach()
@@ -187,38 +216,65 @@ class Sequence:
     def rewind(self, n: SupportsIndex) -> None:
         """Remove the last ``n`` committed tokens; others may be committed in their place, after ``extend``.
 
-        Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far; the
-        message names the layers. How far is counted from the last token that any batch wrote, committed or not. Such a
-        layer cannot go back behind what the request started from either: a checkpoint, or the sequence it was forked
-        from; and states that have several places (``Schema.rewindable``) not behind a suspend. Raises OutOfBlocks if a
-        shared block must be copied and no block is free, RetryLater while fenced, and StaleHandle. Nothing changed
-        then."""
+        How far a window or a state can go back is counted from the last token that any batch wrote, committed or not.
+        Such layers cannot go back behind what the request started from either: a checkpoint, or the sequence it was
+        forked from; and states that have several places (``Schema.rewindable``) not behind a suspend. If it raises,
+        nothing changed.
+
+        Args:
+            n: tokens, at least 0.
+
+        Raises:
+            BadInput: there are fewer tokens, or a layer keeps something that cannot go back so far; the message names
+                the layers.
+            OutOfBlocks: a shared block must be copied and no block is free.
+            RetryLater: the sequence is fenced.
+            StaleHandle: the sequence is closed or suspended.
+        """
         self._lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
 
     @while_running
     def suspend(self, whole: bool = True) -> None:
         """Copy what this request holds to host memory, and free its blocks, its slot and its reservation.
 
-        Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. ``whole``: copy all
-        rows that the request needs, so that it can continue unchanged; of states, the newest. Otherwise copy only rows
-        that are not shared: what it published stays in the cache, where it may be evicted. Waits until the copy is
-        done. Raises OutOfBlocks if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced,
-        StaleHandle, BadInput; nothing changed then."""
+        Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. Waits until the copy
+        is done. If it raises, nothing changed.
+
+        Args:
+            whole: copy all rows that the request needs, so that it can continue unchanged; of states, the newest. If
+                False, copy only rows that are not shared: what it published stays in the cache, where it may be
+                evicted.
+
+        Raises:
+            OutOfBlocks: it does not fit in the swap memory (``Limits.swap``).
+            RetryLater: the sequence is fenced.
+            StaleHandle: the sequence is closed or suspended.
+            BadInput: ``whole`` is neither True nor False.
+        """
         self._lifecycle.suspend(self._request, truth(whole, "whole"))
 
     @exclusive
     def resume(self, *, capacity: SupportsIndex | None = None, reserve: SupportsIndex | None = None) -> int:
         """Run again after ``suspend``, with the same bytes. Return the number of tokens that must be computed again.
 
-        Blocks that are still cached are shared again, the rest is copied back. The result is 0, unless only a part was
-        copied and published blocks were evicted since: then it starts again from the longest prefix from which ``open``
-        could start. The tokens after that must be computed, ``length`` is smaller, and all tokens committed so far are
-        its prompt.
+        Blocks that are still cached are shared again, the rest is copied back. If it raises, nothing changed.
 
-        ``capacity``: allocate blocks for this many first tokens (default: as before; if tokens must be computed, only
-        for those that need not be). ``reserve``: see ``KVCache.open`` (default: as before). Raises RetryLater if no
-        slot or no room is free, NeverFits if ``capacity`` or ``reserve`` is larger than the cache, BadInput,
-        StaleHandle; nothing changed then."""
+        Args:
+            capacity: allocate blocks for this many first tokens; None: as before; if tokens must be computed, only for
+                those that need not be.
+            reserve: see ``KVCache.open``; None: as before.
+
+        Returns:
+            0, unless only a part was copied and published blocks were evicted since: then it starts again from the
+            longest prefix from which ``open`` could start. The tokens after that must be computed, ``length`` is
+            smaller, and all tokens committed so far are its prompt.
+
+        Raises:
+            RetryLater: no slot or no room is free.
+            NeverFits: ``capacity`` or ``reserve`` is larger than the cache.
+            BadInput: the sequence is not suspended, or an argument is no whole number or out of range.
+            StaleHandle: the sequence is closed.
+        """
         request = self._request
         if request.state is not State.SUSPENDED:
             request.check_running()
@@ -238,18 +294,28 @@ class Sequence:
     ) -> Any:
         """Let another cache continue this request: return a ``kvpagoda.handover.Ticket``, for ``KVCache.receive`` there.
 
-        ``ttl``: seconds until the ticket expires. The cache needs a sender (``KVCache.sender``). This handle is closed, but
-        the request keeps its slot and blocks until all ranks of a receiver fetched it, or until it expires or is given up;
-        ``Sender.take_back`` lets it run again here.
+        The cache needs a sender (``KVCache.sender``). This handle is closed, but the request keeps its slot and blocks
+        until all ranks of a receiver fetched it, or until it expires or is given up; ``Sender.take_back`` lets it run
+        again here. If it raises, nothing changed.
 
-        ``after``: leave out the whole blocks of the first ``after`` tokens, which the receiver must have cached; windows and
-        states are never left out. Of optional groups what is lacking stays so: ``Sequence.match.lacking_from`` of the receiver
-        says where. ``goes_on``: this request runs on, and the ticket is for what it has committed so far: the
-        receiver has that while the rest is computed. ``upto``: the ticket is for the first ``upto`` tokens, of which the last
-        are still to be computed here. The sequence runs until ``Sender.complete`` says that they are committed;
-        ``Sender.layer_done`` lets receivers read each layer as soon as it is computed. Raises BadInput (no sender, nothing
-        committed, tokens of several weights, a namespace that was invalidated meanwhile), OutOfBlocks (no exported memory),
-        RetryLater while fenced, StaleHandle; nothing changed then."""
+        Args:
+            ttl: seconds until the ticket expires.
+            after: leave out the whole blocks of the first ``after`` tokens, which the receiver must have cached;
+                windows and states are never left out. Of optional groups what is lacking stays so:
+                ``Sequence.match.lacking_from`` of the receiver says where.
+            goes_on: this request runs on, and the ticket is for what it has committed so far: the receiver has that
+                while the rest is computed.
+            upto: the ticket is for the first ``upto`` tokens, of which the last are still to be computed here. The
+                sequence runs until ``Sender.complete`` says that they are committed; ``Sender.layer_done`` lets
+                receivers read each layer as soon as it is computed.
+
+        Raises:
+            BadInput: the cache has no sender, nothing is committed, tokens are of several weights, or the namespace was
+                invalidated meanwhile.
+            OutOfBlocks: there is no memory that can be exported.
+            RetryLater: the sequence is fenced.
+            StaleHandle: the sequence is closed or suspended.
+        """
         sender, tokens = self._lifecycle.core.hand_overs, whole_number(after, "after, in tokens,")
         end = None if upto is None else whole_number(upto, "upto, in tokens,")
         return sender.hand_over(self._request, ttl, tokens, truth(goes_on, "goes_on"), end)
@@ -257,8 +323,12 @@ class Sequence:
     @either_way
     def close(self) -> None:
         """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.
-        Inside a fence this waits until the fence ends, and while the cache sleeps until it wakes. Raises StaleHandle if it
-        is closed already."""
+
+        Inside a fence this waits until the fence ends, and while the cache sleeps until it wakes.
+
+        Raises:
+            StaleHandle: it is closed already.
+        """
         request = self._request
         if request.state is not State.RUNNING and request.state is not State.SUSPENDED:
             request.check_running()
@@ -296,9 +366,10 @@ def published_request(sequence: Sequence) -> RequestState:
 
 
 class Fence:
-    """A context manager around steps and copies in flight of some sequences; see ``KVCache.fence``.
+    """A context manager around steps and copies in flight of some sequences. Made by ``KVCache.fence``.
 
-    It can be entered again, also while it is entered: every ``with`` block protects the sequences until its end."""
+    It can be entered again, also while it is entered: every ``with`` block protects the sequences until its end.
+    """
 
     _fenced: list[RequestState] = []  # noqa: RUF012  never changed: for __del__ after an interrupt in __init__
 

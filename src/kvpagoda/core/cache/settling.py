@@ -184,11 +184,9 @@ class Settler:
 
     # -- parts of these ----------------------------------------------------------------------------------------------
 
-    def _publish_blocks(
-        self, requests: Many[RequestState], source: Hit | None = None, length: int | None = None
-    ) -> int:
-        """Make the whole blocks of ``requests`` shareable, and report them to events and tiers. ``source``: the hit that they
-        were loaded from, if any. ``length``: only those of the first so many tokens.
+    def _publish_blocks(self, requests: Many[RequestState], hit: Hit | None = None, length: int | None = None) -> int:
+        """Make the whole blocks of ``requests`` shareable, and report them to events and tiers. ``hit``: what they were loaded
+        from, if anything. ``length``: only those of the first so many tokens.
 
         Returns how many requests are done. It stops before one for which memory lacks, and raises MemoryError, changing
         nothing, if that is the first."""
@@ -197,7 +195,7 @@ class Settler:
         slots: list[int] = []
         begins: list[int] = []
         added: list[Added] = []
-        has_entry = source is None and bool(core.bounded)
+        has_entry = hit is None and bool(core.bounded)
         for row, request in enumerate(requests):
             lease = request.lease
             begin, end = lease.num_blocks, (request.own_length if length is None else length) // size
@@ -227,7 +225,7 @@ class Settler:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
         if core.tiers.levels:
             for row, begin in zip(rows[:num_done], begins):
-                core.tiers.on_cached(requests[row], begin, source)
+                core.tiers.on_cached(requests[row], begin, hit)
         return len(requests) if num_done == len(rows) else rows[num_done]
 
     def last_blocks(self, request: RequestState) -> TextPart | None:

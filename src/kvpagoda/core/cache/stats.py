@@ -22,9 +22,13 @@ class GroupStats:
     """Blocks of one group: total = free + held, and held = private + shared + evictable."""
 
     name: str
+    """Of the group."""
     total: int
+    """Blocks of the group."""
     free: int
+    """Blocks that nothing is in."""
     held: int
+    """Blocks that requests hold or that are cached."""
     private: int
     """Blocks that one request alone holds."""
     shared: int
@@ -34,7 +38,9 @@ class GroupStats:
     outstanding: int
     """Blocks that running requests reserved and do not hold yet; the free and evictable blocks must cover these."""
     peak_held: int
+    """The most blocks that were held at once."""
     block_nbytes: int
+    """Bytes of a block, in all layers of the group."""
     evicted: int
     """Blocks evicted since the cache was made."""
     found_tokens: int
@@ -49,8 +55,13 @@ class GroupStats:
 
 @dataclass(frozen=True)
 class ShortHits:
-    """Requests whose hit was cut short for one reason (``PrefixMatch.limited_by``), and the tokens that were found but
-    had to be computed nevertheless."""
+    """Requests whose hit was cut short for one reason.
+
+    Args:
+        reason: see ``PrefixMatch.limited_by``.
+        requests: how many there were.
+        tokens: those that were found but had to be computed nevertheless.
+    """
 
     reason: str
     requests: int
@@ -59,8 +70,16 @@ class ShortHits:
 
 @dataclass(frozen=True)
 class NamespaceStats:
-    """What the requests of one namespace saved and cost. ``name`` does not reveal the salt of the namespace: see
-    ``Counters.label``."""
+    """What the requests of one namespace saved and cost.
+
+    Args:
+        name: does not reveal the salt of the namespace: see ``Counters.label``.
+        requests: that were opened.
+        prompt_tokens: that were looked up.
+        cached_tokens: of these, those that did not have to be computed.
+        loaded_tokens: of the cached ones, those that were loaded from tiers.
+        computed_tokens: committed tokens that were not cached.
+    """
 
     name: str
     requests: int
@@ -75,9 +94,13 @@ class CacheStats:
     """The counters of a cache, since it was made."""
 
     running: int
+    """Requests that run now."""
     max_requests: int
+    """The most requests that run at once."""
     opened: int
+    """Requests that were opened."""
     closed: int
+    """Requests that were closed."""
     prompt_tokens: int
     """Prompt tokens that were looked up."""
     computed_tokens: int
@@ -87,25 +110,36 @@ class CacheStats:
     loaded_tokens: int
     """Of ``cached_tokens``: those that were loaded from tiers below the device."""
     evicted_blocks: int
+    """Blocks evicted, in all groups."""
     evicted_checkpoints: int
+    """Checkpoints evicted."""
     passed_boundaries: int
     """Positions in prompts at which states should have been copied, but a step went past them. No request can resume
     there; ``KVCache.step_limit`` avoids this."""
     nbytes: int
+    """Bytes of memory that the cache has on its device."""
     suspended: int
     """Requests that are suspended now."""
     swap_nbytes: int
     """Bytes of host memory that suspended requests take, of ``swap_capacity``."""
     swap_capacity: int
+    """Bytes of host memory for suspended requests (``Limits.swap``)."""
     block_size: int
+    """Tokens of a block."""
     checkpoints: int
     """Checkpoints that are kept now."""
     pins: int
+    """Pins that are held now."""
     pinned_blocks: int
+    """Blocks that they keep."""
     groups: tuple[GroupStats, ...]
+    """The blocks of each group."""
     short_hits: tuple[ShortHits, ...]
+    """Requests whose hit was cut short, by the reason."""
     namespaces: tuple[NamespaceStats, ...]
+    """What requests saved and cost, by namespace."""
     tiers: tuple[LevelStats, ...] = ()
+    """The counters of each tier, the fastest first."""
     dropped: int = 0
     """Of the ``closed`` requests: those whose sequences were collected without ``close``. They run until slots or blocks are
     lacking."""
@@ -116,6 +150,7 @@ class CacheStats:
     sleeps: int = 0
     """How often the cache gave its memory back (``KVCache.sleep``)."""
     is_asleep: bool = False
+    """Whether the cache sleeps now."""
     page_locked_nbytes: int = 0
     """Bytes of host memory that are page-locked now (``Limits.page_locked``)."""
     residency: ResidencyStats | None = None

@@ -63,12 +63,12 @@ class _Lease:
 
 
 class Sender(NoHandOvers):
-    """Hands over requests of one cache through ``transfer``. ``KVCache.sender`` makes it; the cache has at most one.
+    """Hands over requests of one cache. Made by ``KVCache.sender``; the cache has at most one.
 
-    ``key``: signs tickets; b"": they are not signed. ``clock``: seconds since 1970, the same clock on all machines as far
-    as ``skew`` seconds: the sender keeps a lease so much longer than its ticket says. Leases that ended are freed by
-    ``expire``, by every ``KVCache.open``, and before each hand-over. ``fetched``, ``expired``, ``given_up``: leases that
-    ended so. Like its cache, it is used by one thread at a time."""
+    It keeps a lease ``skew`` seconds longer than its ticket says. Leases that ended are freed by ``expire``, by every
+    ``KVCache.open``, and before each hand-over. ``fetched``, ``expired``, ``given_up``: leases that ended so. Like its
+    cache, it is used by one thread at a time.
+    """
 
     def __init__(
         self,
@@ -104,7 +104,15 @@ class Sender(NoHandOvers):
     # -- called by Sequence.hand_over ----------------------------------------------------------------------------------
 
     def hand_over(self, request: RequestState, ttl: float, after: int, goes_on: bool, upto: int | None) -> Ticket:
-        """See ``Sequence.hand_over``."""
+        """See ``Sequence.hand_over``.
+
+        Args:
+            request: see there.
+            ttl: see there.
+            after: see there.
+            goes_on: see there.
+            upto: see there.
+        """
         seconds, core = real_number(ttl, "ttl, in seconds,"), self._core
         if request.rows is not None:
             request.detach()
@@ -178,14 +186,23 @@ class Sender(NoHandOvers):
 
     @exclusive
     def layer_done(self, ticket: Ticket, layer: int | None = None, upto: SupportsIndex | None = None) -> None:
-        """Copy the rows of ``layer`` for the first ``upto`` tokens, so that a receiver of ``ticket``, which
-        ``hand_over(upto=..)`` made, can read them while other layers are computed.
+        """Copy the rows of a layer, so that a receiver can read them while other layers are computed.
 
-        Call it for each layer after each chunk, when the layer's rows are written, before or after the chunk is committed.
-        ``layer``: None: all of them. ``upto``: default: the committed tokens. What it was not called for is copied by
-        ``complete``. A call takes back what was reported of tokens that are not committed: after a step that fails, call it
-        without ``upto``. On a GPU it waits for the current stream. Raises StaleHandle if the lease has ended, or the request
-        does not run; BadInput, also where more tokens are committed than the ticket is for, or other ones."""
+        Call it for each layer after each chunk, when the layer's rows are written, before or after the chunk is
+        committed. What it was not called for is copied by ``complete``. A call takes back what was reported of tokens
+        that are not committed: after a step that fails, call it without ``upto``. On a GPU it waits for the current
+        stream.
+
+        Args:
+            ticket: which ``hand_over(upto=..)`` made.
+            layer: its index; None: all of them.
+            upto: for the first ``upto`` tokens; None: the committed ones.
+
+        Raises:
+            StaleHandle: the lease has ended, or the request does not run.
+            BadInput: no such layer or number of tokens; or more tokens are committed than the ticket is for, or other
+                ones.
+        """
         lease, export = self._open_lease(ticket)
         request = lease.request
         request.check_running()
@@ -199,11 +216,18 @@ class Sender(NoHandOvers):
 
     @exclusive
     def complete(self, ticket: Ticket) -> None:
-        """Say that all tokens of ``ticket`` are committed: copy what is lacking, and seal the lease. From now on it is as
-        after ``hand_over`` without ``upto``: the handle is closed, unless it said ``goes_on``. May be called again.
+        """Say that all tokens of a ticket are committed: copy what is lacking, and seal the lease. May be called again.
 
-        Raises StaleHandle if the lease has ended, or the request does not run; BadInput if it has another length, other tokens
-        or other weights than the ticket; RetryLater while it is fenced."""
+        From now on it is as after ``hand_over`` without ``upto``: the handle is closed, unless it said ``goes_on``.
+
+        Args:
+            ticket: which ``hand_over(upto=..)`` made.
+
+        Raises:
+            StaleHandle: the lease has ended, or the request does not run.
+            BadInput: the request has another length, other tokens or other weights than the ticket.
+            RetryLater: it is fenced.
+        """
         lease, _ = self._open_lease(ticket, sealed=True)
         request = lease.request
         if not lease.is_sealed:
@@ -278,16 +302,31 @@ class Sender(NoHandOvers):
 
     @exclusive
     def take_back(self, ticket: Ticket) -> None:
-        """End the lease of ``ticket``: the sequence that was handed over runs again here, under the handle that it had, and
-        the ticket is worthless. Raises StaleHandle if the lease has ended."""
+        """End the lease of a ticket, which is worthless then: the sequence that was handed over runs again here, under the
+        handle that it had.
+
+        Args:
+            ticket: which ``hand_over`` made.
+
+        Raises:
+            StaleHandle: the lease has ended.
+        """
         lease = self._lease_of(ticket)
         self._reopen(lease)
         self._free(ticket, lease)
 
     @exclusive
     def give_up(self, ticket: Ticket) -> None:
-        """End the lease of ``ticket``, which is worthless then. The request ends, unless its handle is still open: of a ticket
-        that is not complete, or with ``goes_on``. Raises StaleHandle if the lease has ended."""
+        """End the lease of a ticket, which is worthless then.
+
+        The request ends, unless its handle is still open: of a ticket that is not complete, or with ``goes_on``.
+
+        Args:
+            ticket: which ``hand_over`` made.
+
+        Raises:
+            StaleHandle: the lease has ended.
+        """
         self._free(ticket, self._lease_of(ticket))
 
     @either_way

@@ -45,15 +45,6 @@ def append_swa(
 ) -> None:
     """Write row i of ``kv`` to ring slot ``positions[i] mod W`` of request ``slots[i]``, in place.
 
-    ``kv``         bfloat16 ``[n, dim]``, RoPE dims last; rows may be strided
-    ``slots``      int32 ``[n]``: the request's row of the pools; -1, the dummy or any id outside 0..R: a padded row
-    ``positions``  int32 ``[n]``, in any order
-    ``swa_fp8``    uint8 ``[R+1, W, dim - rope]``: E4M3 codes        ``swa_inv_scale``  float32 ``[R+1, W]``
-    ``swa_rope``   bfloat16 ``[R+1, W, rope]``                       ``swa_pos``        int32 ``[R+1, W]``
-    ``dummy``      the dummy row; None: the last one, R
-    ``swa_head``   int32 ``[R+1]``: one more than the highest position that this call writes for a request; or None
-    ``is_ordered`` the rows of each request are adjacent, and their positions ascend without gaps: saves a search
-
     All tensors are on one device. The pools may be strided in every axis but the last axis of ``swa_fp8`` and
     ``swa_rope``, and must not overlap. Of rows with one destination, the one with the highest position is kept, of
     equal positions the last row; so of a request with more than W rows the last W positions are kept. A row without a
@@ -62,15 +53,30 @@ def append_swa(
     row whose coded part holds inf or NaN gets codes 0 and inverse scale NaN. With Triton the launch allocates nothing
     and does not synchronise with the host.
 
-    Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim); if not
-    ``is_ordered``, O(n log n) more, or with Triton up to O(n * n) comparisons.
+    O(n * dim); if not ``is_ordered``, O(n log n) more, or with Triton up to O(n * n) comparisons.
 
-    >>> fp8, rope = torch.zeros(3, 4, 6, dtype=torch.uint8), torch.zeros(3, 4, 2, dtype=torch.bfloat16)
-    >>> inv_scale, pos = torch.zeros(3, 4), torch.full((3, 4), -1, dtype=torch.int32)
-    >>> slots, positions = torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([9, 3, 4], dtype=torch.int32)
-    >>> append_swa(torch.ones(3, 8, dtype=torch.bfloat16), slots, positions, fp8, rope, inv_scale, pos)
-    >>> pos.tolist()  # rings of 4: position 9 goes to index 1; the last row is the dummy
-    [[-1, 9, -1, -1], [4, -1, -1, 3], [-1, -1, -1, -1]]
+    Args:
+        kv: bfloat16 ``[n, dim]``, RoPE dims last; rows may be strided.
+        slots: int32 ``[n]``, the request's row of the pools; -1, the dummy or any id outside 0..R: a padded row.
+        positions: int32 ``[n]``, in any order.
+        swa_fp8: uint8 ``[R+1, W, dim - rope]``, E4M3 codes.
+        swa_rope: bfloat16 ``[R+1, W, rope]``.
+        swa_inv_scale: float32 ``[R+1, W]``.
+        swa_pos: int32 ``[R+1, W]``.
+        dummy: the dummy row; None: the last one, R.
+        swa_head: int32 ``[R+1]``, one more than the highest position that this call writes for a request; or None.
+        is_ordered: the rows of each request are adjacent, and their positions ascend without gaps: saves a search.
+
+    Raises:
+        BadInput: a tensor has a wrong shape, dtype, stride or device; nothing is written.
+
+    Examples:
+        >>> fp8, rope = torch.zeros(3, 4, 6, dtype=torch.uint8), torch.zeros(3, 4, 2, dtype=torch.bfloat16)
+        >>> inv_scale, pos = torch.zeros(3, 4), torch.full((3, 4), -1, dtype=torch.int32)
+        >>> slots, positions = torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([9, 3, 4], dtype=torch.int32)
+        >>> append_swa(torch.ones(3, 8, dtype=torch.bfloat16), slots, positions, fp8, rope, inv_scale, pos)
+        >>> pos.tolist()  # rings of 4: position 9 goes to index 1; the last row is the dummy
+        [[-1, 9, -1, -1], [4, -1, -1, 3], [-1, -1, -1, -1]]
     """
     _check(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos, swa_head)
     if len(kv) == 0:
@@ -96,8 +102,16 @@ def append_swa(
 def warm_up_swa(
     fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int, head: Tensor | None = None
 ) -> None:
-    """Compile what ``append_swa`` launches for these pools, for rows in order and in any, few and many: padded rows, which
-    go to the ``dummy`` row."""
+    """Compile what ``append_swa`` launches for some pools, for rows in order and in any, few and many: padded rows.
+
+    Args:
+        fp8: as ``append_swa`` takes it.
+        rope: likewise.
+        inv_scale: likewise.
+        pos: likewise.
+        dummy: the row to which they go.
+        head: as ``append_swa`` takes it.
+    """
     if backend(fp8.device.type) == "triton":
         coded = fp8.shape[2]
         slots = torch.full((1,), -1, dtype=torch.int32, device=fp8.device)

@@ -45,19 +45,25 @@ STAGE_NBYTES = {"cpu": 512 << 10}
 def copy_rows(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     """Copy row ``src[s]`` to row ``dst[d]`` for every row (s, d) of ``pairs``, bit for bit.
 
-    ``src`` uint8 ``[N, nbytes]``, ``dst`` uint8 ``[M, nbytes]``: rows may be strided, the bytes of a row are
-    contiguous. ``pairs`` int64 ``[n, 2]`` on the CPU, or on the device of both tables (then there is no synchronisation
-    with the host). The ids are not checked: the caller must give ids in range, no destination twice, and, if the tables
-    share memory, no source row that is also a destination.
-
     On a device, and between it and page-locked host memory, the copies are asynchronous on the current stream:
-    synchronise before the host reads ``dst`` or reuses ``src``. Raises BadInput for a wrong shape, dtype, stride or
-    device, before anything is written. O(n * nbytes); without Triton with at most 64 MiB of temporary memory.
+    synchronise before the host reads ``dst`` or reuses ``src``. O(n * nbytes); without Triton with at most 64 MiB of
+    temporary memory.
 
-    >>> src, dst = torch.arange(12, dtype=torch.uint8).view(4, 3), torch.zeros(4, 3, dtype=torch.uint8)
-    >>> copy_rows(src, dst, torch.tensor([[3, 0], [1, 2]]))
-    >>> dst.tolist()
-    [[9, 10, 11], [0, 0, 0], [3, 4, 5], [0, 0, 0]]
+    Args:
+        src: uint8 ``[N, nbytes]``; rows may be strided, the bytes of a row are contiguous.
+        dst: uint8 ``[M, nbytes]``, likewise.
+        pairs: int64 ``[n, 2]`` on the CPU, or on the device of both tables (then there is no synchronisation with the
+            host). The ids are not checked: the caller must give ids in range, no destination twice, and, if the tables
+            share memory, no source row that is also a destination.
+
+    Raises:
+        BadInput: a tensor has a wrong shape, dtype, stride or device; nothing is written.
+
+    Examples:
+        >>> src, dst = torch.arange(12, dtype=torch.uint8).view(4, 3), torch.zeros(4, 3, dtype=torch.uint8)
+        >>> copy_rows(src, dst, torch.tensor([[3, 0], [1, 2]]))
+        >>> dst.tolist()
+        [[9, 10, 11], [0, 0, 0], [3, 4, 5], [0, 0, 0]]
     """
     copy_tables([(src, dst)], pairs)
 

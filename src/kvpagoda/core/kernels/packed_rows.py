@@ -43,25 +43,32 @@ def append_rows(
 ) -> None:
     """Write row i of ``rows`` into slot ``slots[i]`` of ``pages``, in place; a slot out of range marks a padded row.
 
-    ``rows``   bfloat16 ``[n, D]``, D as ``pack`` takes it; rows may be strided
-    ``slots``  int32 or int64 ``[n]``: page * page_size + row; no slot twice
-    ``pages``  uint8 ``[pages, stride]``: at least the payload; the stride and the start are multiples of 4 bytes
+    All tensors are on one device. The bytes are those of ``pack`` with two differences. A row with inf or NaN that
+    ``pack`` refuses gets codes 0 and NaN scales, because a launch cannot raise; and every bfloat16 is read exactly.
+    Other bytes of ``pages`` stay as they are. With Triton the launch allocates nothing and does not synchronise with
+    the host; a CUDA graph can capture it. O(n * D).
 
-    All on one device. The bytes are those of ``pack`` with two differences. A row with inf or NaN that ``pack`` refuses
-    gets codes 0 and NaN scales, because a launch cannot raise; and every bfloat16 is read exactly. Other bytes of
-    ``pages`` stay as they are. With Triton the launch allocates nothing and does not synchronise with the host; a CUDA
-    graph can capture it.
+    Args:
+        rows: bfloat16 ``[n, D]``, D as ``pack`` takes it; rows may be strided.
+        slots: int32 or int64 ``[n]``, page * page_size + row; no slot twice.
+        pages: uint8 ``[pages, stride]``, at least the payload; the stride and the start are multiples of 4 bytes.
+        format: of the pages.
+        page_size: tokens of a page.
+        dialect: see ``pack``; None: the format's default.
+        head_dim: see ``pack``.
 
-    Raises BadInput for an unknown format or dialect and a wrong shape, dtype, stride or device, before anything is
-    written. O(n * D).
+    Raises:
+        BadInput: an unknown format or dialect, or a tensor has a wrong shape, dtype, stride or device; nothing is
+            written.
 
-    >>> pages = torch.zeros(2, 1168, dtype=torch.uint8)
-    >>> rows, slots = torch.ones(2, 512, dtype=torch.bfloat16), torch.tensor([3, -1])
-    >>> append_rows(rows, slots, pages, "dsv4_584", page_size=2)
-    >>> out = torch.zeros(2, 512)
-    >>> gather_rows(pages, slots, out, "dsv4_584", page_size=2)
-    >>> out.sum(1).tolist()
-    [512.0, 0.0]
+    Examples:
+        >>> pages = torch.zeros(2, 1168, dtype=torch.uint8)
+        >>> rows, slots = torch.ones(2, 512, dtype=torch.bfloat16), torch.tensor([3, -1])
+        >>> append_rows(rows, slots, pages, "dsv4_584", page_size=2)
+        >>> out = torch.zeros(2, 512)
+        >>> gather_rows(pages, slots, out, "dsv4_584", page_size=2)
+        >>> out.sum(1).tolist()
+        [512.0, 0.0]
     """
     form = _checked("append_rows", rows, slots, pages, format, page_size, dialect, head_dim)
     if rows.dtype != torch.bfloat16:
@@ -84,9 +91,19 @@ def gather_rows(
 ) -> None:
     """Decode the row in slot ``slots[i]`` of ``pages`` into row i of ``out``, in place; zeros for a slot out of range.
 
-    ``out`` bfloat16 or float32 ``[n, D]``; its rows may be strided. The other arguments and errors are as for
-    ``append_rows``, but a slot may occur several times. Each number is code times scale in float32, rounded once to
-    ``out``'s dtype. O(n * D).
+    Each number is code times scale in float32, rounded once to ``out``'s dtype. O(n * D).
+
+    Args:
+        pages: as ``append_rows`` takes them.
+        slots: as ``append_rows``, but a slot may occur several times.
+        out: bfloat16 or float32 ``[n, D]``; its rows may be strided.
+        format: of the pages.
+        page_size: tokens of a page.
+        dialect: as for ``append_rows``.
+        head_dim: as for ``append_rows``.
+
+    Raises:
+        BadInput: as ``append_rows``.
     """
     form = _checked("gather_rows", out, slots, pages, format, page_size, dialect, head_dim)
     if out.dtype not in (torch.bfloat16, torch.float32):
@@ -187,10 +204,14 @@ def _rules(encoding: Encoding, dim: int) -> Dialect:
 
 
 def append_parts(rows: Tensor, slots: Tensor, parts: Parts) -> None:
-    """Encode row i of ``rows`` and store its parts in slot ``slots[i]``: ``append_rows`` for rows in any memory.
+    """Encode row i of ``rows`` and store its parts in slot ``slots[i]``: ``append_rows`` for rows in any memory,
+    unchecked.
 
-    ``rows`` ``[n, D]``, D the elements of all cells and heads; ``slots`` int32 or int64 ``[n]``, contiguous. Rows of
-    another dtype than bfloat16 are encoded by the reference. The arguments are not checked.
+    Args:
+        rows: ``[n, D]``, D the elements of all cells and heads. Rows of another dtype than bfloat16 are encoded by the
+            reference.
+        slots: int32 or int64 ``[n]``, contiguous.
+        parts: of the memory.
     """
     if len(rows) == 0:
         return
@@ -213,7 +234,13 @@ def append_parts(rows: Tensor, slots: Tensor, parts: Parts) -> None:
 
 
 def gather_parts(out: Tensor, slots: Tensor, parts: Parts) -> None:
-    """Decode the row in slot ``slots[i]`` into row i of ``out``: ``gather_rows`` for rows in any memory, unchecked."""
+    """Decode the row in slot ``slots[i]`` into row i of ``out``: ``gather_rows`` for rows in any memory, unchecked.
+
+    Args:
+        out: ``[n, D]``, written.
+        slots: int32 or int64 ``[n]``, contiguous.
+        parts: of the memory.
+    """
     if len(out) == 0:
         return
     run, half = _backend(out, parts), out.dtype == torch.bfloat16

@@ -37,20 +37,27 @@ TOO_SMALL = {"e4m3": 2.0**8, "e5m2": 1.0}
 
 
 def append_scaled(rows: Tensor, slots: Tensor, field: Tensor, encoding: Encoding) -> None:
-    """Write row i of ``rows`` into row ``slots[i]`` of ``field``, in place.
+    """Write row i of ``rows`` into row ``slots[i]`` of ``field``, in place. O(elements).
 
-    ``rows``   floating point ``[n, heads, dim]``; may be strided
-    ``slots``  int32 or int64 ``[n]``, contiguous: page * N + row; no slot twice; negative ones count from the end
-    ``field``  ``[pages, N, heads, dim]`` of the float8 dtype of ``encoding``; may be strided, as any page layout has it
+    The bytes do not depend on the device, the loop or the kernel. With Triton, bfloat16 rows are one launch, which
+    allocates nothing and does not synchronise with the host: a CUDA graph can capture it, and a slot out of range marks
+    a padded row, which is not written and reads as zeros. Elsewhere it raises IndexError.
 
-    The bytes do not depend on the device, the loop or the kernel. With Triton, bfloat16 rows are one launch, which allocates
-    nothing and does not synchronise with the host: a CUDA graph can capture it, and a slot out of range marks a padded row,
-    which is not written and reads as zeros. Elsewhere it raises IndexError. O(elements).
+    Args:
+        rows: floating point ``[n, heads, dim]``; may be strided.
+        slots: int32 or int64 ``[n]``, contiguous: page * N + row; no slot twice; negative ones count from the end.
+        field: ``[pages, N, heads, dim]`` of the float8 dtype of ``encoding``; may be strided, as any page layout has
+            it.
+        encoding: of the rows.
 
-    >>> field = torch.zeros(2, 4, 1, 2, dtype=torch.float8_e4m3fn)
-    >>> append_scaled(torch.tensor([[[1.0, 900.0]]]), torch.tensor([6]), field, Encoding("fp8_e4m3", scale=2.0))
-    >>> field[1, 2].float().tolist()
-    [[0.5, 448.0]]
+    Raises:
+        IndexError: a slot is out of range, where no Triton kernel runs.
+
+    Examples:
+        >>> field = torch.zeros(2, 4, 1, 2, dtype=torch.float8_e4m3fn)
+        >>> append_scaled(torch.tensor([[[1.0, 900.0]]]), torch.tensor([6]), field, Encoding("fp8_e4m3", scale=2.0))
+        >>> field[1, 2].float().tolist()
+        [[0.5, 448.0]]
     """
     if rows.dtype == torch.bfloat16 and _launches(rows, slots, field):
         return launch("append", rows, slots, field, encoding)
@@ -64,11 +71,18 @@ def append_scaled(rows: Tensor, slots: Tensor, field: Tensor, encoding: Encoding
 
 
 def gather_scaled(field: Tensor, slots: Tensor, out: Tensor, encoding: Encoding) -> None:
-    """Decode row ``slots[i]`` of ``field`` into row i of ``out``, in place.
+    """Decode row ``slots[i]`` of ``field`` into row i of ``out``, in place. O(elements).
 
-    ``out``: bfloat16, float16 or float32 ``[n, heads, dim]``. The other arguments and errors are as for
-    ``append_scaled``, but a slot may occur several times. Each number is code times scale in float32, rounded once to
-    ``out``'s dtype. O(elements).
+    Each number is code times scale in float32, rounded once to ``out``'s dtype.
+
+    Args:
+        field: as ``append_scaled`` takes it.
+        slots: as ``append_scaled``, but a slot may occur several times.
+        out: bfloat16, float16 or float32 ``[n, heads, dim]``.
+        encoding: of the rows.
+
+    Raises:
+        IndexError: as ``append_scaled``.
     """
     half = out.dtype == torch.bfloat16
     if (half or out.dtype == torch.float32) and _launches(out, slots, field):

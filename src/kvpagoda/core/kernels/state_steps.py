@@ -31,19 +31,27 @@ def conv_steps(
 ) -> Tensor:
     """Return a causal convolution over the tokens of each row, ``[T, C]``, and leave the tails of it in ``states``.
 
-    ``x``       ``[T, C]``: the new tokens, one row after another
-    ``weight``  ``[C, W]``, ``bias`` ``[C]`` or None
-    ``states``  ``[records, C, W - 1]``: the last columns before a token, oldest first; may be strided
-    ``reads``   int ``[B]``, ``writes`` int ``[B, places]``, ``indptr`` int ``[B + 1]``: see the file
+    The activation is the caller's. O(T * C * W).
 
-    The activation is the caller's. Raises BadInput before anything is written. O(T * C * W).
+    Args:
+        x: ``[T, C]``, the new tokens, one row after another.
+        weight: ``[C, W]``.
+        bias: ``[C]`` or None.
+        states: ``[records, C, W - 1]``, the last columns before a token, oldest first; may be strided.
+        reads: int ``[B]``, see the file.
+        writes: int ``[B, places]``, see the file.
+        indptr: int ``[B + 1]``, see the file.
 
-    >>> states, table = torch.zeros(4, 1, 2), torch.tensor([[2, 3, 1]])
-    >>> x, ends = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 3])
-    >>> conv_steps(x, torch.tensor([[100.0, 10.0, 1.0]]), None, states, torch.tensor([1]), table, ends).flatten()
-    tensor([  1.,  12., 123.])
-    >>> states[[2, 3, 1]].flatten(1).tolist()  # after one, two and three tokens
-    [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
+    Raises:
+        BadInput: a tensor has a wrong shape, dtype or device; nothing is written.
+
+    Examples:
+        >>> states, table = torch.zeros(4, 1, 2), torch.tensor([[2, 3, 1]])
+        >>> x, ends = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 3])
+        >>> conv_steps(x, torch.tensor([[100.0, 10.0, 1.0]]), None, states, torch.tensor([1]), table, ends).flatten()
+        tensor([  1.,  12., 123.])
+        >>> states[[2, 3, 1]].flatten(1).tolist()  # after one, two and three tokens
+        [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
     """
     _check(states, (x.shape[-1], weight.shape[-1] - 1), x, reads, writes, indptr)
     now, out = states[reads.long()].to(x.dtype), torch.empty_like(x)
@@ -70,12 +78,24 @@ def ssd_steps(
 
         S = exp(dt a) S + (dt x) b^T         y = S c
 
-    ``x``       ``[T, H, D]``, ``dt`` ``[T, H]`` (after its softplus), ``a`` ``[H]`` (negative)
-    ``b``, ``c``  ``[T, H, R]``: those of a head's group
-    ``states``  ``[records, H, D, R]``; may be strided; computed in their dtype, float32 as a rule
-    ``reads``   int ``[B]``, ``writes`` int ``[B, places]``, ``indptr`` int ``[B + 1]``: see the file
+    O(T * H * D * R).
 
-    Returns ``[T, H, D]``. Raises BadInput before anything is written. O(T * H * D * R).
+    Args:
+        x: ``[T, H, D]``.
+        dt: ``[T, H]``, after its softplus.
+        a: ``[H]``, negative.
+        b: ``[T, H, R]``, those of a head's group.
+        c: ``[T, H, R]``, those of a head's group.
+        states: ``[records, H, D, R]``; may be strided; computed in their dtype, float32 as a rule.
+        reads: int ``[B]``, see the file.
+        writes: int ``[B, places]``, see the file.
+        indptr: int ``[B + 1]``, see the file.
+
+    Returns:
+        ``[T, H, D]``.
+
+    Raises:
+        BadInput: a tensor has a wrong shape, dtype or device; nothing is written.
     """
     _check(states, (*x.shape[1:], b.shape[-1]), x, reads, writes, indptr)
     now, out = states[reads.long()], torch.empty_like(x)
@@ -96,14 +116,25 @@ def delta_steps(
 
         S = exp(g) S         S = S + k (beta (v - S^T k))^T         o = S^T q
 
-    ``q``, ``k``  ``[T, H, K]``: normalised, and q scaled, by the caller; those of a value head's key head
-    ``v``       ``[T, H, V]``, ``beta`` ``[T, H]``
-    ``g``       ``[T, H]``: the logarithm of the decay; ``[T, H, K]`` for each key channel (Kimi delta attention)
-    ``states``  ``[records, H, K, V]``; may be strided; computed in float32
-    ``reads``   int ``[B]``, ``writes`` int ``[B, places]``, ``indptr`` int ``[B + 1]``: see the file
+    With Triton nothing is read back from the device, and the launch depends only on shapes, so a CUDA graph can capture
+    it. O(T * H * K * V).
 
-    Returns ``[T, H, V]``. With Triton nothing is read back from the device, and the launch depends only on shapes, so a
-    CUDA graph can capture it. Raises BadInput before anything is written. O(T * H * K * V).
+    Args:
+        q: ``[T, H, K]``, normalised and scaled by the caller; those of a value head's key head.
+        k: ``[T, H, K]``, normalised by the caller; likewise.
+        v: ``[T, H, V]``.
+        g: ``[T, H]``, the logarithm of the decay; ``[T, H, K]`` for each key channel (Kimi delta attention).
+        beta: ``[T, H]``.
+        states: ``[records, H, K, V]``; may be strided; computed in float32.
+        reads: int ``[B]``, see the file.
+        writes: int ``[B, places]``, see the file.
+        indptr: int ``[B + 1]``, see the file.
+
+    Returns:
+        ``[T, H, V]``.
+
+    Raises:
+        BadInput: a tensor has a wrong shape, dtype or device; nothing is written.
     """
     _check(states, (*k.shape[1:], v.shape[-1]), v, reads, writes, indptr)
     run = _delta_triton if backend(v.device.type) == "triton" else _delta_reference

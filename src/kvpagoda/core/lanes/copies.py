@@ -58,9 +58,13 @@ def _settle(typingctx: Any) -> Any:
 
 @compiled
 def copy_spans(source: Any, target: Any, spans: Any, nbytes: int) -> None:
-    """Copy ``nbytes`` bytes of the flat uint8 array ``source`` to ``target`` for each row of ``spans``.
+    """Copy ``nbytes`` bytes for each row of ``spans``.
 
-    ``spans``: int64 ``[n, 2]``, first byte in ``source`` and first byte in ``target``.
+    Args:
+        source: a flat uint8 array.
+        target: a flat uint8 array.
+        spans: int64 ``[n, 2]``, first byte in ``source`` and first byte in ``target``.
+        nbytes: of each span.
     """
     begin = target.ctypes.data
     for n in range(len(spans)):

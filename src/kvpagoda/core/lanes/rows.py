@@ -30,9 +30,16 @@ The ring has at least four times as many rows as there are vectors in one step.
 
 
 class Strides(NamedTuple):
-    """Where rows lie. ``page``: rows of a page. ``slots``: number of slots in all pages. ``rows``: elements from row to
-    row of ``numbers``. ``at``, ``pages``, ``steps``: of codes, scales and kept elements the first byte, and the bytes from
-    page to page and from row to row."""
+    """Where rows lie.
+
+    Args:
+        page: rows of a page.
+        slots: number of slots in all pages.
+        rows: elements from row to row of ``numbers``.
+        at: of codes, scales and kept elements the first byte.
+        pages: of these, the bytes from page to page.
+        steps: of these, the bytes from row to row.
+    """
 
     page: int
     slots: int
@@ -44,12 +51,18 @@ class Strides(NamedTuple):
 
 @lru_cache(maxsize=256)
 def vector_loop(constants: str) -> Any:
-    """Return the compiled loop that writes rows, or reads them if ``constants`` (JSON) has ``HALF``.
+    """Return the compiled loop that writes rows, or reads them if ``constants`` has ``HALF``.
 
-    The loop takes (numbers: flat array, uint16 or float32, memory: flat uint8, slots, ``Strides``, int64 ``[vectors, 3]``:
-    bytes from the parts of a row to those of each of its vectors). It returns, as int64, the indices of the odd rows and
-    of rows processed together with them. Rows are scattered over memory and waiting for
-    one takes longer than processing it, so their memory is prefetched; after the last row, the last row again.
+    Rows are scattered over memory and waiting for one takes longer than processing it, so their memory is prefetched;
+    after the last row, the last row again.
+
+    Args:
+        constants: JSON.
+
+    Returns:
+        A loop that takes (numbers: flat array, uint16 or float32, memory: flat uint8, slots, ``Strides``, int64
+        ``[vectors, 3]``: bytes from the parts of a row to those of each of its vectors). It returns, as int64, the
+        indices of the odd rows and of rows processed together with them.
     """
     c = json.loads(constants)
     reads, groups, width = "HALF" in c, c["GROUPS"], c["GROUPS"] * c["GROUP"] + c["KEPT"]

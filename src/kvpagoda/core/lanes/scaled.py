@@ -36,9 +36,19 @@ NAN = 0x7F80
 
 
 class Places(NamedTuple):
-    """Where rows lie. ``rows``, ``numbers``: elements from row to row and from head to head of the numbers. ``heads``,
-    ``width``: heads of a row and elements of a head. ``page``: rows of a page. ``pages``, ``steps``, ``apart``: bytes from
-    page to page, row to row and head to head. ``slots``: rows in all pages."""
+    """Where rows lie.
+
+    Args:
+        rows: elements from row to row of the numbers.
+        numbers: elements from head to head of the numbers.
+        heads: of a row.
+        width: elements of a head.
+        page: rows of a page.
+        pages: bytes from page to page.
+        steps: bytes from row to row.
+        apart: bytes from head to head.
+        slots: rows in all pages.
+    """
 
     rows: int
     numbers: int
@@ -122,12 +132,16 @@ def _start(slot: Any, p: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def run_loop(constants: str) -> Any:
-    """Return the compiled loop that writes rows, or reads them if ``constants`` (JSON) has ``HALF``.
+    """Return the compiled loop that writes rows, or reads them if ``constants`` has ``HALF``.
 
-    ``constants``: ``CODES``, ``MANY`` (elements of a run, a power of two, at most the width), ``STREAMS`` (whether to store
-    past the caches; each run then begins and ends cache lines) and, to write, ``TOP``. The loop takes (numbers: flat array,
-    uint16 or float32; memory: flat uint8; int64 slots; float32 factor; ``Places``). It returns the indices of odd rows as
-    int64, or [-1], having done nothing, if a slot is out of range. Negative slots count from the end.
+    Args:
+        constants: JSON: ``CODES``, ``MANY`` (elements of a run, a power of two, at most the width), ``STREAMS``
+            (whether to store past the caches; each run then begins and ends cache lines) and, to write, ``TOP``.
+
+    Returns:
+        A loop that takes (numbers: flat array, uint16 or float32; memory: flat uint8; int64 slots; float32 factor;
+        ``Places``). It returns the indices of odd rows as int64, or [-1], having done nothing, if a slot is out of
+        range. Negative slots count from the end.
     """
     c = json.loads(constants)
     run, many, streams = read_run if "HALF" in c else write_run, c["MANY"], c["STREAMS"]

@@ -35,7 +35,11 @@ Region = tuple[slice, Tensor]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` as a ``Field`` spells it: ``torch.float16`` -> ``"float16"``."""
+    """Return the name of a dtype as a ``Field`` spells it: ``torch.float16`` -> ``"float16"``.
+
+    Args:
+        dtype: of torch.
+    """
     return str(dtype).removeprefix("torch.")
 
 
@@ -51,15 +55,21 @@ def zeros(nbytes: int, device: torch.device) -> Tensor:
 
 
 class Arena:
-    """Memory for ``num_rows`` records of ``layout``, allocated once, by the constructor.
+    """Memory for records of a layout, allocated once, by the constructor.
 
-    ``order``: ``"block"`` (the default, on every device) or ``"layer"``. In either order the arena takes exactly
-    ``num_rows * layout.nbytes`` bytes. A ``packed`` layer-major arena has no padding and takes
-    ``num_rows * layout.payload_nbytes``. New memory is zero; ``reset`` writes the initial values.
+    In either order the arena takes exactly ``num_rows * layout.nbytes`` bytes. New memory is zero; ``reset`` writes the
+    initial values.
 
-    ``within``: uint8 memory that other arenas use too, and the distance of two records in bytes. The arena then
-    allocates nothing and is block-major. ``allocate``: returns zeroed uint8 ``[nbytes]`` on ``device`` (default: new
-    memory of its own).
+    Args:
+        layout: of a record.
+        num_rows: records.
+        device: None: CUDA if there is a GPU, else the CPU.
+        order: ``"block"`` (None, on every device) or ``"layer"``.
+        packed: if layer-major, without padding: it takes ``num_rows * layout.payload_nbytes``.
+        pin_memory: page-lock memory on the host.
+        within: uint8 memory that other arenas use too, and the distance of two records in bytes. The arena then
+            allocates nothing and is block-major.
+        allocate: returns zeroed uint8 ``[nbytes]`` on ``device``; None: new memory of its own.
     """
 
     def __init__(
@@ -133,26 +143,37 @@ class Arena:
         return self.buffer.numel()
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:
-        """Return the fields of ``layer``: name -> view ``[num_pages, count, *shape]``. Empty if it has no fields here.
+        """Return the fields of a layer: name -> view ``[num_pages, count, *shape]``. Empty if it has no fields here.
 
         A record has ``layout.kernel_pages`` pages (often 1), one after the other. Views alias the arena and live as
         long as it does.
+
+        Args:
+            layer: its index.
         """
         return self._views.get(layer, {})
 
     def page(self, layer: int, name: str) -> tuple[Page, Tensor]:
-        """Return the page in which rows ``name`` of ``layer`` lie, alone or with others, and its memory.
+        """Return the page in which rows lie, alone or with others, and its memory, uint8 ``[num_pages, nbytes]``.
 
-        The memory is uint8 ``[num_pages, nbytes]``. If the rows lie in several pages (codes, and scales apart), this is
-        the first. Raises KeyError if there is none.
+        If the rows lie in several pages (codes, and scales apart), this is the first.
+
+        Args:
+            layer: its index.
+            name: of the rows.
+
+        Raises:
+            KeyError: there is none.
         """
         return self._page_of[layer, name]
 
     def all_layers(self, name: str) -> Tensor:
-        """Return field ``name`` of all layers that have it, as one view ``[layers, num_rows, count, *shape]``.
+        """Return a field of all layers that have it, as one view ``[layers, num_rows, count, *shape]`` of the arena.
 
-        The view aliases the arena. The field must be the same in these layers, and their distance in the layout
-        constant.
+        The field must be the same in these layers, and their distance in the layout constant.
+
+        Args:
+            name: of the field.
         """
         views = [fields[name] for fields in self._views.values() if name in fields]
         starts = [view.storage_offset() for view in views]
@@ -163,9 +184,13 @@ class Arena:
         return views[0].as_strided((len(views), *views[0].shape), (step, *views[0].stride()))
 
     def regions(self, layer: int | None = None) -> list[Region]:
-        """Return the few byte regions that hold the data of ``layer``, or of all layers (None).
+        """Return the few byte regions that hold the data of a layer, or of all.
 
-        Each is a byte range of a record, and a strided view uint8 ``[num_rows, bytes]`` of the memory.
+        Args:
+            layer: its index; None: all.
+
+        Returns:
+            Byte ranges of a record, each with a strided view uint8 ``[num_rows, bytes]`` of the memory.
         """
         pieces = [(span, rows) for owner, span, rows in self._pieces if layer in (None, owner)]
         if not pieces:
@@ -189,7 +214,14 @@ class Arena:
         return [(span, records[:, span]) for span in spans]
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
-        """Set all fields of rows ``ids`` to their initial values. Raises NotOwned for an id out of range."""
+        """Set all fields of some rows to their initial values.
+
+        Args:
+            ids: of the rows.
+
+        Raises:
+            NotOwned: an id is out of range.
+        """
         index = self.row_index([ids] if isinstance(ids, int) else ids)
         for (_, rows), initial in zip(self.regions(), self._initial):
             fill_rows(rows, index, initial)
@@ -206,9 +238,11 @@ class Arena:
         ]  # fmt: skip
 
     def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
-        """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit.
+        """Copy rows, all fields, bit for bit. Of each field, all sources are read before a target is written.
 
-        Of each field, all sources are read before a target is written. The caller has validated the ids.
+        Args:
+            sources: ids, which the caller has validated.
+            targets: as many ids.
         """
         if isinstance(sources, np.ndarray) and isinstance(targets, np.ndarray):
             source, target = self.staging.to_device(np.stack((sources, targets)), np.int64)
@@ -237,7 +271,11 @@ class Arena:
             copy_tables([(rows, rows) for _, rows in self.regions()], nowhere, 0, self.staging.to_device)
 
     def poison(self, ids: npt.NDArray[np.int32]) -> None:
-        """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in integers."""
+        """Set every byte of some rows to 0xFF: NaN in all float formats, -1 in integers.
+
+        Args:
+            ids: int32 ``[n]``.
+        """
         index = self.staging.to_device(ids, np.int64)
         for _, rows in self.regions():
             fill_rows(rows, index, 0xFF)
@@ -245,10 +283,15 @@ class Arena:
     def row_index(
         self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int], *, is_proven: bool = False
     ) -> Tensor:
-        """Return ``ids`` as int64 ``[n]`` on the arena's device, for indexing.
+        """Return ids as int64 ``[n]`` on the arena's device, for indexing.
 
-        Raises NotOwned for an id out of range, and BadInput for anything but a vector of whole numbers. The range check
-        waits for ids on a GPU; ``is_proven`` skips the check and the wait.
+        Args:
+            ids: ``[n]``.
+            is_proven: skip the range check, which waits for ids on a GPU.
+
+        Raises:
+            NotOwned: an id is out of range.
+            BadInput: ``ids`` is anything but a vector of whole numbers.
         """
         index = integers(ids, "row ids").to(torch.int64)
         if index.ndim != 1:
@@ -258,6 +301,10 @@ class Arena:
         return self.staging.to_device(index.numpy()) if index.device.type == "cpu" else index.to(self.device)
 
     def page_index(self, index: Tensor) -> Tensor:
-        """Convert rows, int64 ``[n]``, to their kernel pages, int64 ``[n * kernel_pages]``."""
+        """Convert rows to their kernel pages, int64 ``[n * kernel_pages]``.
+
+        Args:
+            index: int64 ``[n]``.
+        """
         count = self.layout.kernel_pages
         return index if count == 1 else (index[:, None] * count + torch.arange(count, device=index.device)).flatten()

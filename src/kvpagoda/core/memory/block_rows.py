@@ -21,8 +21,12 @@ Tensor = torch.Tensor
 
 
 class BlockRows:
-    """The blocks of one group: those of its ``layers``, name -> uint8 ``[num_blocks, nbytes]``. ``locks``: what is
-    page-locked of the memory of records; None on a CPU."""
+    """The blocks of one group: those of its layers.
+
+    Args:
+        layers: name -> uint8 ``[num_blocks, nbytes]``.
+        locks: what is page-locked of the memory of records; None on a CPU.
+    """
 
     def __init__(self, layers: dict[str, Tensor], locks: PageLocks | None = None) -> None:
         self.layers, self.nbytes = {}, 0  # type: dict[str, tuple[Tensor, slice]], int
@@ -38,14 +42,27 @@ class BlockRows:
             self.nbytes += rows.shape[1]
 
     def to_records(self, ids: Int64s, payloads: Any, rows: Sequence[int]) -> None:
-        """Copy blocks ``ids``, ``[records, blocks]``, to ``rows`` of ``payloads``, uint8 ``[M, n]`` on the host. On a GPU the
-        current stream does it, and this does not wait for page-locked rows."""
+        """Copy blocks to records on the host. On a GPU the current stream does it, and this does not wait for page-locked
+        rows.
+
+        Args:
+            ids: int64 ``[records, blocks]``.
+            payloads: uint8 ``[M, n]``.
+            rows: of ``payloads``, one for each record.
+        """
         self._copy(ids, payloads, np.asarray(rows, np.int64), [*self.layers], is_out=True)
 
     def from_records(
         self, ids: Int64s, payloads: Any, rows: Sequence[int], layers: Sequence[str] | None = None
     ) -> None:
-        """Copy ``rows`` of ``payloads`` to blocks ``ids``, but not to id 0. ``layers``: only to these (None: to all)."""
+        """Copy records to blocks, but not to id 0.
+
+        Args:
+            ids: int64 ``[records, blocks]``.
+            payloads: uint8 ``[M, n]``.
+            rows: of ``payloads``, one for each record.
+            layers: only to these; None: to all.
+        """
         names = [*self.layers] if layers is None else layers
         self._copy(ids, payloads, np.asarray(rows, np.int64), names, is_out=False)
 

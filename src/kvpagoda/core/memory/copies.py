@@ -24,21 +24,27 @@ _NOWHERE = 0, 0
 
 
 class Copy(NamedTuple):
-    """One operation on the memory. ``group``, ``into``: indices of ``plan.groups``; ids are int32 ``[n]``.
+    """One operation on the memory.
 
-    kind      source              target              what is done
-    block     blocks of group     blocks of into      copied: a request goes on in a partly filled block of its own
-    move      blocks of group     blocks of into      copied: they give their sector to another group
-    state     states of group     states of into      copied, and encoded as ``into`` keeps them if that is another group
-    swap_out  blocks of group     rows of the swap    copied to host memory: a request was suspended
-    swap_in   rows of the swap    blocks of group     copied back
-    reset     -                   states of group     set to the initial values of their fields, mostly zeros
-    round     -                   states of group     rounded to what a checkpoint in group ``into`` gives back
-    clear     -                   sectors             set to zeros, or to NaN if the worker's cache poisons
-    poison    -                   blocks of group     free now: set to NaN if the worker's cache poisons
+        kind      source              target              what is done
+        block     blocks of group     blocks of into      copied: a request goes on in a partly filled block of its own
+        move      blocks of group     blocks of into      copied: they give their sector to another group
+        state     states of group     states of into      copied, and encoded as into keeps them if that is another group
+        swap_out  blocks of group     rows of the swap    copied to host memory: a request was suspended
+        swap_in   rows of the swap    blocks of group     copied back
+        reset     -                   states of group     set to the initial values of their fields, mostly zeros
+        round     -                   states of group     rounded to what a checkpoint in group into gives back
+        clear     -                   sectors             set to zeros, or to NaN if the worker's cache poisons
+        poison    -                   blocks of group     free now: set to NaN if the worker's cache poisons
 
-    ``into`` is ``group`` but for states with checkpoints in another encoding. ``rows``: how many tokens' rows of a block or a
-    move are used, from the first source on; whole blocks may be copied. 0 for other kinds.
+    Args:
+        kind: one of the above.
+        group: an index of ``plan.groups``.
+        source: ids, int32 ``[n]``.
+        target: ids, int32 ``[n]``.
+        rows: how many tokens' rows of a block or a move are used, from the first source on; whole blocks may be copied.
+            0 for other kinds.
+        into: an index of ``plan.groups``: ``group`` but for states with checkpoints in another encoding.
     """
 
     kind: str
@@ -61,12 +67,17 @@ class Noted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The operations before one step, in the order in which they must be done. ``batch.copies`` makes them.
+    """The operations before one step, in the order in which they must be done. Made by ``batch.copies``.
 
-    ``plan``: the schema and the sizes that scheduler and worker must share. ``scheduler``: which one it is, by a random name
-    ("": the cache has its memory itself). ``resets``: how often it was reset; ``number``: how many batches it has made since
-    then, before this one. A worker applies the copies of all batches of one scheduler in the order of these two, also if there
+    A worker applies the copies of all batches of one scheduler in the order of ``resets`` and ``number``, also if there
     are none.
+
+    Args:
+        plan: the schema and the sizes that scheduler and worker must share.
+        scheduler: which one it is, by a random name; "": the cache has its memory itself.
+        resets: how often it was reset.
+        number: how many batches it has made since then, before this one.
+        operations: in order.
     """
 
     plan: str
@@ -91,7 +102,14 @@ class Copies:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Copies:
-        """Return the copies in ``text``. Raises BadInput unless it is what ``to_json`` writes, of this version."""
+        """Return the copies in a text.
+
+        Args:
+            text: what ``to_json`` wrote.
+
+        Raises:
+            BadInput: it is something else, or of another version.
+        """
         try:
             data = json.loads(text)
             version = whole_number(data["kvpagoda_copies"], "the version of copies")
@@ -111,8 +129,16 @@ class Copies:
             raise BadInput(f"these are no copies: {type(error).__name__} {shown(str(error))}") from None
 
     def check(self, plan: Plan, swap_rows: int, row_nbytes: int) -> None:
-        """Prove that every operation is one on the memory of ``plan``, and on a swap of ``swap_rows`` rows of ``row_nbytes``
-        bytes. Raises BadInput."""
+        """Prove that every operation is one on the memory of a plan and of a swap.
+
+        Args:
+            plan: of the worker's cache.
+            swap_rows: rows of its swap.
+            row_nbytes: bytes of such a row.
+
+        Raises:
+            BadInput: an operation is not.
+        """
         for one in self.operations:
             _check(one, plan, swap_rows, row_nbytes)
 

@@ -11,11 +11,17 @@ from kvpagoda.schema.plan import GroupPlan
 
 
 class DeviceBlocks:
-    """The blocks of ``plan`` for ``num_slots`` requests of at most ``max_blocks`` each: ``group`` knows their owners, and
-    ``table`` is the block table for kernels. Ids begin at 0, and -1 is an empty cell.
+    """The blocks of a group for requests: ``group`` knows their owners, and ``table`` is the block table for kernels.
 
-    ``table``: int32 ``[num_slots + 1, max_blocks]`` on ``device``; on the CPU the memory of the group's own table. ``name``:
-    of the layer, in messages.
+    ``table``: int32 ``[num_slots + 1, max_blocks]`` on ``device``; on the CPU the memory of the group's own table. Ids
+    begin at 0, and -1 is an empty cell.
+
+    Args:
+        plan: of the group.
+        num_slots: requests.
+        max_blocks: the most blocks of a request.
+        device: of the table.
+        name: of the layer, in messages.
     """
 
     def __init__(self, plan: GroupPlan, num_slots: int, max_blocks: int, device: torch.device, *, name: str) -> None:
@@ -24,7 +30,11 @@ class DeviceBlocks:
         self.table: torch.Tensor = self._arrays.twin(self.group.table.cells)
 
     def upload(self, slot: int) -> None:
-        """Copy the row of ``slot`` to the device; does nothing on the CPU."""
+        """Copy a row to the device; does nothing on the CPU.
+
+        Args:
+            slot: the row.
+        """
         if not self._arrays.is_host:
             writes = Writes()
             writes.put("row", self.table[slot], self.group.table.cells[slot])

@@ -82,8 +82,12 @@ class CudaPages:
 
 
 def page_locks(device: torch.device, most: int | None = None) -> PageLocks | None:
-    """Return what page-locks at most ``most`` bytes of host memory for ``device`` (None: half of what the machine has); None
-    on a CPU."""
+    """Return what page-locks host memory for a device; None on a CPU.
+
+    Args:
+        device: that copies it.
+        most: the most bytes; None: half of what the machine has.
+    """
     if device.type != "cuda":
         return None
     return PageLocks(CudaPages(device), machine_nbytes() // 2 if most is None else most)

@@ -34,8 +34,12 @@ class Pool:
     of the arena, as in torch, or nowhere for encoded rows. ``fields`` show each record as its kernel pages, one after
     the other, and alias the arena.
 
-    The last ``num_hidden`` records absorb the writes of padded rows. They can be addressed, but ``shown`` leaves them
-    out.
+    Args:
+        arena: the memory.
+        layer: whose rows these are.
+        rows: that the pool has.
+        num_hidden: the last records absorb the writes of padded rows. They can be addressed, but ``shown`` leaves them
+            out.
     """
 
     def __init__(self, arena: Arena, layer: int, rows: Iterable[Rows], num_hidden: int = 0) -> None:
@@ -60,19 +64,28 @@ class Pool:
         return name in self.rows
 
     def parts(self, name: str) -> Sequence[Tensor]:
-        """Return the fields that the encoding of rows ``name`` consists of, in the encoding's order."""
+        """Return the fields that the encoding of some rows consists of, in the encoding's order.
+
+        Args:
+            name: of the rows.
+        """
         rows = self.rows[name]
         return [self.fields[name + suffix] for suffix, _, _ in rows.encoding.parts(rows.shape, rows.dtype)]
 
     def shown(self, name: str) -> tuple[Tensor, ...]:
-        """Return ``parts`` without the hidden records, for views that callers get."""
+        """Return ``parts`` without the hidden records, for views that callers get.
+
+        Args:
+            name: of the rows.
+        """
         return tuple(part[: self.num_shown] for part in self.parts(name))
 
     def joined(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return ``rows`` under the names that they have in this pool.
+        """Return rows under the names that they have in this pool.
 
-        K and V ``[.., heads, dim]`` of one shape, or a latent and its RoPE key ``[.., dim]``, are joined if this pool
-        keeps them packed in one row.
+        Args:
+            rows: by name. K and V ``[.., heads, dim]`` of one shape, or a latent and its RoPE key ``[.., dim]``, are
+                joined if this pool keeps them packed in one row.
         """
         if rows.keys() == {"k", "v"} and "kv" in self.rows and rows["k"].shape == rows["v"].shape:
             is_flat = self.rows["kv"].shape[1] == 1 != rows["k"].shape[-2]  # a single head is optional
@@ -84,10 +97,12 @@ class Pool:
         return rows
 
     def write(self, name: str, index: Index, values: Tensor) -> None:
-        """Encode ``values`` ``[*index, *shape]`` and store them at ``index``; packed rows are encoded from bfloat16.
+        """Encode values and store them; packed rows are encoded from bfloat16. The pool keeps no gradient graph of them.
 
-        Each row may be written once in a call: the result of duplicate indices is undefined. The pool keeps no
-        gradient graph of ``values``.
+        Args:
+            name: of the rows.
+            index: their address. Each row may be written once in a call: the result of duplicates is undefined.
+            values: ``[*index, *shape]``.
         """
         if self.rows[name].encoding == RAW:
             field = self.fields[name]
@@ -97,8 +112,14 @@ class Pool:
             self.write_slots(name, slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)]), values)
 
     def write_slots(self, name: str, slots: Tensor, values: Tensor) -> None:
-        """``write`` to rows counted through all records, as ``slot_mapping`` has them: contiguous int32 or int64, and
-        ``values`` ``[*slots.shape, *shape]``. One launch on a GPU, if the rows are encoded."""
+        """``write`` to rows counted through all records, as ``slot_mapping`` has them. One launch on a GPU, if they are
+        encoded.
+
+        Args:
+            name: of the rows.
+            slots: contiguous int32 or int64.
+            values: ``[*slots.shape, *shape]``.
+        """
         rows, values = self.rows[name], values.detach()
         if rows.encoding == RAW:
             field = self.fields[name]
@@ -113,7 +134,12 @@ class Pool:
             append_parts(flat, slots.flatten(), self.encoded(name))
 
     def read(self, name: str, index: Index) -> Tensor:
-        """Return rows ``index``, decoded to the dtype of the rows: ``[*index, *shape]``, owned by the caller."""
+        """Return rows, decoded to the dtype of the rows: ``[*index, *shape]``, owned by the caller.
+
+        Args:
+            name: of the rows.
+            index: their address.
+        """
         rows = self.rows[name]
         dtype = getattr(torch, rows.dtype)
         if rows.encoding == RAW:
@@ -133,12 +159,21 @@ class Pool:
         return out.to(dtype).view(*slots.shape, *rows.shape)
 
     def stored(self, name: str, values: Tensor) -> Tensor:
-        """Return ``values`` as they would be read back: encoded and decoded. Attention must use these values."""
+        """Return values as they would be read back: encoded and decoded. Attention must use these values.
+
+        Args:
+            name: of the rows.
+            values: ``[.., *shape]``.
+        """
         rows = self.rows[name]
         return decode(rows.encoding, encode(rows.encoding, values), getattr(torch, rows.dtype)).to(values.dtype)
 
     def encoded(self, name: str) -> Parts:
-        """Return encoded rows ``name`` as ``append_parts`` and ``gather_parts`` take them: the same object each time."""
+        """Return encoded rows as ``append_parts`` and ``gather_parts`` take them: the same object each time.
+
+        Args:
+            name: of the rows.
+        """
         if name not in self._encoded:
             rows, parts = self.rows[name], self.parts(name)
             *cells, heads = (1, 1, *rows.shape[:-1])
@@ -161,12 +196,19 @@ class Pool:
                     warm_up_parts(self.encoded(name), how)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the one tensor in which kernels take rows ``name`` and the rows packed with them.
+        """Return the one tensor in which kernels take some rows and those packed with them.
 
-        Its shape is ``[kernel pages, rows, 1, 576]`` for a latent and its RoPE key and ``[slots, heads, value, key]``
-        for a state. For packed rows it is uint8 ``[kernel pages, rows, 1, 656]`` or
-        ``[kernel pages, heads, rows, bytes]``, with the strides that kernels expect, wherever the scales are. The
-        tensor aliases the arena, with its axes in the order of memory. Raises BadInput if the page has no such form.
+        Args:
+            name: of the rows.
+
+        Returns:
+            ``[kernel pages, rows, 1, 576]`` for a latent and its RoPE key and ``[slots, heads, value, key]`` for a
+            state. For packed rows it is uint8 ``[kernel pages, rows, 1, 656]`` or ``[kernel pages, heads, rows,
+            bytes]``, with the strides that kernels expect, wherever the scales are. It aliases the arena, with its axes
+            in the order of memory.
+
+        Raises:
+            BadInput: the page has no such form.
         """
         page, memory = self.arena.page(self.layer, name)
         if (whole := page.whole) is None:
@@ -183,9 +225,15 @@ class Pool:
         return found.permute(0, *sorted(range(1, found.ndim), key=lambda axis: (-strides[axis], axis)))
 
     def kernel_tensors(self, kernel: Kernel) -> dict[str, Any]:
-        """Return the tensors that ``kernel`` takes, by the names of the table of demands, with its axes in its order, and
-        as ``declared`` the facts about them that shapes cannot tell. They alias the arena. Empty if it takes no rows of
-        this pool, or not in their form."""
+        """Return the tensors that a kernel takes, with the axes in its order. They alias the arena.
+
+        Args:
+            kernel: of the table of demands.
+
+        Returns:
+            Tensors by the names of the table, and as ``declared`` the facts about them that shapes cannot tell. Empty
+            if it takes no rows of this pool, or not in their form.
+        """
         pages = [self.arena.page(self.layer, name) for name in self.rows]
         for number, name in enumerate(self.rows):
             page = pages[number][0]
@@ -205,9 +253,11 @@ class Pool:
         return typed.as_strided((len(typed), *argument.shape), (typed.stride(0), *argument.strides), start)
 
     def pages(self, name: str) -> Tensor:
-        """Return the pages in which rows ``name`` lie, as kernels address them: uint8 ``[kernel pages, nbytes]``.
+        """Return the pages in which some rows lie, as kernels address them: uint8 ``[kernel pages, nbytes]``. They alias
+        the arena.
 
-        They alias the arena.
+        Args:
+            name: of the rows.
         """
         return self.arena.page(self.layer, name)[1]
 

@@ -63,9 +63,13 @@ def _tell(reason: str) -> None:
 
 
 class Staging:
-    """A ring of slots for ``device``, allocated when it is first used. It may be used by several threads.
+    """A ring of slots for a device, allocated when it is first used. It may be used by several threads.
 
-    ``is_host``: whether the host and the device use the same memory, so that nothing need be copied."""
+    ``is_host``: whether the host and the device use the same memory, so that nothing need be copied.
+
+    Args:
+        device: to which values go.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_host, self._is_locked = device, device.type == "cpu", device.type == "cuda"
@@ -73,8 +77,14 @@ class Staging:
         self._next, self._lock = 0, RLock()
 
     def to_device(self, values: npt.NDArray[Any], dtype: npt.DTypeLike = None) -> Tensor:
-        """Return a tensor with a copy of ``values``, of their shape, on the device. ``dtype``: of the result; default that
-        of ``values``. On a CPU it shares memory with ``values`` if they are contiguous and have this dtype."""
+        """Return a tensor with a copy of ``values``, of their shape, on the device.
+
+        On a CPU it shares memory with ``values`` if they are contiguous and have this dtype.
+
+        Args:
+            values: on the host.
+            dtype: of the result; None: that of ``values``.
+        """
         if self.is_host:
             return torch.from_numpy(np.ascontiguousarray(values, dtype))
         found = np.dtype(values.dtype if dtype is None else dtype)
@@ -88,7 +98,11 @@ class Staging:
         return result
 
     def send(self, writes: Writes) -> None:
-        """Write ``writes`` on the device, in one copy and one launch. When this returns, their words have been read."""
+        """Write words on the device, in one copy and one launch. When this returns, they have been read.
+
+        Args:
+            writes: which words, and where.
+        """
         with self._lock:
             nbytes, targets = writes.nbytes, writes.targets
             slot = self._take(nbytes)

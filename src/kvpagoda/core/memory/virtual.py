@@ -22,13 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class VirtualMemory:
-    """A ``Backing`` for ``KVCache(memory=VirtualMemory("cuda:0"))``: of one cache, on ``device``.
+    """A ``Backing`` of one cache for ``KVCache(memory=VirtualMemory("cuda:0"))``.
 
-    Sizes are rounded up to the device's granularity, 2 MiB as a rule. Addresses, and what is mapped there, are freed with
-    this object and the last tensor over them. ``driver``: the module ``cuda.bindings.driver`` (None), or an object with the
-    same functions.
+    Sizes are rounded up to the device's granularity, 2 MiB as a rule. Addresses, and what is mapped there, are freed
+    with this object and the last tensor over them.
 
-    Raises BadInput for a device that is not CUDA's, or that has no such memory; MissingExtra without cuda-bindings.
+    Args:
+        device: CUDA's.
+        driver: an object with the functions of the module ``cuda.bindings.driver``; None: that module.
+
+    Raises:
+        BadInput: the device is not CUDA's, or has no such memory.
+        MissingExtra: cuda-bindings is not installed.
     """
 
     def __init__(self, device: torch.device | str = "cuda", *, driver: Any = None) -> None:
@@ -49,7 +54,14 @@ class VirtualMemory:
         self._granularity = int(least)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See ``Backing``. Raises Exhausted, keeping nothing."""
+        """See ``Backing``.
+
+        Args:
+            nbytes: bytes.
+
+        Raises:
+            Exhausted: the device has no such memory; nothing is kept.
+        """
         size = align_up(max(1, whole_number(nbytes, "bytes to allocate")), self._granularity)
         address = _call(self._driver, "cuMemAddressReserve", size, 0, 0, 0)
         one = _MappedRange(self._driver, self._device, address, size)
@@ -65,13 +77,21 @@ class VirtualMemory:
         return memory
 
     def give_back(self) -> int:
-        """See ``Backing``. Waits for the device. Raises Exhausted if the driver fails; called again, it does the rest."""
+        """See ``Backing``. Waits for the device.
+
+        Raises:
+            Exhausted: the driver fails; called again, it does the rest.
+        """
         torch.cuda.synchronize(self._device)
         return sum(_unmap(one.state) for one in self._ranges)
 
     def get_again(self) -> None:
-        """See ``Backing``. Raises Exhausted if the device lacks memory: what was mapped by then stays, and the next call or
-        ``give_back`` goes on from there."""
+        """See ``Backing``.
+
+        Raises:
+            Exhausted: the device lacks memory: what was mapped by then stays, and the next call or ``give_back`` goes
+                on from there.
+        """
         for one in self._ranges:
             if not one.state["ready"]:
                 _unmap(one.state)

@@ -543,13 +543,14 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """The cached prefix of a text. The text must not change while the match is in use.
+    """The cached prefix of a text. Made by ``PrefixTree.match``. The text must not change while the match is in use.
 
-    ``num_tokens``: leading tokens that match. ``num_blocks``: whole blocks among them. ``ids``: int32
-    ``[num_groups, num_blocks]``, the ids of these blocks, 0 where a group keeps nothing. ``checkpoint``: (num_tokens,
-    state id) of the deepest checkpoint within these blocks, or None. ``beyond``: the node of the block that begins with
-    the matching tokens after the whole blocks, or None. This block can be copied, not shared (see
-    ``PrefixTree.pin_partial``).
+    - ``num_tokens``: leading tokens that match.
+    - ``num_blocks``: whole blocks among them.
+    - ``ids``: int32 ``[num_groups, num_blocks]``, the ids of these blocks, 0 where a group keeps nothing.
+    - ``checkpoint``: (num_tokens, state id) of the deepest checkpoint within these blocks, or None.
+    - ``beyond``: the node of the block that begins with the matching tokens after the whole blocks, or None. This block
+      can be copied, not shared (see ``PrefixTree.pin_partial``).
     """
 
     num_tokens: int
@@ -565,9 +566,10 @@ class Match:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """A pin on the first ``num_blocks`` blocks of one text: they stay cached until ``PrefixTree.unpin``.
+    """A pin on the first blocks of one text: they stay cached until ``PrefixTree.unpin``. Made by ``PrefixTree.pin``.
 
-    Splits and merges of nodes do not affect a lease. ``is_open`` is true until the lease is unpinned.
+    ``num_blocks``: how many. ``is_open`` is true until the lease is unpinned. Splits and merges of nodes do not affect
+    a lease.
     """
 
     tree: object
@@ -582,9 +584,11 @@ class Lease:
 class Inserted(NamedTuple):
     """Result of inserting n blocks.
 
-    ``ids``: int32 ``[num_groups, n]``, the ids that the tree owns for these blocks; use them from now on.
-    ``num_added``: blocks that were not cached before. ``lease``: covers all n blocks, if the caller asked for a lease.
-    ``doubles``: the mask that ``duplicates`` returns, or None if it is false everywhere.
+    Args:
+        ids: int32 ``[num_groups, n]``, the ids that the tree owns for these blocks; use them from now on.
+        doubles: the mask that ``duplicates`` returns, or None if it is false everywhere.
+        num_added: blocks that were not cached before.
+        lease: covers all n blocks, if the caller asked for a lease.
     """
 
     ids: Ids
@@ -605,9 +609,11 @@ class Inserted(NamedTuple):
 class Evicted:
     """Blocks and checkpoints that the tree removed. The caller owns their ids now, and frees them.
 
-    ``ids``: int32 ``[num_groups, k]`` of k blocks, in the order of eviction, 0 where a group kept nothing. ``states``:
-    state ids of the checkpoints that were removed with them. ``shortfall``: how many blocks were not evicted although
-    requested, because all remaining blocks are pinned, or because the host ran out of memory on the way.
+    Args:
+        ids: int32 ``[num_groups, k]`` of k blocks, in the order of eviction, 0 where a group kept nothing.
+        states: state ids of the checkpoints that were removed with them.
+        shortfall: how many blocks were not evicted although requested, because all remaining blocks are pinned, or
+            because the host ran out of memory on the way.
     """
 
     ids: Ids

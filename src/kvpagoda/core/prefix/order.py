@@ -47,7 +47,12 @@ Victims = tuple[Node, int] | LeafRun
 
 
 class Entry(NamedTuple):
-    """What is known of a new text or checkpoint: the arguments of ``RetentionRule.rank``."""
+    """What is known of a new text or checkpoint: the arguments of ``RetentionRule.rank``.
+
+    Args:
+        gain: see there.
+        found: see there.
+    """
 
     gain: int
     found: float

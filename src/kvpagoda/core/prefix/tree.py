@@ -384,27 +384,31 @@ class PrefixTree:
 
     Tokens are compared, an edge at a time, never hashed. Texts share whole blocks, and only within one namespace (a
     ``bytes`` key; each namespace has its own root). The tree owns the block ids that are inserted (at least 1; 0 means
-    that the group keeps nothing for that block) and the state ids of checkpoints, until it returns them. ``num_groups``
-    may be 0.
-
-    ``policy``: a name from ``POLICY_NAMES``, or an ``EvictionPolicy`` object that no other tree uses or used. Some
-    policies need ``capacity``, the most blocks that the caller lets the tree keep. ``proves_ids``: check at every call,
-    not only in ``check``, that each block is in one place. ``rule``: how high what is new enters the order of LRU. Not safe
-    for concurrent use.
+    that the group keeps nothing for that block) and the state ids of checkpoints, until it returns them.
 
     A descent costs one dictionary probe for each node on the path, and one array compare; nothing recurses, and nothing
     loops over tokens. Every method validates and allocates first: if it raises, even MemoryError, nothing has changed.
+    Not safe for concurrent use.
 
-    >>> tree = PrefixTree(block_size=2)
-    >>> text = np.array([5, 6, 7, 8, 9], np.int32)
-    >>> inserted = tree.insert(tree.match(text), text[:4], np.array([[1, 2]], np.int32))
-    >>> match = tree.match(text)
-    >>> match.num_tokens, match.ids
-    (4, array([[1, 2]], dtype=int32))
-    >>> lease = tree.pin(match, num_blocks=1)
-    >>> tree.evict(2).ids, tree.num_cached
-    (array([[2]], dtype=int32), 1)
-    >>> tree.unpin(lease)
+    Args:
+        block_size: tokens of a block.
+        num_groups: ids of a block; may be 0.
+        policy: a name from ``POLICY_NAMES``, or an ``EvictionPolicy`` object that no other tree uses or used.
+        capacity: the most blocks that the caller lets the tree keep; some policies need it.
+        proves_ids: check at every call, not only in ``check``, that each block is in one place.
+        rule: how high what is new enters the order of LRU.
+
+    Examples:
+        >>> tree = PrefixTree(block_size=2)
+        >>> text = np.array([5, 6, 7, 8, 9], np.int32)
+        >>> inserted = tree.insert(tree.match(text), text[:4], np.array([[1, 2]], np.int32))
+        >>> match = tree.match(text)
+        >>> match.num_tokens, match.ids
+        (4, array([[1, 2]], dtype=int32))
+        >>> lease = tree.pin(match, num_blocks=1)
+        >>> tree.evict(2).ids, tree.num_cached
+        (array([[2]], dtype=int32), 1)
+        >>> tree.unpin(lease)
     """
 
     def __init__(
@@ -452,8 +456,12 @@ class PrefixTree:
         return set(self._roots)
 
     def owned_ids(self, group: int = 0) -> Ids:
-        """Return all block ids of ``group`` that the tree owns, ascending.
-        O(largest id) if it ``proves_ids``, else O(blocks)."""
+        """Return all block ids of a group that the tree owns, ascending. O(largest id) if it ``proves_ids``, else
+        O(blocks).
+
+        Args:
+            group: its index.
+        """
         if self._owned is not None:
             return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
         ids: Ids = np.sort(self.all_ids()[group])
@@ -469,10 +477,16 @@ class PrefixTree:
         return self._roots.nodes()
 
     def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
-        """Find the longest cached prefix, to the token, of the first ``limit`` tokens (None: all) of ``tokens``.
+        """Find the longest cached prefix, to the token. Changes nothing. O(n) array work, O(1) for each node on the path.
 
-        ``tokens``: int32 ``[n]``. Changes nothing. No match for a ``limit`` below 1. O(n) array work, O(1) for each
-        node on the path. Raises BadInput."""
+        Args:
+            tokens: int32 ``[n]``.
+            namespace: in which it is searched.
+            limit: search the first ``limit`` tokens; None: all. No match for one below 1.
+
+        Raises:
+            BadInput: ``tokens`` is no int32 vector.
+        """
         if (
             type(tokens) is not np.ndarray
             or tokens.dtype != _INT32
@@ -491,34 +505,71 @@ class PrefixTree:
         return match
 
     def pin(self, at: Match | Lease, num_blocks: int | None = None) -> Lease:
-        """Pin the first ``num_blocks`` blocks (None: all) of what ``at`` covers. O(nodes on the path).
+        """Pin the first blocks of what ``at`` covers. O(nodes on the path).
 
-        Raises StaleHandle if blocks of the match have been evicted (match again) or the lease is not open, and BadInput
-        if ``at`` covers fewer blocks."""
+        Args:
+            at: a match, or an open lease.
+            num_blocks: how many; None: all.
+
+        Raises:
+            StaleHandle: blocks of the match have been evicted (match again), or the lease is not open.
+            BadInput: ``at`` covers fewer blocks.
+        """
         return self._open(*self._locate(at, num_blocks))
 
     def pin_partial(self, match: Match) -> Lease | None:
-        """Pin the whole blocks of ``match`` and the block that begins with the matching tokens after them. None if
-        there is none, or if the tree has removed any block since. ``last_ids(lease)`` are its ids."""
+        """Pin the whole blocks of a match and the block that begins with the matching tokens after them.
+
+        Args:
+            match: of this tree.
+
+        Returns:
+            The lease, of which ``last_ids`` are the ids of that block; None if there is none, or if the tree has
+            removed any block since.
+        """
         if match.beyond is None or match.removals != self._removals:
             return None
         depth = match.num_blocks + 1
         return self._open(match.beyond.up_to(depth), depth)
 
     def last_ids(self, lease: Lease) -> Ids:
-        """Return the ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
+        """Return the ids of the last block that a lease covers, int32 ``[num_groups]``.
+
+        Args:
+            lease: of this tree.
+
+        Raises:
+            StaleHandle: it is not open.
+        """
         return self.ids_between(lease, lease.num_blocks - 1, lease.num_blocks).ravel()
 
     def unpin(self, lease: Lease) -> None:
-        """End ``lease``. O(nodes on the path). Raises StaleHandle, changing nothing, if it is not open in this tree."""
+        """End a lease. O(nodes on the path).
+
+        Args:
+            lease: of this tree.
+
+        Raises:
+            StaleHandle: it is not open; nothing changed.
+        """
         node = lease.node if lease.is_open and lease.tree is self else self._locate(lease)[0]
         root = self.leases.close(lease, node)
         if root is not None and self._roots.drop(root):
             self._removals += 1
 
     def touch(self, at: Match | Lease, num_blocks: int | None = None, priority: int = 0) -> None:
-        """Count one use of the first ``num_blocks`` blocks (None: all) of what ``at`` covers, the deepest block first,
-        and of the last checkpoint there. ``priority`` is passed to the policy. O(blocks). Raises as ``pin`` does."""
+        """Count one use of the first blocks of what ``at`` covers, the deepest first, and of the last checkpoint there.
+        O(blocks).
+
+        Args:
+            at: a match, or an open lease.
+            num_blocks: how many; None: all.
+            priority: passed to the policy.
+
+        Raises:
+            StaleHandle: as ``pin``.
+            BadInput: as ``pin``.
+        """
         node, depth = self._locate(at, num_blocks)
         if depth:
             self._order.touch(node, depth, priority)
@@ -537,18 +588,28 @@ class PrefixTree:
         is_late: bool = False,
         entry: Entry | None = None,
     ) -> Inserted:
-        """Publish the whole blocks that follow what ``at`` covers.
+        """Publish the whole blocks that follow what ``at`` covers. Amortised O(n), and O(nodes) behind ``at``.
 
-        ``tokens``: int32 ``[n * block_size]``. ``blocks``: int32 ``[num_groups, n]``. The tree takes the ids of blocks
-        that it lacks; in a cached block that lacks the ids of some groups, it takes these. ``text``: an array that owns
-        its memory and has ``tokens`` at their position from the root. If they are many, the tree keeps a view of it, so
-        it may then be written only behind them. ``pin``: let the lease ``at`` cover all blocks, or open one for a
-        match; None: only extend a lease; False: neither. New blocks count as used now, or for LRU as ``entry`` says (see
-        ``Clock``); with ``is_late``, for LRU, those that extend a leaf as used when its last block was. Others need
-        ``touch``. Amortised O(n), and O(nodes) behind ``at``.
+        The tree takes the ids of blocks that it lacks; in a cached block that lacks the ids of some groups, it takes
+        these. If it raises, nothing has changed.
 
-        Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
-        another place or that is named twice. Nothing has changed then."""
+        Args:
+            at: a match, or an open lease.
+            tokens: int32 ``[n * block_size]``.
+            blocks: int32 ``[num_groups, n]``.
+            text: an array that owns its memory and has ``tokens`` at their position from the root. If they are many,
+                the tree keeps a view of it, so it may then be written only behind them.
+            pin: let the lease ``at`` cover all blocks, or open one for a match; None: only extend a lease; False:
+                neither.
+            priority: passed to the policy.
+            is_late: for LRU, blocks that extend a leaf count as used when its last block was.
+            entry: new blocks count as used now, or for LRU as it says (see ``Clock``). Others need ``touch``.
+
+        Raises:
+            StaleHandle: as ``pin``.
+            BadInput: as ``pin``, or arrays do not fit.
+            NotOwned: the tree owns an id already at another place, or it is named twice.
+        """
         size = self.block_size
         if (
             type(tokens) is not np.ndarray
@@ -589,10 +650,17 @@ class PrefixTree:
         return Inserted(own, duplicates, added, lease)
 
     def evict(self, num_blocks: int, victims: Iterator[tuple[Node, int]] | None = None) -> Evicted:
-        """Evict ``num_blocks`` blocks, or all unpinned blocks if these are fewer, in the order of the policy.
+        """Evict blocks in the order of the policy: leaves first, block by block from the end.
 
-        Leaves first, block by block from the end. Costs the policy's choice, amortised O(log leaves) with LRU, and O(1)
-        for each block. ``victims``: see ``evict_end``. Raises BadInput for a negative number."""
+        Costs the policy's choice, amortised O(log leaves) with LRU, and O(1) for each block.
+
+        Args:
+            num_blocks: how many, or all unpinned blocks if these are fewer.
+            victims: see ``evict_end``.
+
+        Raises:
+            BadInput: a negative number.
+        """
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         evictable = self.num_cached - self.leases.num_pinned
         ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
@@ -610,7 +678,15 @@ class PrefixTree:
 
     def evict_end(self, at: Match | Lease) -> Evicted:
         """Evict the blocks at the end of what ``at`` covers that no lease and no other text uses, whatever their age.
-        O(nodes behind it). Raises as ``pin`` does."""
+
+        O(nodes behind it).
+
+        Args:
+            at: a match, or an open lease.
+
+        Raises:
+            StaleHandle: as ``pin``.
+        """
         victims = end_of(*self._locate(at))
         return self.evict(sum(count for _, count in victims), emptied(victims))
 
@@ -620,22 +696,55 @@ class PrefixTree:
         return self._order.oldest()
 
     def ids_between(self, at: Match | Lease, begin: int, end: int) -> Ids:
-        """Return the ids of blocks ``begin .. end - 1`` of ``at``, int32 ``[num_groups, n]``. Raises like ``pin``."""
+        """Return ids of blocks of ``at``.
+
+        Args:
+            at: a match, or an open lease.
+            begin: the first block.
+            end: the block behind the last.
+
+        Returns:
+            int32 ``[num_groups, end - begin]``.
+
+        Raises:
+            StaleHandle: as ``pin``.
+            BadInput: ``at`` covers fewer blocks.
+        """
         ids = np.empty((self.num_groups, end - begin), np.int32)
         self.read_ids(at, begin, 0, ids)
         return ids
 
     def read_ids(self, at: Match | Lease, begin: int, first: int, out: Ids) -> None:
-        """Copy ids of k groups from ``first`` on, for blocks ``begin ..`` of ``at``, to ``out``, int32 ``[k, n]``."""
+        """Copy ids of k groups, for n blocks of ``at``.
+
+        Args:
+            at: a match, or an open lease.
+            begin: the first block.
+            first: the first group.
+            out: int32 ``[k, n]``, written.
+        """
         read_ids_above(*self._locate(at, begin + out.shape[1]), begin, first, out)
 
     def put_ids(self, at: Match | Lease, begin: int, first: int, ids: Ids) -> None:
-        """Write ``ids`` where ``read_ids`` reads; not in a tree that ``proves_ids``. Costs and raises as that does."""
+        """Write ids where ``read_ids`` reads; not in a tree that ``proves_ids``. Costs and raises as that does.
+
+        Args:
+            at: a match, or an open lease.
+            begin: the first block.
+            first: the first group.
+            ids: int32 ``[k, n]``.
+        """
         put_ids_above(*self._locate(at, begin + ids.shape[1]), begin, first, ids)
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
-        """Remove everything (None), or everything of one namespace, for good. O(blocks removed). Raises RetryLater,
-        changing nothing, while a lease is open there."""
+        """Remove everything, for good. O(blocks removed).
+
+        Args:
+            namespace: only what is in it; None: all.
+
+        Raises:
+            RetryLater: a lease is open there; nothing changed.
+        """
         roots = [root for name, root in self._roots.items() if namespace is None or name == namespace]
         if any(root.pins for root in roots):
             num_open = sum(len(node.leases) for root in roots for node in nodes_below(root))
@@ -649,18 +758,41 @@ class PrefixTree:
         return self._gone(ids, states, 0)
 
     def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int, entry: Entry | None = None) -> bool:
-        """Add the state after the first ``num_tokens`` tokens of what ``at`` covers as a checkpoint. False if there is
-        one already; ``state_id`` then stays with the caller. ``entry``: as for ``insert``.
-        Raises as ``pin`` does; BadInput if ``num_tokens`` is no block boundary there, NotOwned if the tree owns the id
-        already."""
+        """Add a state as a checkpoint.
+
+        Args:
+            at: a match, or an open lease.
+            num_tokens: the state is that after the first ``num_tokens`` tokens of what ``at`` covers.
+            state_id: of the state.
+            entry: as for ``insert``.
+
+        Returns:
+            False if there is one already; ``state_id`` then stays with the caller.
+
+        Raises:
+            StaleHandle: as ``pin``.
+            BadInput: ``num_tokens`` is no block boundary there.
+            NotOwned: the tree owns the id already.
+        """
         depth, rest = divmod(num_tokens, self.block_size)
         if rest or depth < 1:
             raise BadInput(f"a checkpoint lies at a multiple of {self.block_size} tokens, not at {num_tokens}")
         return self.checkpoints.put(*self._locate(at, depth), state_id, entry)
 
     def last_checkpoint(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[int, int] | None:
-        """Return (num_tokens, state id) of the deepest checkpoint within the first ``num_blocks`` blocks (None: all) of
-        what ``at`` covers, or None. O(nodes behind it). Raises as ``pin`` does."""
+        """Return the deepest checkpoint of what ``at`` covers. O(nodes behind it).
+
+        Args:
+            at: a match, or an open lease.
+            num_blocks: within the first ``num_blocks`` blocks; None: all.
+
+        Returns:
+            (num_tokens, state id), or None.
+
+        Raises:
+            StaleHandle: as ``pin``.
+            BadInput: as ``pin``.
+        """
         found = self.checkpoints.last(*self._locate(at, num_blocks))
         return None if found is None else (found.depth * self.block_size, found.state_id)
 

@@ -58,14 +58,15 @@ class Manager(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many requests run at once, and how many tokens of each a step computes at most (None: a whole prompt, then a
-    whole output).
+    """How many requests run at once, and how many tokens a step computes.
 
     Args:
+        at_once: requests.
+        step_tokens: the most of each request in a step; None: a whole prompt, then a whole output.
         shared: of all requests together, and of an output one token a step, as engines do.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number below 1.
     """
 
     at_once: int = 1

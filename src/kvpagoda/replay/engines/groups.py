@@ -17,11 +17,14 @@ Marks = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers with blocks of its own: full attention, a sliding ``window`` or a ``chunk`` of ``size`` tokens,
-    or a recurrent ``state``, which is kept where a computed chunk ends.
+    """A group of layers with blocks of its own.
+
+    Args:
+        kind: full attention, a sliding window, chunks, or a recurrent state, which is kept where a computed chunk ends.
+        size: tokens of a window or chunk; else 0.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: an unknown ``kind``, or a ``size`` that it cannot have.
     """
 
     kind: Literal["full", "window", "chunk", "state"] = "full"
@@ -35,10 +38,13 @@ class Group:
 
     @classmethod
     def from_text(cls, text: str) -> tuple[Group, ...]:
-        """Return the groups that ``text`` names: "full+5*window:1024".
+        """Return the groups that a text names.
+
+        Args:
+            text: such as "full+5*window:1024".
 
         Raises:
-            BadInput: a wrong argument.
+            BadInput: it is no such text, or a group in it cannot be.
 
         Examples:
             >>> Group.from_text("full+2*state")
@@ -54,7 +60,11 @@ class Group:
         return tuple(groups)
 
     def skipped(self, num_tokens: int) -> int:
-        """Return how many leading tokens no later layer reads when ``num_tokens`` are computed."""
+        """Return how many leading tokens no later layer reads.
+
+        Args:
+            num_tokens: that are computed.
+        """
         if self.kind == "full":
             return 0
         if self.kind == "chunk":
@@ -62,15 +72,20 @@ class Group:
         return max(0, num_tokens - (self.size - 1 if self.kind == "window" else 1))
 
     def tail(self, block_size: int) -> int:
-        """Return how many blocks before a place a window needs to resume there."""
+        """Return how many blocks before a place a window needs to resume there.
+
+        Args:
+            block_size: tokens of a block.
+        """
         return ceil_div(self.size - 1, block_size)
 
     def find(self, is_cached: Marks, num_tokens: int, block_size: int) -> tuple[int, int]:
-        """Return (first, end): the blocks that are needed to resume after block ``end``, the last such place at or
-        before ``num_tokens``. O(blocks).
+        """Return (first, end): the blocks that are needed to resume after block ``end``, the last such place. O(blocks).
 
         Args:
             is_cached: bool ``[num_tokens // block_size]``.
+            num_tokens: the place is at or before it.
+            block_size: tokens of a block.
         """
         num = num_tokens // block_size
         if self.kind == "state":
@@ -89,10 +104,17 @@ class Group:
         return first, int(gaps[0]) + first if len(gaps) else max(first, num)
 
     def kept(self, first: int, end: int, block_size: int, retention: int | None, places: tuple[int, ...]) -> Marks:
-        """Return which of the blocks ``first`` to ``end`` of a text can be found by others: bool ``[end - first]``.
+        """Return which blocks of a text can be found by others: bool ``[end - first]``.
 
-        Of windows and states those that are needed to resume at one of ``places``, in tokens, or at a multiple of
-        ``retention`` tokens (0: nowhere else; None: at every block). All of the other kinds."""
+        Of windows and states those that are needed to resume; all of the other kinds.
+
+        Args:
+            first: the first block.
+            end: the block behind the last.
+            block_size: tokens of a block.
+            retention: resume at a multiple of so many tokens; 0: nowhere else; None: at every block.
+            places: resume there, in tokens.
+        """
         if self.kind in ("full", "chunk") or retention is None:
             return np.ones(end - first, np.bool_)
         need = self.tail(block_size) if self.kind == "window" else 1
@@ -107,7 +129,13 @@ class Group:
         return kept
 
     def most(self, block_size: int, in_flight: int, longest: int) -> int:
-        """Return how many blocks one request holds at most, while it computes ``in_flight`` tokens in a step."""
+        """Return how many blocks one request holds at most.
+
+        Args:
+            block_size: tokens of a block.
+            in_flight: tokens that it computes in a step.
+            longest: tokens of the longest request.
+        """
         if self.kind == "window":
             return ceil_div(min(self.size - 1 + in_flight, longest), block_size) + 1
         if self.kind == "chunk":

@@ -29,10 +29,20 @@ class EngineResult:
     """What the requests of a trace find in the cache of an engine.
 
     Args:
+        trace: its name.
+        engine: its name.
+        capacity_blocks: of the cache.
+        block_size: tokens of a block.
+        at_once: see ``Schedule``.
+        step_tokens: see ``Schedule``.
+        requests: of the trace.
+        prompt_tokens: of all of them.
+        hit_tokens: of these, what they found.
         never_fit: requests that did not fit into an empty cache, which find nothing; and those that fitted at first,
             were preempted, and had outgrown it.
         preempted: how often a running request had to give its memory to another; what it finds when it starts again is
             not counted.
+        steps: that were computed.
         per_request: int64 ``[requests]``, the tokens of its prompt that each request found.
     """
 
@@ -80,10 +90,13 @@ def replay_engine(
     tokens that no other request has.
 
     Args:
+        trace: see ``replay``.
         engine: a name of ``PROFILES``.
         capacity_blocks: of ``block_size`` tokens each.
+        block_size: tokens of a block.
         at_once: requests that run at once.
         step_tokens: tokens of each in a step, or of all of them if ``shared``; see ``Schedule``.
+        shared: see ``step_tokens``.
         groups: of layers, which share the blocks; default: full attention. vLLM has all kinds; SGLang windows of one
             size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
             ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its ``state_cache`` of so many
@@ -93,7 +106,8 @@ def replay_engine(
         on_request: called after each step with the number of finished requests.
 
     Raises:
-        BadInput: a wrong argument, before anything runs.
+        BadInput: an unknown engine, a number below 1, groups or a ``retention`` that the engine does not have or that
+            are no multiple of ``block_size``, or a trace without blocks; before anything runs.
 
     Examples:
         >>> chains = [1, 2], [1, 2], [1, 3]

@@ -41,8 +41,12 @@ PER_SECOND = 10**12
 class TierCosts:
     """Seconds to load ``n`` bytes from a tier: ``latency + n * byte``.
 
+    Args:
+        latency: of a load.
+        byte: of each byte.
+
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number that is negative or not finite.
     """
 
     latency: float = 0.0
@@ -57,10 +61,14 @@ class Costs:
     """Seconds of a step and of its parts, see the module. All 0: everything happens at once.
 
     Args:
+        step: of each step.
+        prefill_token: of each token of a prompt.
+        decode_token: of each token of an output.
+        read_byte: of each cached byte that a step reads.
         tiers: kind of a tier (``"host"``, ..) -> its costs.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: a number that is negative or not finite.
 
     Examples:
         >>> round(Costs.of("h100", "llama-3.1-8b").prefill_token * 1e6, 2)  # microseconds
@@ -78,7 +86,12 @@ class Costs:
 
     @classmethod
     def of(cls, gpu: str, model: str, gpus: int = 1) -> Costs:
-        """Return defaults for ``model`` on ``gpus`` GPUs that divide the work evenly.
+        """Return defaults for a model on GPUs that divide the work evenly.
+
+        Args:
+            gpu: its name.
+            model: its name.
+            gpus: how many.
 
         Raises:
             BadInput: names that ``costs.json`` does not have.
@@ -115,8 +128,11 @@ class Costs:
     def from_file(cls, path: Path) -> Costs:
         """Return the costs in a JSON file.
 
+        Args:
+            path: of the file.
+
         Raises:
-            BadInput: a wrong argument.
+            BadInput: the file is no JSON object with the names of ``Costs``, or a number is negative or not finite.
             OSError: the file cannot be read.
         """
         try:

@@ -31,6 +31,12 @@ class WorkerResult:
     """The counts of one worker.
 
     Args:
+        requests: that it served.
+        prompt_tokens: of these.
+        cached_tokens: prompt tokens that did not have to be computed.
+        loaded_tokens: of the cached tokens, those that came from tiers.
+        evicted_blocks: of its cache.
+        steps: that it computed.
         busy: the share of the time, from the first arrival to the last end, in which it computed.
     """
 
@@ -48,21 +54,31 @@ class SimulateResult:
     """What a simulation found. Times are in seconds; a time that begins with an arrival includes waiting."""
 
     trace: str
+    """The name of the trace."""
     schema: str
+    """The name of the schema."""
     policy: str
+    """The name of the policy."""
     engine: str
+    """Whose caches the workers have."""
     routing: str
+    """The name of the rule."""
     nbytes: int
     """Memory of each worker's cache."""
     requests: int
+    """Requests of the trace."""
     finished: int
     """Requests that ended; all others but ``never_fit`` are unfinished in a simulation that was interrupted."""
     never_fit: int
     """Requests that are larger than a whole cache. They were not served."""
     prompt_tokens: int
+    """Tokens of the prompts that were admitted."""
     matched_tokens: int
+    """Of these, those that were in the tree."""
     cached_tokens: int
+    """Of these, those that did not have to be computed."""
     loaded_tokens: int
+    """Of the cached tokens, those that came from tiers."""
     seconds: float
     """From the first arrival to the last end."""
     waited: dict[str, Any]
@@ -74,7 +90,9 @@ class SimulateResult:
     between_tokens: dict[str, Any]
     """From token to token after the first, a mean for each request with two tokens or more."""
     workers: tuple[WorkerResult, ...]
+    """The counts of each worker."""
     each: Outcomes = field(repr=False, compare=False)
+    """What became of each request."""
 
     @property
     def hit_rate(self) -> float:
@@ -125,10 +143,11 @@ def simulate(
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
         seed: of random routing.
         on_request: called with the number of requests that ended.
-        settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
+        **settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
 
     Raises:
-        BadInput: a wrong argument.
+        BadInput: an unknown policy, routing, engine, model or tier, a number out of range, fewer ``step_tokens`` than
+            requests in a step, or a setting that another engine's cache does not have.
         NeverFits: a request does not fit into the empty cache.
 
     Examples:

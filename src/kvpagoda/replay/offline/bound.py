@@ -21,11 +21,15 @@ from kvpagoda.units import parse_bytes, whole_number
 
 @dataclass(frozen=True)
 class HitBound:
-    """What is found of the prompts of one trace in a budget: here, and at most. Tokens; the properties are shares of
-    ``prompt_tokens``, 0 to 1.
+    """What is found of the prompts of one trace in a budget: here, and at most. The properties are shares, 0 to 1, of
+    ``prompt_tokens``.
 
     Args:
+        trace: its name.
+        schema: its name.
         nbytes: the budget.
+        requests: that were served.
+        prompt_tokens: tokens of their prompts.
         served_tokens: what the cache of this library finds, with LRU.
         packed_tokens: the most that was seen to fit, which a better bound could come down to.
         bound_tokens: no cache finds more.
@@ -99,15 +103,22 @@ def hit_bound(
     a copy of the states came to be where it is, lets a reuse be kept by a fraction, and counts nothing for rows that
     are optional or chunked (``Needs``). A cache that keeps its copies of states in a smaller format could find more.
 
-    O(references) Python, O(reuses + steps) array work a round. Other arguments are those of ``serve``, which is run
-    with LRU to know the steps.
+    O(references) Python, O(reuses + steps) array work a round.
 
     Args:
+        trace: see ``serve``, which is run with LRU to know the steps.
+        schema: see ``serve``.
+        budget: see ``serve``.
+        tokens_per_id: see ``serve``.
+        max_requests: see ``serve``.
+        step_tokens: see ``serve``.
+        checkpoint_every: see ``Retention``.
         rounds: of the search for a low bound; any number gives a bound.
         on_request: called with how far it is, in requests of the trace.
 
     Raises:
-        BadInput: a wrong argument, or a trace whose ids stand for different numbers of tokens.
+        BadInput: ``rounds`` is below 0, an argument that ``serve`` refuses, or a trace whose ids stand for different
+            numbers of tokens.
         NeverFits: a request does not fit into the empty cache.
 
     Examples:

@@ -66,7 +66,11 @@ class Records:
 
 
 class Lines(Records):
-    """Reads lines of text, or objects of a JSON document, one after another. Empty lines are passed over."""
+    """Reads lines of text, or objects of a JSON document, one after another. Empty lines are passed over.
+
+    Args:
+        times: from when the times of the requests of agents count; None: what most agents of the trace say.
+    """
 
     def __init__(self, times: AgentTimes | None = None) -> None:
         super().__init__(times)
@@ -224,6 +228,13 @@ def _parsed(items: Iterator[Any], parse: RecordForm, path: str, unit: str, count
 
 
 def placed(error: Exception, path: str, number: int, unit: str = "line") -> BadLine:
-    """Return ``error`` of a form as a BadLine that says where: the path, and the number of the line."""
+    """Return the error of a form as one that says where.
+
+    Args:
+        error: what was raised.
+        path: of the file.
+        number: of the line.
+        unit: what the number counts.
+    """
     said = {name: getattr(error, name, None) for name in ("field", "needed", "available", "hint")}
     return BadLine(f"{path}, {unit} {number}: {error}", path=path, line=number, **said)
