@@ -279,7 +279,7 @@ WRITES = {
     "plan": ["plan", "qwen3-8b"],
     "help": ["replay", "--help"],
     "replay": ["replay", "--limit", "30", "--policy", "lru"],
-    "folder": ["tier", "."],
+    "folder": ["tier", str(Path(__file__).parent / "hints")],
 }
 
 
