@@ -224,20 +224,20 @@ def test_an_exception_inside_with_closes_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("tokens", "needed", "available"),
     [
-        ([], "at least one token"),
-        ([-1], "token id -1 is outside"),
-        ([1000], r"token id 1000 is outside the vocabulary 0\.\.999"),
-        ([1.5], "vector of integers"),
-        ([[1]], "vector of integers"),
-        (["a"], "vector of integers"),
-        ([2**40], "outside the vocabulary"),
+        ([], 1, 0),
+        ([-1], -1, 999),
+        ([1000], 1000, 999),
+        ([1.5], np.dtype(float), [1]),
+        ([[1]], np.dtype(int), [1, 1]),
+        (["a"], np.dtype("<U1"), [1]),
+        ([2**40], 2**40, 999),
     ],
 )
-def test_bad_tokens_are_refused_before_anything_changed(tokens: object, message: str) -> None:
+def test_bad_tokens_are_refused_before_anything_changed(tokens: object, needed: object, available: object) -> None:
     cache = KVCache(MIXED, num_blocks=8, max_requests=2, device="cpu")
-    with pytest.raises(BadInput, match=message):
+    with raises(BadInput, needed=needed, available=available):
         cache.open(tokens)
     cache.check()
     assert cache.stats().opened == 0
@@ -259,15 +259,17 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(MIXED, "lots")
     with raises(BadInput, field="max_requests", needed=0, available=1):
         KVCache(MIXED, "1MiB", max_requests=0)
-    for huge in ({"budget": 2**80}, {"num_blocks": 2**40}, {"budget": "1MiB", "max_requests": 2**40}):
-        with pytest.raises(BadInput, match=r"must be below 2\^(31|63)"):
+    with raises(BadInput, field="a size (bytes, or text such as '2GiB')", needed=2**80, available=2**63 - 1):
+        KVCache(MIXED, 2**80)
+    for huge in ({"num_blocks": 2**40}, {"budget": "1MiB", "max_requests": 2**40}):
+        with raises(BadInput, needed=2**40, available=2**31 - 1):
             KVCache(MIXED, **huge)
     with raises(Exhausted, needed=1099511627776000):
         KVCache(SCHEMAS["full"], "1000TiB", device="cpu", block_size=2**18)
     with raises(BadInput, needed=5286113594880, available=2**31 - 1):
         KVCache(MIXED, "1000TiB", device="cpu")
     for name, wrong in (("tiers", 5), ("tiers", [5]), ("kernels", 5), ("events", 5)):
-        with pytest.raises(BadInput, match=rf"{name}|got (int|5)"):
+        with raises(BadInput, field=ANY, needed="int" if name == "events" else 5):
             KVCache(MIXED, "1MiB", **{name: wrong})
     with raises(BadInput, field="block_size", needed=12, available=8):
         KVCache(SCHEMAS["compressed"], "1MiB", block_size=12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ class Prefill:
 def parts_there(side: Side, ticket: str) -> int:
     """Prove that ``ticket`` cannot be taken yet, and changes nothing; return how many parts of it have arrived."""
     before = held(side.caches[0])
-    with pytest.raises(RetryLater, match="its sender computes the rest") as caught:
+    with raises(RetryLater, needed=ANY, available=ANY) as caught:
         side.receive(ticket)
     assert held(side.caches[0]) == before
     assert isinstance(caught.value.available, int)
@@ -261,7 +262,7 @@ def test_new_weights_in_the_middle_are_not_completed() -> None:
             prefill = Prefill(one, TEXT[:50], 40, begin=at)
             one.caches[0].invalidate(weights="w2")
             one.rows[0].compute(prefill.sequences[0], TEXT[:50], 40, 8)
-            with pytest.raises(BadInput, match=r"(other|versions of the) weights"):
+            with raises(BadInput, needed=ANY):
                 prefill.complete()
 
 
@@ -279,12 +280,12 @@ def test_a_damaged_or_forged_lease_is_a_miss(when: str) -> None:
         if when == "before":
             parts_there(two, prefill.json)  # it may still be written
             prefill.complete()
-        miss(two, prefill.json, HandoverMiss, "are not those of the ticket")
+        miss(two, prefill.json, HandoverMiss, 25, ANY)
         one.transfers[0].memory[lease["offset"] + lease["nbytes"] - 64] ^= 4
         one.transfers[0].memory[lease["offset"] + 64 + 40] ^= 4  # the signature in the seal
-        miss(two, prefill.json, HandoverMiss, "are not those of the ticket")
+        miss(two, prefill.json, HandoverMiss, 25, ANY)
         two.caches[0].receive(prefill.tickets[0].to_json(), two.transfers[0], clock=one.clock).close()  # trusts anyone
-        with pytest.raises(TicketRefused, match="taken here before"):
+        with raises(TicketRefused, available=[ANY]):
             two.receive(prefill.json)
 
 
