@@ -176,7 +176,7 @@ def test_a_request_that_stops_before_it_is_complete_is_a_miss() -> None:
             parts_there(two, prefill.json)
             end(one, prefill)
             now, one.clock.now = one.clock.now, one.clock.now - (33.0 if name == "expired" else 0.0)
-            miss(two, prefill.json, HandoverMiss, "has ended at the sender")
+            miss(two, prefill.json, HandoverMiss, 0)
             one.clock.now = now
             assert two.caches[0]._receiver is not None and not two.caches[0]._receiver._fetched
             for call in (one.senders[0].complete, lambda ticket, side=one: side.senders[0].layer_done(ticket, 0, 8)):
@@ -195,7 +195,7 @@ def test_the_clock_ends_it_at_the_receiver_too() -> None:
         for _ in prefill.chunks(16):
             parts_there(two, prefill.json)
         one.clock.now += 30.5
-        miss(two, prefill.json, HandoverMiss, "expired 0.5 s ago")
+        miss(two, prefill.json, HandoverMiss, one.clock.now, one.clock.now - 0.5)
 
 
 def test_tokens_that_are_computed_again_are_copied_again() -> None:
@@ -296,7 +296,7 @@ def test_no_room_keeps_what_arrived() -> None:
             parts_there(two, prefill.json)
         prefill.complete()
         other = two.caches[0].open(TEXT[:4])
-        miss(two, prefill.json, RetryLater, "slots are in use")
+        miss(two, prefill.json, RetryLater, 1, 0)
         read = watched(two)
         other.close()
         two.receive(prefill.json)
