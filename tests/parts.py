@@ -22,7 +22,6 @@ KINDS = ("gemma3_text", "qwen3_next", "deepseek_v4")
 
 QUICK: dict[str, int | tuple[str, ...]] = {
     "audit/test_fake_engine.py::test_what_is_cached_gives_the_numbers_of_what_is_computed": ("all",),
-    "audit/test_fake_engine.py::test_a_planted_fault_changes_answers_or_counters": ("window", "page", "restart"),
     "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 4,
     "events/test_by_the_page.py::test_every_group_that_is_named_has_blocks": (
         "wide-int8", "qwen3_next-bfloat16", "sliding-None", "mixed-int8-drafted",
@@ -43,9 +42,6 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     ),
     "replay/fleet/test_simulated_tiers.py::test_hits_are_those_of_a_cache_with_memory": (
         "full-150", "both-150", "states-4000",
-    ),
-    "replay/engines/test_engines.py::test_the_engine_itself_with_groups_of_layers": (
-        "full+window:128-0", "full+3*state-None",
     ),
     "hf/test_draft_handover.py::test_a_sender_without_the_draft_gives_equal_tokens": ("mistral",),
     "hf/test_draft_model.py::test_tokens_stay_those_of_plain_decoding_cold_and_warm": (
@@ -94,7 +90,6 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "kernels/interpreted_packed_rows.py::test_rows_in_arrays_of_their_own_are_those_of_the_reference": ("nvfp4",),
     "kernels/compiled_packed_rows.py::test_rows_in_arrays_of_their_own_compile_too": ("nvfp4",),
     "kernels/test_packed_rows.py::test_append_writes_the_bytes_of_pack_and_no_others": ("reference", *FORMATS),
-    "kernels/test_packed_rows.py::test_gather_reads_what_unpack_reads_and_zeros_elsewhere": FORMATS,
     "kernels/test_packed_rows.py::test_a_row_that_pack_refuses_is_marked": FORMATS,
     "kernels/test_packed_rows_cpu.py::test_append_writes_the_bytes_of_the_reference": FORMATS,
     "kernels/test_packed_rows_cpu.py::test_gather_gives_the_numbers_of_the_reference": FORMATS,
@@ -111,16 +106,11 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "prefix/test_tree_oracle.py::test_two_hundred_thousand_operations": ("16-50000-3",),
     "prefix/test_tree_oracle.py::test_check_after_every_operation": 3,
     "blocks/test_free_list.py::test_random_operations_against_a_model": 1,
-    "compat/test_block_allocator.py::test_random_operations_against_a_model": 1,
-    "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru": ("lmcache", "mooncake_synthetic-4392"),
     "schema/test_schema.py::test_sectors_lose_little_to_carving": 6,
     "test_below.py::test_rows_read_back_are_the_rows_written": 6,
     "test_below.py::test_rows_stay_right_while_a_tier_fails": ("full-1.0", "mixed-0.1", "state-0.1"),
     "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size": (
         "evict]", "hits", "hybrid_peers", "victims", "policies",
-    ),
-    "replay/offline/test_hit_bound.py::test_our_cache_finds_no_more": (
-        "Gemma-3-1]", "gpt-oss-16", "Qwen3-Next-16", "Llama-4-1]", "DeepSeek-V4-1]",
     ),
     "replay/offline/test_prices.py::test_no_choice_beats_the_bound": ("states]", "window]", "all"),
     "events/test_tiers.py::test_what_a_tier_keeps_is_told": 2,
@@ -128,7 +118,6 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "adapters/test_vllm_names.py::test_what_moved_is_named": 1,
     "adapters/test_vllm_options.py::test_another_version_is_named_before_what_it_lacks_is_imported": 1,
     "schema/test_from_hf.py::test_the_oldest_convolution_column_is_never_read": 8,
-    "test_many_rows.py::test_requests_that_are_settled_together_leave_what_they_leave_one_after_another": 3,
     "test_host_traffic.py::test_rows_stay_right_whenever_the_device_is_done": ("full",),
     "test_below.py::test_every_byte_comes_back_for_every_family_and_format": 14,
     "test_draft_rows.py::test_without_pressure_hits_are_those_without_a_draft": ("mixed",),
@@ -136,7 +125,6 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "test_cli_json.py::test_json_is_as_described": (
         "version", "plan", "layout", "replay]", "replay_schema", "doctor", "top", "tier",
     ),
-    "test_persistent_batch.py::test_random_traffic": 6,
     "test_preemption.py::test_every_request_of_ten_thousand_random_mixes_ends": 1,
     "test_random_traffic.py::test_random_traffic_reads_its_own_bytes": ("-0]",),
     "test_sleeping.py::test_a_tree_in_tiers_is_found_again": 4,
@@ -227,6 +215,31 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "kernels/compiled_state_steps.py::test_it_compiles_and_spills_nothing": ("False-90", "True-100"),
     "kernels/compiled_copy_rows.py::test_it_moves_sixteen_bytes_an_access_where_it_may": ("-90",),
     "kernels/compiled_append_swa.py::test_rows_move_in_vectors": ("90",),
+    "audit/test_fake_engine.py::test_a_planted_fault_changes_answers_or_counters": ("window", "page"),
+    "hf/test_sampling.py::test_top_k_and_top_p_keep_the_likeliest_in_proportion": 3,
+    "test_step_uploads.py::test_the_device_has_the_hosts_arrays_in_a_random_life": (
+        "full and", "mixed", "chunk", "go back",
+    ),
+    "test_sanitizer.py::test_clean_traffic_raises_nothing": ("none-window", "host-states", "disk-window"),
+    "replay/offline/test_hit_bound.py::test_our_cache_finds_no_more": ("Gemma-3-1]", "Qwen3-Next-16", "Llama-4-1]"),
+    "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru": ("synthetic-4392", "lcp-502]"),
+    "hints/test_hints.py::test_no_number_of_a_hint_harms": 12,
+    "events/test_follower.py::test_a_follower_says_what_lookup_says": 8,
+    "events/test_follower.py::test_it_finds_again_what_was_lost": 8,
+    "test_many_rows.py::test_requests_that_are_settled_together_leave_what_they_leave_one_after_another": (
+        "1000-full and window", "1000-window",
+    ),
+    "test_persistent_batch.py::test_random_traffic": ("mixed-a late", "window-shared", "state-shared", "full-a late"),
+    "test_forgetting.py::test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart": ("400",),
+    "replay/fleet/test_worker.py::test_times_and_hits_are_those_of_single_steps": 6,
+    "replay/fleet/test_engine_worker.py::test_a_router_changes_nothing_by_asking": 3,
+    "replay/fleet/test_engine_worker.py::test_times_are_those_of_single_steps": 3,
+    "kernels/test_packed_rows.py::test_gather_reads_what_unpack_reads_and_zeros_elsewhere": (
+        "bfloat16-dsv4_584__flashmla", "float32-nvfp4_352", "bfloat16-gqa_int4",
+    ),
+    "replay/engines/test_engines.py::test_the_engine_itself_with_groups_of_layers": ("full+3*state-None",),
+    "test_at_rest.py::test_more_checkpoints_fit": ("int8",),
+    "compat/test_block_allocator.py::test_random_operations_against_a_model": 1,
 }  # fmt: skip
 """Test -> how many of its cases ``make test`` runs, evenly spread, or words of which the ids of these hold one."""
 
@@ -421,6 +434,20 @@ LONG = {
         "kernels/interpreted_packed_rows.py::test_append_writes_the_bytes_of_the_reference",
     "kernels/compiled_packed_rows.py::test_casts_are_the_hardwares_where_it_has_them":
         "kernels/compiled_packed_rows.py::test_it_compiles_without_approximation_or_spills_and_moves_vectors",
+    "test_examples.py::test_simulate":
+        "test_examples.py::test_policy",
+    "test_examples.py::test_agents":
+        "test_examples.py::test_policy",
+    "replay/fleet/test_simulate_command.py::test_costs_and_tiers_change_times_and_hits":
+        "replay/fleet/test_simulate_command.py::test_engines_have_rows_of_their_own",
+    "tiers/test_tier.py::test_the_breaker_asks_a_sick_driver_seldom":
+        "tiers/test_tier.py::test_a_hung_driver_never_holds_anybody_up",
+    "test_below.py::test_the_time_of_loads_is_compared_with_the_time_of_computing":
+        "test_below.py::test_a_load_takes_few_round_trips",
+    "events/test_publisher.py::test_what_cannot_be_had_is_asked_for_less_and_less_often":
+        "events/test_publisher.py::test_what_is_missed_is_asked_for",
+    "tiers/test_redis_connections.py::test_many_replies_that_are_none":
+        "tiers/test_redis_connections.py::test_a_server_that_takes_its_time",
 }  # fmt: skip
 """Test that ``make test`` leaves out -> a smaller test of the same kind that it runs."""
 
