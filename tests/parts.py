@@ -27,7 +27,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
         "wide-int8", "qwen3_next-bfloat16", "sliding-None", "mixed-int8-drafted",
     ),
     "handover/test_by_layer.py::test_every_layer_kind_arrives_layer_by_layer": ("33-8",),
-    "handover/test_by_layer.py::test_widths_pages_and_layouts_differ": ("trtllm", "cross"),
+    "handover/test_by_layer.py::test_widths_pages_and_layouts_differ": ("layouts1-ranks0", "layouts2-ranks2"),
     "handover/test_receive.py::test_every_layer_kind_goes_on_elsewhere": ("33",),
     "handover/test_receive.py::test_every_layer_kind_with_pages_of_another_size": ("gemma", "deepseek_v4", "mixed"),
     "handover/test_receive.py::test_widths_pages_and_layouts_differ": ("ranks2", "ranks5"),
