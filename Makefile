@@ -31,6 +31,9 @@ VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_sc
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
 
+# The processes that tests start find compiled modules, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: run test check long format gpu slow package release docs versions servers browser consumers vllm clean
 
 run: $(READY)

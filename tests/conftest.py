@@ -17,6 +17,8 @@ from parts import mark_long, newest_first, skip_after
 
 torch.set_num_threads(1)
 
+_COLLECTED = pytest.StashKey[bool]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -39,6 +41,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_long(items)
     if config.getoption("--seconds") < float("inf"):
         newest_first(items)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Spare it, after a file in whose tests it went over everything, what stays of them, mostly modules of packages."""
+    before = gc.get_stats()[2]["collections"]
+    yield
+    config = item.config
+    config.stash[_COLLECTED] = config.stash.get(_COLLECTED, False) or gc.get_stats()[2]["collections"] > before
+    if config.stash[_COLLECTED] and (nextitem is None or nextitem.path != item.path):
+        gc.collect()
+        gc.freeze()
+        config.stash[_COLLECTED] = False
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -473,8 +473,12 @@ def test_bad_tier_settings_are_refused_before_a_cache_is_made(tmp_path: Path) ->
         disk_tier(tmp_path, "1MiB", checksum=False)
     with raises(BadInput, field="tiers are made by host_tier, disk_tier and others, or are a TierSpec", needed=ANY):
         cache_of("full", host_driver)  # type: ignore[arg-type]
-    for wrong in ({"weights": b"w"}, {"rank": 2, "num_ranks": 2}, {"rank": -1}):
-        with pytest.raises(BadInput, match=r"weights|rank"):
+    for wrong, told in (
+        ({"weights": b"w"}, {"field": "weights, a digest of them,", "needed": b"w"}),
+        ({"rank": 2, "num_ranks": 2}, {"field": "rank", "needed": 2, "available": 0}),
+        ({"rank": -1}, {"field": "rank", "needed": -1, "available": 0}),
+    ):
+        with raises(BadInput, **told):
             KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", **grouped(**wrong))
     with raises(BadInput, field="disk", needed=("commit", 1.0, 0)):
         cache_of("full", disk_tier(tmp_path, "1MiB", workers=0, **TINY))

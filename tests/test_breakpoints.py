@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests.test_looking_up import KINDS, cache_of, compute
 
 from kvpagoda import Limits, Retention
 from kvpagoda.errors import BadInput
+from raises import raises
 
 TEXT = list(range(41))
 ASKED = [3, 9, 20, 40, 41, 90]
@@ -104,7 +106,7 @@ def test_a_rewind_shortens_the_prompt_and_a_lost_resume_asks_again() -> None:
 @pytest.mark.parametrize("wrong", [[-1], [1.5], "12", [[1]], [True, "a"], 4, [10**6], [2**40], {3}, ...], ids=repr)
 def test_positions_that_are_none_are_refused(wrong: Any) -> None:
     cache = cache_of(*KINDS["all"])
-    with pytest.raises(BadInput, match="checkpoint"):
+    with raises(BadInput, needed=wrong if wrong not in ([10**6], [2**40]) else ANY, available=ANY):
         cache.open(TEXT, checkpoints=wrong)
     assert cache.stats().running == 0
     cache.check()

@@ -6,6 +6,7 @@ import doctest
 import pickle
 import re
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -49,11 +50,9 @@ def test_an_import_error_keeps_the_name() -> None:
 
 
 def test_an_installed_package_that_lacks_a_name_is_told_as_well() -> None:
-    expected = r"^needs json 5 \(cannot import name 'no_such_name' from 'json'"
-    with pytest.raises(MissingExtra, match=expected) as caught, MissingExtra.unless("json", "needs json 5"):
+    with raises(MissingExtra, name="json"), MissingExtra.unless("json", "needs json 5"):
         from json import no_such_name  # type: ignore[attr-defined]
-    assert caught.value.name == "json"
-    with pytest.raises(ImportError, match="no_such_name") as other, MissingExtra.unless("torch", "needs torch"):
+    with pytest.raises(ImportError) as other, MissingExtra.unless("torch", "needs torch"):
         from json import no_such_name  # noqa: F401
     assert not isinstance(other.value, MissingExtra)
 
@@ -105,7 +104,7 @@ def test_the_budget_that_is_named_holds_the_request(config: dict[str, Any], shar
             found = named.search(str(caught.value))
             assert found, str(caught.value)
             if found[0].startswith("needs"):  # not even one block fits: the plan says which budget that needs
-                with pytest.raises(NeverFits, match="would hold it") as caught:
+                with raises(NeverFits, needed=ANY, available=ANY, group=ANY) as caught:
                     plan = schema.plan(int(found[1].replace(",", "")), 3, shared=shared)
                     plan.blocks_wanted(max(num_tokens, 1000), room)
                 found = named.search(str(caught.value))

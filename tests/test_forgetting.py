@@ -43,7 +43,10 @@ def serve(cache: KVCache, namespace: Any = None, **settings: Any) -> int:
     return cached
 
 
-def test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("requests", [400, 1000])
+def test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart(
+    requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Images come back after they were forgotten: the cache, a follower of its events and a tier tell them apart."""
     pytest.importorskip("msgspec")
     pytest.importorskip("zmq")
@@ -57,7 +60,7 @@ def test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart(monk
     cache = cache_of(events=log, tiers=[host_tier("64KiB", write="commit")], device="cpu")
     stream, follower = EventStream(log), Follower()
     follower.feed(*stream.replay(0)[0])
-    for number in range(1000):
+    for number in range(requests):
         media = {5: image(number if rng.random() < 0.6 else max(0, number - int(rng.geometric(0.02))))}
         found = cache.lookup(TEXT, media=media)
         if message := stream.drain():
@@ -67,7 +70,7 @@ def test_images_that_nobody_has_are_forgotten_and_the_others_are_told_apart(monk
         assert cached >= found.resumable and cached in (0, 4, 5, 8, 12, 16)
         num_hits += found.cached == 16
         most = max(most, len(cache.core.media), len(stream._media), len(follower._index._media))
-    assert most <= 128 + 2 * 64 + 4 and num_hits > 30
+    assert most <= 128 + 2 * 64 + 4 and num_hits > requests // 33
     cache.check()
 
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 
 import kvpagoda
+from sources import FILES, nodes, tree
 
-SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "version", "upstream", "arrays", "free_list", "pages", "namespace", "abc",
     "id_tensors", "formats", "layouts", "schema", "core.blocks", "policies", "retention", "core.prefix", "core.lanes",
@@ -89,25 +89,16 @@ INSIDE = {
 """Modules that still reach into the core."""
 
 
-def module_of(path: Path) -> str:
-    parts = path.relative_to(SRC).with_suffix("").parts
-    return ".".join(("kvpagoda", *(parts[:-1] if parts[-1] == "__init__" else parts)))
-
-
 HOME = {name: module for module, names in kvpagoda._PUBLIC.items() for name in names}
 """Public name of ``kvpagoda`` -> the module that defines it."""
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True, at_home: bool = True) -> set[str]:
+def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True, at_home: bool = True) -> frozenset[str]:
     """Return the names that a file imports anywhere. ``when_loaded``: without those inside functions or under
     TYPE_CHECKING. ``for_types`` False: without those under TYPE_CHECKING. ``at_home``: names of ``kvpagoda`` as those of the
     modules that define them."""
-    found, nodes = set(), [tree(path)]
+    found, nodes = set[str](), [tree(path)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -124,10 +115,7 @@ def imports(path: Path, *, when_loaded: bool = False, for_types: bool = True, at
             nodes += node.orelse
         else:
             nodes += ast.iter_child_nodes(node)
-    return found
-
-
-FILES = {module_of(path): path for path in sorted(SRC.rglob("*.py"))}
+    return frozenset(found)
 
 
 def room(module: str) -> str:
@@ -176,17 +164,17 @@ def test_neighbours_knock_at_the_door() -> None:
 
 def attributes(path: Path) -> set[str]:
     """Return the names of attributes in a file, each with its dot."""
-    return {f".{node.attr}" for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    return {f".{node.attr}" for node in nodes(path) if isinstance(node, ast.Attribute)}
 
 
 def texts(path: Path) -> set[str]:
     """Return the texts in a file, names of modules that it loads later among them."""
-    return {str(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
+    return {str(node.value) for node in nodes(path) if isinstance(node, ast.Constant)}
 
 
 def test_a_thin_module_has_nothing_of_its_own() -> None:
     for name in THIN:
-        begin, *statements = ast.parse(FILES[name].read_text()).body
+        begin, *statements = tree(FILES[name]).body
         assert isinstance(begin, ast.Expr), name
         assert all(isinstance(one, ast.ImportFrom | ast.Assign) for one in statements), name
         module = import_module(name)

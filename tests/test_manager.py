@@ -224,20 +224,20 @@ def test_an_exception_inside_with_closes_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("tokens", "needed", "available"),
     [
-        ([], "at least one token"),
-        ([-1], "token id -1 is outside"),
-        ([1000], r"token id 1000 is outside the vocabulary 0\.\.999"),
-        ([1.5], "vector of integers"),
-        ([[1]], "vector of integers"),
-        (["a"], "vector of integers"),
-        ([2**40], "outside the vocabulary"),
+        ([], 1, 0),
+        ([-1], -1, 999),
+        ([1000], 1000, 999),
+        ([1.5], np.dtype(float), [1]),
+        ([[1]], np.dtype(int), [1, 1]),
+        (["a"], np.dtype("<U1"), [1]),
+        ([2**40], 2**40, 999),
     ],
 )
-def test_bad_tokens_are_refused_before_anything_changed(tokens: object, message: str) -> None:
+def test_bad_tokens_are_refused_before_anything_changed(tokens: object, needed: object, available: object) -> None:
     cache = KVCache(MIXED, num_blocks=8, max_requests=2, device="cpu")
-    with pytest.raises(BadInput, match=message):
+    with raises(BadInput, needed=needed, available=available):
         cache.open(tokens)
     cache.check()
     assert cache.stats().opened == 0
@@ -259,15 +259,17 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(MIXED, "lots")
     with raises(BadInput, field="max_requests", needed=0, available=1):
         KVCache(MIXED, "1MiB", max_requests=0)
-    for huge in ({"budget": 2**80}, {"num_blocks": 2**40}, {"budget": "1MiB", "max_requests": 2**40}):
-        with pytest.raises(BadInput, match=r"must be below 2\^(31|63)"):
+    with raises(BadInput, field="a size (bytes, or text such as '2GiB')", needed=2**80, available=2**63 - 1):
+        KVCache(MIXED, 2**80)
+    for huge in ({"num_blocks": 2**40}, {"budget": "1MiB", "max_requests": 2**40}):
+        with raises(BadInput, needed=2**40, available=2**31 - 1):
             KVCache(MIXED, **huge)
     with raises(Exhausted, needed=1099511627776000):
         KVCache(SCHEMAS["full"], "1000TiB", device="cpu", block_size=2**18)
     with raises(BadInput, needed=5286113594880, available=2**31 - 1):
         KVCache(MIXED, "1000TiB", device="cpu")
     for name, wrong in (("tiers", 5), ("tiers", [5]), ("kernels", 5), ("events", 5)):
-        with pytest.raises(BadInput, match=rf"{name}|got (int|5)"):
+        with raises(BadInput, field=ANY, needed="int" if name == "events" else 5):
             KVCache(MIXED, "1MiB", **{name: wrong})
     with raises(BadInput, field="block_size", needed=12, available=8):
         KVCache(SCHEMAS["compressed"], "1MiB", block_size=12)
@@ -520,31 +522,37 @@ def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None, ch
 
 @pytest.mark.parametrize("name", ["full", "window", "mixed", "state", "latent"])
 @pytest.mark.parametrize(
-    ("checkpoints", "check_every"), [(0, 8), (8, 8), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (0, 2, 8))]
+    ("checkpoints", "check_every", "steps"),
+    [(8, 8, 1000), (0, 8, 3000), (8, 8, 3000), *(pytest.param(n, 1, 3000, marks=pytest.mark.slow) for n in (0, 2, 8))],
 )
-def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int, check_every: int) -> None:
+def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int, check_every: int, steps: int) -> None:
     """Rows are compared in every step. ``check`` takes most of the time, so only ``-m slow`` runs it after each."""
     cache = KVCache(
         SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True,
         limits=Limits(step_tokens=9, max_context=160), retention=Retention(checkpoints=checkpoints, checkpoint_every=2),
     )  # fmt: skip
-    operations = traffic(cache, 3000, seed=3, engine=FakeEngine(cache), check_every=check_every)
-    assert operations > 6_700  # the 15 slow cases make more than 100,000 in all
+    operations = traffic(cache, steps, seed=3, engine=FakeEngine(cache), check_every=check_every)
+    assert operations > 2.2 * steps  # the 15 slow cases make more than 100,000 in all
     assert checkpoints < 8 or cache.stats().cached_tokens > 20
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "least", "seed"),
-    [("mixed", 24_000, 5, 4), ("full and state", 24_000, 5, 4), ("windows", 7_000, 0, 3)],
+    ("name", "budget", "least", "seed", "steps"),
+    [
+        ("mixed", 24_000, 5, 4, 500),
+        ("mixed", 24_000, 5, 4, 1500),
+        ("full and state", 24_000, 5, 4, 1500),
+        ("windows", 7_000, 0, 3, 1500),
+    ],
 )
 def test_rows_stay_right_when_groups_share_one_budget_and_blocks_move(
-    name: str, budget: int, least: int, seed: int
+    name: str, budget: int, least: int, seed: int, steps: int
 ) -> None:
     cache = KVCache(
         SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9),
         retention=Retention(checkpoints=8, checkpoint_every=2),
     )  # fmt: skip
-    traffic(cache, 1500, seed=seed, engine=FakeEngine(cache))
+    traffic(cache, steps, seed=seed, engine=FakeEngine(cache))
     assert cache.core.capacity.num_moves >= least and cache.stats().cached_tokens > 5
 
 
@@ -601,7 +609,8 @@ def test_rewind_removes_tokens_or_says_which_layer_cannot() -> None:
     window.rewind(1)
 
 
-def test_random_traffic_over_compressed_layers_keeps_one_owner_for_every_block() -> None:
+@pytest.mark.parametrize("steps", [1500, 6000])
+def test_random_traffic_over_compressed_layers_keeps_one_owner_for_every_block(steps: int) -> None:
     cache = KVCache(
         SCHEMAS["compressed"],
         num_blocks=12,
@@ -610,4 +619,4 @@ def test_random_traffic_over_compressed_layers_keeps_one_owner_for_every_block()
         device="cpu",
         limits=Limits(step_tokens=9, max_context=80),
     )
-    assert traffic(cache, 6000, seed=5, engine=None) > 11_000
+    assert traffic(cache, steps, seed=5, engine=None) > 1.8 * steps

@@ -9,6 +9,7 @@ import pytest
 
 from kvpagoda import KVCache, Limits, Schema, Sequence, errors
 from kvpagoda.handover import SharedMemory
+from kvpagoda.schema import Attention, Layer, Recurrent, Rows
 from kvpagoda.tiers import host_tier, tier_from_text
 
 LLAMA = dict(
@@ -16,14 +17,16 @@ LLAMA = dict(
     intermediate_size=64, max_position_embeddings=256,
 )  # fmt: skip
 SCHEMA = Schema.from_hf_config(LLAMA)
+MAMBA = Recurrent((Rows("state", (4,), "float32"),))
+HYBRID = Schema((Layer(0, "attention", (Attention(1, 4, 4, "float32"),)), Layer(1, "mamba", (MAMBA,))), "hybrid")
 
 
-def cache(**settings: Any) -> KVCache:
-    return KVCache(SCHEMA, **{"num_blocks": 8, "max_requests": 2, "device": "none", **settings})
+def cache(schema: Schema = SCHEMA, **settings: Any) -> KVCache:
+    return KVCache(schema, **{"num_blocks": 8, "max_requests": 2, "device": "none", **settings})
 
 
-def running(tokens: int = 20) -> Sequence:
-    sequence = cache().open(range(tokens))
+def running(tokens: int = 20, schema: Schema = SCHEMA) -> Sequence:
+    sequence = cache(schema).open(range(tokens))
     sequence.commit(range(tokens))
     return sequence
 
@@ -115,6 +118,12 @@ MESSAGES: list[tuple[Callable[[], object], str, str]] = [
         lambda: running().rewind(30),
         "BadInput",
         "cannot rewind 30 of 20 tokens",
+    ),
+    (
+        lambda: running(schema=HYBRID).rewind(2),
+        "BadInput",
+        "20 tokens can be rewound to 20, not to 18: of 20 tokens written after the first 0, these layers take back at "
+        "most: layer 1 (mamba) 0; plan with a verify_width of 2, or fork before tokens that may be taken back",
     ),
     (
         lambda: closed().extend(1),

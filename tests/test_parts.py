@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ from parts import LONG, QUICK
 TESTS = Path(__file__).parent
 
 
+@cache
+def functions(file: str) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse((TESTS / file).read_text())) if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("name", sorted({*QUICK, *LONG, *LONG.values()}))
 def test_each_test_that_is_named_exists(name: str) -> None:
     file, _, function = name.partition("::")
-    tree = ast.parse((TESTS / file).read_text())
-    assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert function in functions(file)
 
 
 def test_each_test_keeps_a_case_or_has_a_smaller_one() -> None:

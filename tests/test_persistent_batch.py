@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -140,7 +141,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
         else:
             sequence.close()
             if len(together.sequences) > 1:
-                with pytest.raises(StaleHandle, match="closed; remove"):
+                with raises(StaleHandle, needed=[ANY]):
                     together.extend()
             together.remove(sequence)
         seen["closed"] += 1
@@ -309,12 +310,11 @@ def test_bad_arguments_are_refused_before_anything_changes() -> None:
     first, second = running(cache, 5), running(cache, 9, 50)
     begun = cache.open([1, 2, 3])
     together = cache.persistent_batch([first], num_rows=2)
-    for sequences, message in [
-        ([first], "each sequence once"), ([second, second], "each sequence once"),
-        ([second, begun], "cannot add 2 sequences to 1: 2 rows, each"),
-        ([begun], "0 of 3 prompt tokens; commit all but the last first"),
+    for sequences, needed, available in [
+        ([first], 2, 2), ([second, second], 3, 2), ([second, begun], 3, 2),
+        ([begun], 2, 0),  # all of its prompt but the last token is to be committed first
     ]:  # fmt: skip
-        with pytest.raises(BadInput, match=message):
+        with raises(BadInput, needed=needed, available=available):
             together.add(*sequences)
     with raises(BadInput, needed=2, available=1):
         together.remove(first, second)
@@ -328,12 +328,8 @@ def test_bad_arguments_are_refused_before_anything_changes() -> None:
     with raises(StaleHandle, needed="sequence", available="closed"):
         together.add(closed)
     together.extend()
-    for tokens, message in [
-        ([1, 2], "2 tokens for 1 sequences, 1 in all"),
-        ([100], "token id 100"),
-        ([0.5], "integers"),
-    ]:
-        with pytest.raises(BadInput, match=message):
+    for tokens, needed, available in [([1, 2], 1, 2), ([100], 100, 99), ([0.5], np.dtype(float), [1])]:
+        with raises(BadInput, needed=needed, available=available):
             together.commit(tokens)
     assert first.length == 5
     together.commit(np.array([3]))

@@ -205,11 +205,11 @@ def run_mix(seed: int) -> tuple[int, int, int]:
     return steps, queue.num_preempted, queue.num_swapped
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(2, 10))])
+@pytest.mark.parametrize("part", [*range(8), *(pytest.param(part, marks=pytest.mark.slow) for part in range(8, 40))])
 def test_every_request_of_ten_thousand_random_mixes_ends(part: int) -> None:
     """Without ``-m slow``, two thousand of them run."""
-    _, preempted, swapped = map(sum, zip(*(run_mix(seed) for seed in range(part * 1000, part * 1000 + 1000))))
-    assert preempted > 250 and swapped > 100
+    _, preempted, swapped = map(sum, zip(*(run_mix(seed) for seed in range(part * 250, part * 250 + 250))))
+    assert preempted > 50 and swapped > 20
 
 
 def test_the_cheapest_mode_is_chosen_and_of_equals_the_one_that_moves_least() -> None:

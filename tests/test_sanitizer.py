@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda import CheckFailed, Identity, KVCache, Limits, Namespace, Schema
+from kvpagoda import BadInput, CheckFailed, Identity, KVCache, Limits, Namespace, Schema
 from kvpagoda.tiers import disk_tier, host_tier
+from raises import raises
 
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
@@ -209,7 +210,7 @@ def test_a_record_of_another_text_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_it_costs_nothing_when_off() -> None:
     cache = KVCache(WINDOW, num_blocks=40, block_size=BLOCK, device="cpu")
     assert cache.core.sanitizer is None and type(cache.core.memory).__name__ == "DeviceMemory"
-    with pytest.raises(ValueError, match="sanitize"):
+    with raises(BadInput, field="sanitize", needed=2):
         KVCache(WINDOW, num_blocks=40, sanitize=2)  # type: ignore[arg-type]
 
 

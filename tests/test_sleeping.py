@@ -484,7 +484,7 @@ def test_calls_that_need_memory_raise_and_others_answer() -> None:
         fence.__enter__,
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(Asleep, match=r"this cache sleeps, so \w+\.\w+ has no memory") as told:
+        with raises(Asleep, needed=ANY) as told:
             call()
         assert told.value.hint == "call wake() first" and isinstance(told.value, RuntimeError)
     assert cache.lookup(text).cached == 0 and cache.stats().running == 1

@@ -494,7 +494,7 @@ def test_a_worker_takes_a_cache_with_memory_and_closes_it() -> None:
 def test_another_plan_is_refused(other: dict[str, Any]) -> None:
     scheduler, _ = made()
     _, worker = made(**other)
-    with pytest.raises(BadInput, match="this memory is"):
+    with raises(BadInput, needed=ANY, available=ANY):
         worker.apply(three_batches(scheduler)[0])
 
 

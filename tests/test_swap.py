@@ -229,9 +229,7 @@ def test_without_room_in_the_swap_or_behind_a_fence_nothing_changes(whole: bool)
     cache = cache_of(SCHEMAS["mixed"], swap=3500)
     sequence = computed(cache, range(20))
     cells = [ledger.table.cells.copy() for ledger in cache.core.groups]
-    with pytest.raises(
-        OutOfBlocks, match=r"need \d+ rows of 1.0 KiB to suspend 20 tokens, \d free of \d; .*raise swap"
-    ):
+    with raises(OutOfBlocks, needed=6 if whole else 4, available=3):
         sequence.suspend(whole)
     with cache.fence([sequence]), raises(RetryLater, available=1):
         sequence.suspend(whole)

@@ -37,9 +37,9 @@ def served(name: str | None = None, dialect: str = "vllm, text alone", **options
 def test_a_server_that_is_right_is_clean(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with served() as fake:
-        done = here("audit", fake.url, "--max-requests", "220", "--json", "audit.json", "--report", "audit.html")
+        done = here("audit", fake.url, "--max-requests", "120", "--json", "audit.json", "--report", "audit.html")
         assert done.returncode == 0, done.stdout
-        assert fake.num_requests <= 220
+        assert fake.num_requests <= 120
     assert done.stdout.startswith("Clean: ") and "which fill the server's cache" in done.stderr
     assert not [*tmp_path.glob("finding*")]
     data = json.loads((tmp_path / "audit.json").read_text())
@@ -54,7 +54,7 @@ def test_a_fault_is_found_shown_again_and_gone_when_it_is_mended(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with served(BLATANT) as fake:
-        done = here("audit", fake.url, "--max-requests", "220", "--json", "-", "--save", str(tmp_path))
+        done = here("audit", fake.url, "--max-requests", "120", "--json", "-", "--save", str(tmp_path))
         assert done.returncode == 1
         again = here("audit", fake.url, "--replay", "finding-1.json")
         assert again.returncode == 1 and "seen in 2 of 2 runs" in again.stdout
@@ -72,8 +72,8 @@ def test_a_fault_is_found_shown_again_and_gone_when_it_is_mended(
 
 def test_a_program_may_call_it() -> None:
     with served(BLATANT) as fake:
-        report = audit(fake.url, max_requests=220, seed=3)
-        assert report.code == 1 and fake.num_requests <= 220
+        report = audit(fake.url, max_requests=120, seed=3)
+        assert report.code == 1 and fake.num_requests <= 120
         assert violations(report.to_dict(), schema_of("audit")) == []
     with pytest.raises(BadInput) as raised:
         audit("http://127.0.0.1:1", cold="never")

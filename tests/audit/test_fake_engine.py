@@ -97,15 +97,23 @@ def test_what_is_cached_gives_the_numbers_of_what_is_computed(layers: str, tmp_p
     assert cached.num_preempted
 
 
+def served(fault: Fault, folder: Path) -> list[Job]:
+    engine = Engine(HybridModel(2), fault, disk=str(folder), host="300KiB")
+    jobs = traffic(engine, 3)
+    engine.close()
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+    """What an engine without a fault answers."""
+    return served(Fault(), tmp_path_factory.mktemp("right"))
+
+
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_changes_answers_or_counters(name: str, tmp_path: Path) -> None:
-    model = HybridModel(2)
+def test_a_planted_fault_changes_answers_or_counters(name: str, right: list[Job], tmp_path: Path) -> None:
     fault = PLANTED[name](rate=1.0 if name == "the answer before" else None)
-    runs = []
-    for number, planted in enumerate((fault, Fault())):
-        engine = Engine(model, planted, disk=str(tmp_path / str(number)), host="300KiB")
-        runs.append(traffic(engine, 3))
-        engine.close()
+    runs = served(fault, tmp_path), right
     assert fault.told
     if name == "counter wrong":
         assert worst(*runs) < 1e-9 and [job.counted for job in runs[0]] != [job.counted for job in runs[1]]

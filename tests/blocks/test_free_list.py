@@ -71,15 +71,18 @@ def test_ids_are_those_of_a_plain_list(most):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [ids(2, 2), ids(3), ids(-1), ids(4), ids(2, 3), np.array([2**32], np.int64), np.array([2**64 - 1], np.uint64)],
-)
+    ("bad", "wrong", "available"),
+    [
+        (ids(2, 2), 2, "twice"), (ids(3), 3, None), (ids(-1), -1, 0), (ids(4), 4, 0), (ids(2, 3), 3, None),
+        (np.array([2**32], np.int64), 2**32, 0), (np.array([2**64 - 1], np.uint64), 2**64 - 1, 0),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("give_back", [FreeList.release, FreeList.reclaim])
-def test_a_bad_release_raises_and_changes_nothing(bad, give_back):
+def test_a_bad_release_raises_and_changes_nothing(bad, wrong, available, give_back):
     free = FreeList(4)
     free.acquire(3)
     before = frozen(free)
-    with pytest.raises(NotOwned, match="id"):
+    with raises(NotOwned, needed=wrong, available=available, field="an id of the ids" if available == 0 else None):
         give_back(free, bad)
     assert frozen(free) == before
     free.check()
@@ -89,7 +92,7 @@ def test_a_bad_release_raises_and_changes_nothing(bad, give_back):
 def test_ids_that_are_no_vector_of_integers_raise(bad):
     free = FreeList(4)
     free.acquire(1)
-    with pytest.raises(BadInput, match="vector of integers"):
+    with raises(BadInput, needed=bad.dtype, available=[*bad.shape]):
         free.release(bad)
     assert free.num_free == 3
 

@@ -1,6 +1,7 @@
 """CacheEngine: shapes and stride orders of backends, bit-exact moves, and every refusal."""
 
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from kvpagoda.compat.cache_engine import CacheEngine, LayerType
 from kvpagoda.errors import BadInput, NotOwned
+from raises import raises
 
 
 class Model:
@@ -112,7 +114,7 @@ def test_a_side_without_blocks_has_no_cache():
         assert (len(engine.gpu_cache), len(engine.cpu_cache)) == (0 if gpu is None else 2, 0 if cpu is None else 2)
         for call in (engine.swap_in, engine.swap_out):
             call(nothing)
-            with pytest.raises(NotOwned, match=r"not all in 0\.\.-1"):
+            with raises(NotOwned, field=ANY, needed=[0, 0], available=-1):
                 call(torch.tensor([[0, 0]]))
 
 
@@ -191,27 +193,27 @@ def test_one_source_may_go_to_several_destinations():
 
 
 @pytest.mark.parametrize(
-    ("call", "pairs", "message"),
+    ("call", "pairs", "wrong", "available", "field"),
     [
-        ("swap_in", [[0, 1], [5, 2]], "source blocks 0..5 are not all in 0..4"),
-        ("swap_in", [[0, 7]], "destination blocks 7..7"),
-        ("swap_in", [[-1, 0]], "source blocks -1"),
-        ("swap_in", [[0, -1]], "destination blocks -1"),
-        ("swap_in", [[0, 3], [1, 3]], r"named twice: \[3\]"),
-        ("swap_out", [[0, 5]], "destination blocks 5..5"),
-        ("swap_out", [[7, 0]], "source blocks 7..7"),
-        ("swap_out", [[0, 3], [0, 3]], "named twice"),
-        ("copy", [[0, 7]], "destination"),
-        ("copy", [[0, 2], [1, 2]], "named twice"),
-        ("copy", [[0, 1], [1, 2]], r"overlapping copy: blocks \[1\]"),
-        ("copy", [[3, 3]], "overlapping"),
+        ("swap_in", [[0, 1], [5, 2]], [0, 5], 4, "source"),
+        ("swap_in", [[0, 7]], [7, 7], 6, "destination"),
+        ("swap_in", [[-1, 0]], [-1, -1], 4, "source"),
+        ("swap_in", [[0, -1]], [-1, -1], 6, "destination"),
+        ("swap_in", [[0, 3], [1, 3]], [3], None, None),
+        ("swap_out", [[0, 5]], [5, 5], 4, "destination"),
+        ("swap_out", [[7, 0]], [7, 7], 6, "source"),
+        ("swap_out", [[0, 3], [0, 3]], [3], None, None),
+        ("copy", [[0, 7]], [7, 7], 6, "destination"),
+        ("copy", [[0, 2], [1, 2]], [2], None, None),
+        ("copy", [[0, 1], [1, 2]], [1], None, None),
+        ("copy", [[3, 3]], [3], None, None),
     ],
 )
-def test_bad_ids_raise_before_anything_moves(call, pairs, message):
+def test_bad_ids_raise_before_anything_moves(call, pairs, wrong, available, field):
     engine = make()
     fill(engine)
     before = engine._gpu.rows.clone(), engine._cpu.rows.clone()
-    with pytest.raises(NotOwned, match=message):
+    with raises(NotOwned, needed=wrong, available=available, field=field):
         getattr(engine, call)(torch.tensor(pairs))
     assert torch.equal(engine._gpu.rows, before[0]) and torch.equal(engine._cpu.rows, before[1])
 
@@ -231,7 +233,7 @@ def test_bad_ids_raise_before_anything_moves(call, pairs, message):
 def test_pairs_of_another_shape_or_dtype_raise(pairs):
     engine = make()
     for call in (engine.swap_in, engine.swap_out, engine.copy):
-        with pytest.raises(BadInput, match="int64 tensor"):
+        with raises(BadInput, needed=ANY):
             call(pairs)
 
 

@@ -24,6 +24,7 @@ from kvpagoda.compat.deepseek_v4 import (
 )
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.schema import NVFP4, RAW, Compressed, Encoding, IndexKeys
+from raises import raises
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 MODELS = [DSV4Config.pro(), DSV4Config.flash()]
@@ -211,7 +212,8 @@ def test_budget_is_enough_for_every_division_and_tight(ratio: int) -> None:
 @pytest.mark.parametrize(("tokens", "requests"), [(0, 1), (-1, 1), (1, 0), (1.5, 1), (True, 1), (1, "2")])
 def test_budget_refuses_nonsense(tokens: object, requests: object) -> None:
     config = DSV4Config.flash()
-    with pytest.raises(BadInput, match="positive whole number"):
+    wrong, field = (tokens, "max_tokens") if requests == 1 else (requests, "max_requests")
+    with raises(BadInput, field=field, needed=wrong, available=1):
         compute_block_budget(config, build_schedule(config), tokens, requests)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ import torch
 from kvpagoda.compat.gdn_pool import GDNPool
 from kvpagoda.compat.req_pool import ReqToTokenPool
 from kvpagoda.errors import BadInput, NotOwned
+from raises import raises
 
 
 def make(dtype=torch.bfloat16, track=2, kernel=4):
@@ -46,8 +47,10 @@ def test_layer_states_are_views_of_the_pool():
     recurrent[2, 1, 5, 3], conv[4, 6, 2] = 9, 8
     assert pool.recurrent_state[1, 2, 1, 3, 5] == 9 and pool.conv_state[1, 4, 6, 2] == 8
     assert pool.recurrent_state.sum() == 9 and pool.conv_state.sum() == 8
-    for bad in (2, -1, None, 0.5):
-        with pytest.raises(BadInput, match="GDN layer"):
+    with raises(BadInput, needed=2, available=2):
+        pool.get_layer_state(2)
+    for bad in (-1, None, 0.5):
+        with raises(BadInput, field="a GDN layer", needed=bad, available=0):
             pool.get_layer_state(bad)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ class Prefill:
 def parts_there(side: Side, ticket: str) -> int:
     """Prove that ``ticket`` cannot be taken yet, and changes nothing; return how many parts of it have arrived."""
     before = held(side.caches[0])
-    with pytest.raises(RetryLater, match="its sender computes the rest") as caught:
+    with raises(RetryLater, needed=ANY, available=ANY) as caught:
         side.receive(ticket)
     assert held(side.caches[0]) == before
     assert isinstance(caught.value.available, int)
@@ -175,7 +176,7 @@ def test_a_request_that_stops_before_it_is_complete_is_a_miss() -> None:
             parts_there(two, prefill.json)
             end(one, prefill)
             now, one.clock.now = one.clock.now, one.clock.now - (33.0 if name == "expired" else 0.0)
-            miss(two, prefill.json, HandoverMiss, "has ended at the sender")
+            miss(two, prefill.json, HandoverMiss, 0)
             one.clock.now = now
             assert two.caches[0]._receiver is not None and not two.caches[0]._receiver._fetched
             for call in (one.senders[0].complete, lambda ticket, side=one: side.senders[0].layer_done(ticket, 0, 8)):
@@ -194,7 +195,7 @@ def test_the_clock_ends_it_at_the_receiver_too() -> None:
         for _ in prefill.chunks(16):
             parts_there(two, prefill.json)
         one.clock.now += 30.5
-        miss(two, prefill.json, HandoverMiss, "expired 0.5 s ago")
+        miss(two, prefill.json, HandoverMiss, one.clock.now, one.clock.now - 0.5)
 
 
 def test_tokens_that_are_computed_again_are_copied_again() -> None:
@@ -261,7 +262,7 @@ def test_new_weights_in_the_middle_are_not_completed() -> None:
             prefill = Prefill(one, TEXT[:50], 40, begin=at)
             one.caches[0].invalidate(weights="w2")
             one.rows[0].compute(prefill.sequences[0], TEXT[:50], 40, 8)
-            with pytest.raises(BadInput, match=r"(other|versions of the) weights"):
+            with raises(BadInput, needed=ANY):
                 prefill.complete()
 
 
@@ -279,12 +280,12 @@ def test_a_damaged_or_forged_lease_is_a_miss(when: str) -> None:
         if when == "before":
             parts_there(two, prefill.json)  # it may still be written
             prefill.complete()
-        miss(two, prefill.json, HandoverMiss, "are not those of the ticket")
+        miss(two, prefill.json, HandoverMiss, 25, ANY)
         one.transfers[0].memory[lease["offset"] + lease["nbytes"] - 64] ^= 4
         one.transfers[0].memory[lease["offset"] + 64 + 40] ^= 4  # the signature in the seal
-        miss(two, prefill.json, HandoverMiss, "are not those of the ticket")
+        miss(two, prefill.json, HandoverMiss, 25, ANY)
         two.caches[0].receive(prefill.tickets[0].to_json(), two.transfers[0], clock=one.clock).close()  # trusts anyone
-        with pytest.raises(TicketRefused, match="taken here before"):
+        with raises(TicketRefused, available=[ANY]):
             two.receive(prefill.json)
 
 
@@ -295,7 +296,7 @@ def test_no_room_keeps_what_arrived() -> None:
             parts_there(two, prefill.json)
         prefill.complete()
         other = two.caches[0].open(TEXT[:4])
-        miss(two, prefill.json, RetryLater, "slots are in use")
+        miss(two, prefill.json, RetryLater, 1, 0)
         read = watched(two)
         other.close()
         two.receive(prefill.json)

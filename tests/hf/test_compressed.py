@@ -307,15 +307,13 @@ def test_right_tokens_may_be_taken_back_too_and_computed_again() -> None:
 
 
 @pytest.mark.parametrize("width", [0, 3])
-def test_a_rewind_too_far_names_the_layers_and_changes_nothing(width: int) -> None:
+def test_a_rewind_too_far_changes_nothing(width: int) -> None:
     ids = tokens(37, seed=9)
     cache, runner, sequence = opened(model(), ids, verify_width=width)
     go(runner, sequence, ids[:32]), go(runner, sequence, ids[32:])
     arenas = [arena.buffer.clone() for arena in cache.core.memory.arenas]
     table = cache.core.groups[0].table.cells.copy()
-    types = "sliding_attention compressed_sparse_attention heavily_compressed_attention".split()
-    named = ".*".join(rf"layer {i} \({kind}\) {width}" for i, kind in enumerate([*types, types[1], types[2]]))
-    with pytest.raises(BadInput, match=f"37 tokens can be rewound to {37 - width}, not to {36 - width}: .*{named}"):
+    with raises(BadInput, needed=width + 1, available=width):
         sequence.rewind(width + 1)
     assert sequence.length == 37 and sequence.tokens.tolist() == ids.tolist()
     assert np.array_equal(table, cache.core.groups[0].table.cells)

@@ -228,7 +228,7 @@ def test_code_from_elsewhere_keeps_its_own_name_of_the_cache(kind: type[LlamaFor
 
 def test_outputs_without_a_field_for_a_cache_say_which_versions_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_name, "CACHE_NAMES", ("kv_store",))
-    with pytest.raises(MissingExtra, match=r"no field for a cache: none of kv_store; .* transformers 5\.23 and 5\.24"):
+    with raises(MissingExtra, needed=("kv_store",)):
         cache_name._output_name()
 
 

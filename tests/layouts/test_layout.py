@@ -194,9 +194,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_laid_out_is_refused_by_the_name_of_the_rule(name: str) -> None:
     rule, expression, sizes = BAD[name]
-    with pytest.raises(LayoutError, match=f"layout rule '{rule}'") as raised:
+    with raises(LayoutError, rule=rule, needed=ANY, available=ANY):
         Layout.of(expression, **sizes)
-    assert raised.value.rule == rule
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "4"])
@@ -207,8 +206,8 @@ def test_sizes_are_whole_numbers(size: object) -> None:
 
 def test_what_cannot_be_divided_or_resized_is_refused() -> None:
     layout = Layout.of("L H k[D]:uint8", L=2, H=6, D=2)
-    for ways in (dict(tp=4), dict(pp=3)):
-        with pytest.raises(LayoutError, match="cannot be divided"):
+    for ways, count in ((dict(tp=4), 6), (dict(pp=3), 2)):
+        with raises(LayoutError, rule="divide", needed=next(iter(ways.values())), available=count):
             layout.split(**ways)
     with raises(LayoutError, needed=2, available=1, rule="divide"):
         layout.split(tp=2)[0].split(tp=2)
@@ -281,7 +280,7 @@ def test_rubbish_is_refused_by_rule() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "1", '"L"', "{}", "{"])
 def test_text_that_is_no_descriptor_is_refused(text: str) -> None:
-    with pytest.raises(LayoutError, match="not a layout"):
+    with raises(LayoutError, rule="descriptor", needed=ANY):
         Layout.from_json(text)
 
 

@@ -102,7 +102,7 @@ def test_an_address_and_a_file_say_the_same(registry: CollectorRegistry, file: P
         thread.join()
         server.server_close()
     for source in (at, "http://127.0.0.1:99999/metrics", "http://[/metrics"):
-        with pytest.raises(BadInput, match="gives no metrics: "):
+        with raises(BadInput, needed=ANY):
             read(source)
 
 

@@ -293,7 +293,7 @@ def test_bad_input_is_refused_and_nothing_changes() -> None:
     store(tree, tokens(1, 1, 2, 2), 1)
     match = tree.match(tokens(1, 1))
     for text in ([1, 1], np.array([1, 1]), np.array([[1, 1]], np.int32), None):
-        with pytest.raises(BadInput, match="int32 vector"):
+        with raises(BadInput, needed=type(text).__name__):
             tree.match(text)
     for text, blocks in [
         (tokens(3, 3, 3), ids(9)),

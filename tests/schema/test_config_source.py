@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from kvpagoda import Schema
 from kvpagoda.errors import SchemaError
 from raises import raises
@@ -22,12 +20,12 @@ def test_a_config_by_path_folder_or_preset(tmp_path: Path) -> None:
     assert preset.name == "qwen3-8b" and preset == Schema.from_hf_config("qwen3-8b") and len(preset.layers) == 36
     (tmp_path / "text").write_text("no")
     (tmp_path / "list.json").write_text("[1]")
-    for source, message in (
-        ("qwen3-8", "no config at 'qwen3-8'; .* did you mean 'qwen3-8b'"), (tmp_path / "none.json", "no config at"),
-        ("some-lab/Some-Model", "hf download some-lab/Some-Model config.json"), (tmp_path / "text", "is not JSON"),
-        (tmp_path / "list.json", "must hold a JSON object, got list"), (3, "a config is a mapping or an object .*, got 3"),
+    for source, needed in (
+        ("qwen3-8", "qwen3-8"), (tmp_path / "none.json", str(tmp_path / "none.json")), (3, "int"),
+        ("some-lab/Some-Model", "some-lab/Some-Model"), (tmp_path / "text", str(tmp_path / "text")),
+        (tmp_path / "list.json", "list"),
     ):  # fmt: skip
-        with pytest.raises(SchemaError, match=message):
+        with raises(SchemaError, needed=needed):
             Schema.from_hf_config(source)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -98,7 +99,8 @@ def test_bytes_of_one_row(encoding: Encoding, dim: int, nbytes: int) -> None:
 
 @pytest.mark.parametrize("encoding", [Encoding("fp8", kept=512), Encoding("fp8", group=100), Encoding("fp7")])
 def test_an_encoding_that_cannot_hold_the_row_says_so(encoding: Encoding) -> None:
-    with pytest.raises(SchemaError, match=f"encoding '{encoding.name}'"):
+    told = {"needed": "fp7"} if encoding.name == "fp7" else {"needed": 512, "field": encoding.name}
+    with raises(SchemaError, available=ANY, **told):
         Rows("row", (512,), "bfloat16", encoding).fields(1)
 
 

@@ -66,7 +66,7 @@ def test_another_process_makes_the_same_keys() -> None:
     ids=["int64", "2-D", "float"],
 )
 def test_tokens_of_another_kind_are_refused(tokens: np.ndarray) -> None:  # type: ignore[type-arg]
-    with pytest.raises(BadInput, match="int32"):
+    with raises(BadInput, needed=tokens.dtype, available=2):
         prefix_hashes(bytes(32), tokens, 2)
 
 

@@ -1,4 +1,4 @@
-"""SGLang's caches in one process for all files that ask them: to start it takes longer than to ask."""
+"""The caches of an engine in one process for all files that ask them: to start it takes longer than to ask."""
 
 from __future__ import annotations
 
@@ -11,3 +11,13 @@ from judges import Process, judge
 @pytest.fixture(scope="session")
 def sglang() -> Iterator[Process]:
     yield from judge("sglang_oracle")
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[Process]:
+    yield from judge("vllm_oracle")
+
+
+@pytest.fixture(scope="session")
+def dynamo() -> Iterator[Process]:
+    yield from judge("dynamo_oracle")

@@ -130,5 +130,5 @@ def test_a_manager_that_stands_still_is_found_out() -> None:
 
 @pytest.mark.parametrize("wrong", [{"at_once": 0}, {"step_tokens": 0}])
 def test_arguments(wrong: dict[str, int]) -> None:
-    with pytest.raises(BadInput, match=next(iter(wrong))):
+    with raises(BadInput, field=next(iter(wrong)), needed=0, available=1):
         Schedule(**wrong)

@@ -72,7 +72,7 @@ def test_what_has_no_profile_is_refused() -> None:
     with raises(BadInput, needed="vllm", available=ANY):
         pool(layers((1, "full")), "64KiB", engine="vllm")
     for kinds in ((1, "chunk"), (1, "window")), ((3, "window"),), ((1, "full"), (1, "window"), (1, "state")):
-        with pytest.raises(BadInput, match="SGLang's profile has full attention, and windows of one size"):
+        with raises(BadInput, needed=tuple(kind for _, kind in kinds)):
             pool(layers(*kinds), "64KiB", engine=SGLANG)
     with raises(BadInput, needed="dynamo-1.6.1"):
         pool(layers((1, "full"), (1, "state")), "64KiB", engine="dynamo-1.6.1")
@@ -93,9 +93,9 @@ def test_sglang_has_a_pool_for_each_kind_of_layers() -> None:
 @pytest.mark.parametrize("kind", ["full", "window", "state"])
 def test_what_sglang_divides_is_never_more_than_the_budget(kind: str) -> None:
     schema = layers((3, "full"), (2, kind))
-    with pytest.raises(NeverFits, match="too few for a request") as raised:
+    with raises(NeverFits, needed=ANY, available=900) as caught:
         pool(schema, 900, engine=SGLANG)
-    for budget in (raised.value.needed, *range(50_000, 90_000, 997)):
+    for budget in (caught.value.needed, *range(50_000, 90_000, 997)):
         found = pool(schema, budget, engine=SGLANG)
         assert 0.9 * budget < found.nbytes <= budget or budget < 50_000
         assert found.num_blocks > 0 and (found.num_apart > 0) == (kind != "full")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from judges import judge
 from letters import hits, trace
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -119,11 +117,6 @@ def test_the_result_in_json() -> None:
     assert (found["block_size"], found["at_once"], found["step_tokens"]) == (16, 4, 512)
 
 
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[Process]:
-    yield from judge("vllm_oracle")
-
-
 @pytest.mark.parametrize("mode", [*oracle.SCHEDULES])
 @pytest.mark.parametrize("size", [16, 64])
 def test_the_engine_itself(vllm: Process, size: int, mode: str) -> None:
@@ -166,11 +159,6 @@ def test_a_difference_would_be_seen(vllm: Process, monkeypatch: pytest.MonkeyPat
         assert oracle.agreement(vllm, VLLM, "", source, asked)["unequal"] > 0, wrong
     with_watermark = oracle.agreement(vllm, VLLM, "", source, {**asked, "watermark": 0.2})
     assert with_watermark["unequal"] == 0
-
-
-@pytest.fixture(scope="module")
-def dynamo() -> Iterator[Process]:
-    yield from judge("dynamo_oracle")
 
 
 @pytest.mark.parametrize("engine", ["dynamo-1.6.1", TRTLLM])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from judges import judge
 from letters import hits, trace
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -115,11 +113,6 @@ def test_other_groups_and_other_backends_are_refused() -> None:
         replay(trace("ab"), 20, engine="dynamo-1.6.1-trtllm", block_size=4, groups=STATE)
     with raises(BadInput, needed="dynamo-1.6.1"):
         replay(trace("ab"), 20, engine=DYNAMO, block_size=4, groups=STATE, retention=None)
-
-
-@pytest.fixture(scope="module")
-def dynamo() -> Iterator[Process]:
-    yield from judge("dynamo_oracle")
 
 
 def run(size: int, schedule: Schedule, groups: str, seed: int, times: int) -> oracle.Run:

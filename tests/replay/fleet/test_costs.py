@@ -69,8 +69,10 @@ def test_costs_are_read_from_text(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     path.write_text(json.dumps(own.to_dict()))
     assert Costs.read(str(path), "x") == own
-    for text in ("h1000", "h100:llama", "0xh100", "xh100"):
-        with pytest.raises(BadInput, match=r"unknown|gpus"):
+    with raises(BadInput, field="gpus", needed=0, available=1):
+        Costs.read("0xh100", "llama-3.1-8b")
+    for text, wrong in (("h1000", "h1000"), ("h100:llama", "llama"), ("xh100", "xh100")):
+        with raises(BadInput, needed=wrong, available=ANY):
             Costs.read(text, "llama-3.1-8b")
     for bad in ("[]", "{", '{"steps": 1}', '{"step": -1}', '{"tiers": {"host": {"late": 1}}}'):
         path.write_text(bad)
