@@ -21,7 +21,7 @@ from shutil import get_terminal_size
 from typing import Annotated, Any, TypeVar
 
 from kvpagoda.compat.deepseek_v4 import PRESETS
-from kvpagoda.errors import BadInput, KVPagodaError, SchemaError
+from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, unknown_name
 from kvpagoda.schema import Schema
 from kvpagoda.schema.config_source import config_named
 from kvpagoda.schema.families import known_types
@@ -478,16 +478,28 @@ def router(
     secret_file: Annotated[
         Path | None, typer.Option(help="a file with the secret of the caches' Identity, at most 64 bytes")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="who publishes: kvpagoda, or vllm (its own events, from --kv-events-config)")
+    ] = "kvpagoda",
+    drafts: Annotated[
+        bool, typer.Option("--drafts", help="the vLLM engines speculate with EAGLE or MTP: scores are at most")
+    ] = False,
 ) -> None:
     """Serve over HTTP how many tokens of a prompt each engine could resume: POST /score, GET /health.
 
-    The engines publish with kvpagoda.events.Publisher.
+    The engines publish with kvpagoda.events.Publisher, or with vLLM's own publisher (--engine vllm).
     """
     with suppress(KeyboardInterrupt):
-        from kvpagoda.events import Router, RouterServer
+        from kvpagoda.events import Follower, Router, RouterServer, VllmFollower
 
         secret = b"" if secret_file is None else secret_file.read_bytes()
-        followed = Router(_workers(worker or [], workers), secret=secret, topic=topic)
+        makers: dict[str, Callable[[], Follower | VllmFollower]] = {
+            "kvpagoda": partial(Follower, secret),
+            "vllm": partial(VllmFollower, drafts=drafts),
+        }
+        if engine not in makers:
+            raise unknown_name("engine", engine, makers)
+        followed = Router(_workers(worker or [], workers), topic=topic, follower=makers[engine])
         with followed, RouterServer(followed, host, port) as server:
             typer.echo(f"{len(followed.workers)} workers at {server.url}/score")
             server.wait()

@@ -12,16 +12,19 @@ if TYPE_CHECKING:
     from kvpagoda.events.router import Router
     from kvpagoda.events.server import RouterServer
     from kvpagoda.events.stream import EventStream
+    from kvpagoda.events.vllm import VllmFollower
+    from kvpagoda.events.vllm_index import NextHit
     from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, EventBatch
 
 __all__ = [
     "AllBlocksCleared", "BlockRemoved", "BlockStored", "Encoding", "EventBatch", "EventLog", "EventStream", "Follower",
-    "Publisher", "Resumable", "Router", "RouterServer", "Subscriber", "namespace_name",
+    "NextHit", "Publisher", "Resumable", "Router", "RouterServer", "Subscriber", "VllmFollower", "namespace_name",
 ]  # fmt: skip
 
 _NAMES = {
     "event_log": ("EventLog",), "follower": ("Follower", "namespace_name"), "index": ("Resumable",),
     "publisher": ("Publisher", "Subscriber"), "router": ("Router",), "server": ("RouterServer",), "stream": ("EventStream",),
+    "vllm": ("VllmFollower",), "vllm_index": ("NextHit",),
     "wire": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "Encoding", "EventBatch"),
 }  # fmt: skip
 if not TYPE_CHECKING:

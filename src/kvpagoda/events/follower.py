@@ -57,6 +57,8 @@ class Follower:
         BadInput: a longer ``secret``.
     """
 
+    has_heartbeat = True  #: its publisher sends something every second
+
     def __init__(self, secret: bytes = b"") -> None:
         prefix_root(b"", secret)
         self._secret = secret
@@ -72,6 +74,11 @@ class Follower:
     def wanted(self) -> int | None:
         """The sequence number from which messages are missing; None if none are known to be missing."""
         return self._next if self._next <= self._last else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no message is known to be missing."""
+        return self.wanted is None
 
     @property
     def num_blocks(self) -> int:
@@ -125,6 +132,9 @@ class Follower:
             wanted = self._next = batch_number + 1
             self._refused = None
         return lost
+
+    def replay_ended(self, start: int) -> None:
+        """Do nothing: a replay from ``start`` has all that is missing, or a snapshot."""
 
     def resumable(
         self,
@@ -198,7 +208,10 @@ def _read(payload: bytes) -> EventBatch:
     """Return the batch in ``payload``. Raises BadInput if it is none of kvpagoda."""
     batch = decode(payload)
     if not batch.events or batch.events[0].instance is None:
-        text = "this batch does not name its publisher; it is not from kvpagoda, or without its own fields"
+        text = (
+            "this batch does not name its publisher; it is not from kvpagoda, or without its own fields. A "
+            "VllmFollower (kvpagoda router --engine vllm) reads vLLM's own"
+        )
         raise BadInput(text, needed="publisher")
     for number, event in enumerate(batch.events):
         if isinstance(event, AllBlocksCleared):

@@ -17,6 +17,7 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.events.event_log import EventLog
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message
+from kvpagoda.events.vllm import VllmFollower
 from kvpagoda.events.wire import END, SEQUENCE_NBYTES, Encoding, Name
 from kvpagoda.units import name_of
 
@@ -164,6 +165,7 @@ class Subscriber:
         topic: that of the publisher.
         secret: that of the cache's ``Identity``.
         context: whose sockets it uses; None: one of its own.
+        follower: who is fed: a ``VllmFollower`` for a publisher of vLLM's own; None: a ``Follower`` with ``secret``.
 
     Raises:
         BadInput: an endpoint that ZMQ refuses.
@@ -177,8 +179,9 @@ class Subscriber:
         topic: str = "",
         secret: bytes = b"",
         context: Any = None,
+        follower: Follower | VllmFollower | None = None,
     ) -> None:
-        self.follower = Follower(secret)
+        self.follower = Follower(secret) if follower is None else follower
         self.heard_at: float | None = None  #: time of ``monotonic`` of the last message; None before the first
         self._context, self._is_shared = context or zmq.Context(), context is not None
         self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
@@ -242,6 +245,7 @@ class Subscriber:
         number, payload = frames[-2:]
         if number == END:
             self._is_waiting = False
+            self.follower.replay_ended(self._asked)
             return []
         self.heard_at = monotonic()
         return self.follower.feed(int.from_bytes(number, "big"), payload)

@@ -7,7 +7,8 @@ publishers ──► Subscriber, one for each worker ──► Follower ◄─�
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra, did_you_mean
 from kvpagoda.events.follower import Follower
 from kvpagoda.events.index import Resumable
 from kvpagoda.events.publisher import HEARTBEAT, Subscriber
+from kvpagoda.events.vllm import VllmFollower
+from kvpagoda.events.vllm_index import NextHit
 from kvpagoda.namespace import Namespace
 
 with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
@@ -56,16 +59,16 @@ class RouterWorker:
     """One engine as its messages describe it. ``lock``: held while ``subscriber`` is used. ``fault``: why its last message
     could not be read; "" if it could."""
 
-    def __init__(self, subscriber: Subscriber, secret: bytes) -> None:
-        self.subscriber, self._secret, self.lock, self.fault = subscriber, secret, Lock(), ""
+    def __init__(self, subscriber: Subscriber, make: Callable[[], Follower | VllmFollower]) -> None:
+        self.subscriber, self._make, self.lock, self.fault = subscriber, make, Lock(), ""
 
     @property
     def is_stale(self) -> bool:
         """Whether the engine may have other blocks than is known: messages are missing, or none came for three
-        heartbeats."""
-        heard = self.subscriber.heard_at
-        is_silent = heard is None or monotonic() - heard > _SILENT
-        return is_silent or bool(self.fault) or self.subscriber.follower.wanted is not None
+        heartbeats, where there are any."""
+        heard, follower = self.subscriber.heard_at, self.subscriber.follower
+        is_silent = heard is None or (follower.has_heartbeat and monotonic() - heard > _SILENT)
+        return is_silent or bool(self.fault) or not follower.is_complete
 
     def poll(self) -> None:
         """Receive what has come. A message that is refused is told in ``fault``, and asked for again."""
@@ -79,7 +82,7 @@ class RouterWorker:
                 self.fault = str(error)
             except Exception as error:
                 self.fault = f"{type(error).__name__}: {error}"
-                self.subscriber.follower = Follower(self._secret)
+                self.subscriber.follower = self._make()
 
 
 class Router:
@@ -90,6 +93,8 @@ class Router:
         secret: that of their ``Identity``.
         topic: that of their publishers.
         interval: seconds between two polls.
+        follower: makes the follower of each worker: ``VllmFollower`` for engines that publish vLLM's own events; None: a
+            ``Follower`` with ``secret``.
 
     Raises:
         BadInput: an endpoint that ZMQ refuses, or no workers.
@@ -102,15 +107,17 @@ class Router:
         secret: bytes = b"",
         topic: str = "",
         interval: float = 0.01,
+        follower: Callable[[], Follower | VllmFollower] | None = None,
     ) -> None:
         if not workers:
             raise BadInput("a router follows at least one worker, got none", needed=1, available=0)
+        make = follower or partial(Follower, secret)
         self._context = zmq.Context()
         self.workers: dict[str, RouterWorker] = {}  #: by name
         try:
             for name, (endpoint, replay) in workers.items():
-                subscriber = Subscriber(endpoint, replay, topic=topic, secret=secret, context=self._context)
-                self.workers[name] = RouterWorker(subscriber, secret)
+                subscriber = Subscriber(endpoint, replay, topic=topic, context=self._context, follower=make())
+                self.workers[name] = RouterWorker(subscriber, make)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -124,7 +131,7 @@ class Router:
         namespace: Namespace | str | bytes | None = None,
         *,
         media: Mapping[int, bytes] | None = None,
-    ) -> dict[str, Resumable]:
+    ) -> dict[str, Resumable | NextHit]:
         """Return by worker how many tokens of this prompt are cached, and how many a new request there need not compute.
 
         O(n) for each worker.
@@ -138,7 +145,7 @@ class Router:
             BadInput: ``token_ids`` are no vector of integers, the namespace has an epoch, or ``media`` are outside of
                 the text.
         """
-        found, tokens = {}, as_tokens(token_ids)
+        found, tokens = dict[str, Resumable | NextHit](), as_tokens(token_ids)
         for name, worker in self.workers.items():
             with worker.lock:
                 found[name] = worker.subscriber.follower.resumable(tokens, namespace, media=media)
@@ -148,8 +155,9 @@ class Router:
         """Return the answer to an HTTP request; raises nothing. To mount in a server of your own.
 
         ``POST /score`` with ``{"tokens": [..], "namespace": .., "media": {..}}``: ``{"resumable": {worker: tokens},
-        "cached": {worker: tokens}, "stale": [workers]}``. ``GET /health``: what is known of each worker. Errors have a
-        status from 400 on and ``{"error": {"type": .., "message": .., "needed": .., "available": ..}}``.
+        "cached": {worker: tokens}, "at_most": [workers], "stale": [workers]}``. ``GET /health``: what is known of each
+        worker. Errors have a status from 400 on and
+        ``{"error": {"type": .., "message": .., "needed": .., "available": ..}}``.
 
         Args:
             method: "GET" or "POST".
@@ -202,6 +210,7 @@ class Router:
         return {
             "resumable": {name: one.resumable for name, one in found.items()},
             "cached": {name: one.cached for name, one in found.items()},
+            "at_most": [name for name, one in found.items() if isinstance(one, NextHit) and one.at_most],
             "stale": [name for name, worker in self.workers.items() if worker.is_stale],
         }
 
