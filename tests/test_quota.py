@@ -12,6 +12,7 @@ from kvpagoda import KVCache, Namespace, OutOfBlocks, Retention, RetryLater
 from kvpagoda.abc import CacheObserver
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.errors import BadInput
+from kvpagoda.prefix import PrefixTree
 from kvpagoda.tiers import host_tier
 from quotas import cached_nbytes, prove_within
 from raises import raises
@@ -269,3 +270,40 @@ def test_what_is_no_quota() -> None:
         Retention(quota={3: 5})  # type: ignore[dict-item]
     assert "secret" not in repr(Retention(quota={"secret": 5}))
     assert Retention(quota="2KiB").quota == 2048 and Retention(quota={"a": "2KiB"}).quota == {"a": 2048}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_tree_evicts_in_some_namespaces_and_then_in_its_order(policy: str) -> None:
+    random, next_id = np.random.default_rng(0), 1
+    for _ in range(10):
+        tree, leases, owner = PrefixTree(2, policy=policy, capacity=200), list[Any](), dict[int, bytes]()
+        next_id = 1
+        for _ in range(40):
+            name = bytes([int(random.integers(3))])
+            text = random.integers(0, 3, 2 * int(random.integers(1, 8))).astype(np.int32)
+            match = tree.match(text, name)
+            new = len(text) // 2 - match.num_blocks
+            ids = np.arange(next_id, next_id + new, dtype=np.int32)[None]
+            next_id += new
+            tree.touch(match)
+            lease = tree.insert(match, text[match.num_blocks * 2 :], ids, pin=True).lease
+            owner.update(dict.fromkeys(ids[0].tolist(), name))
+            leases.append(lease)
+            while len(leases) > 3:
+                tree.unpin(leases.pop(int(random.integers(len(leases)))))
+            if random.random() < 0.2:
+                names = [bytes([one]) for one in range(3) if random.random() < 0.5]
+                evicted = tree.evict_in(names, int(random.integers(1, 6)))
+                assert {owner[one] for one in evicted.ids[0].tolist()} <= {*names}
+                for one in evicted.ids[0].tolist():
+                    del owner[one]
+            if random.random() < 0.2:
+                for one in tree.evict(int(random.integers(1, 4))).ids[0].tolist():
+                    del owner[one]
+            tree.check()
+        for lease in leases:
+            tree.unpin(lease)
+        gone = tree.evict_in([bytes([one]) for one in range(3)], 10_000)
+        assert sorted(gone.ids[0].tolist()) == sorted(owner) and not tree.num_cached and not tree.namespaces()
+        assert tree.evict(5).ids.shape == (1, 0)
+        tree.check()

@@ -36,7 +36,7 @@ class Account:
     most: float
     number: int
     nbytes: int = 0
-    keys: set[bytes] = field(default_factory=set)
+    keys: dict[bytes, None] = field(default_factory=dict)
     stuck_at: tuple[int, ...] = ()
 
     @property
@@ -52,11 +52,11 @@ class Account:
 
 class Quota:
     """The accounts of all namespaces in which something is cached. ``most_of``: namespace_key -> the bytes that it may have,
-    None for no limit. ``over``: the accounts that have more."""
+    None for no limit. ``over``: the accounts that have more, as keys: in the order in which they did."""
 
     def __init__(self, most_of: Callable[[bytes], int | None], groups: Many[Group]) -> None:
         self._most_of, self._groups = most_of, groups
-        self.over: set[Account] = set()
+        self.over: dict[Account, None] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -86,7 +86,7 @@ class Quota:
             of_id[fresh] = account.number
             account.nbytes += len(fresh) * group.plan.row_nbytes
             if account.is_over:
-                self.over.add(account)
+                self.over[account] = None
 
     def freed(self, freed: Freed) -> None:
         """Count what is ``freed`` no more. O(n)."""
@@ -110,7 +110,7 @@ class Quota:
             odd = {own for own in {*nbytes, *self._by_own} if nbytes.get(own) != self.nbytes().get(own)}
             text = f"quota: {len(odd)} namespaces have other bytes than are counted"
             raise CheckFailed(text, needed=[nbytes.get(own, 0) for own in odd], available=[*self.nbytes().values()])
-        if self.over != {account for account in self._accounts.values() if account.is_over}:
+        if self.over.keys() != {account for account in self._accounts.values() if account.is_over}:
             raise CheckFailed("quota: namespaces that are over it are not listed")
 
     def _open(self, key: bytes) -> Account:
@@ -120,14 +120,14 @@ class Quota:
         if account is None:
             most, number = self._most_of(own), int(self._numbers.take(1)[0])
             account = self._accounts[number] = self._by_own[own] = Account(own, inf if most is None else most, number)
-        account.keys.add(key)
+        account.keys[key] = None
         self._by_key[key] = account
         return account
 
     def _subtract(self, account: Account, nbytes: int) -> None:
         account.nbytes -= nbytes
         if not account.is_over:
-            self.over.discard(account)
+            self.over.pop(account, None)
         if not account.nbytes:
             del self._accounts[account.number], self._by_own[account.own]
             for key in account.keys:
