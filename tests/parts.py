@@ -126,6 +126,10 @@ QUICK: dict[str, int | tuple[str, ...]] = {
         "version", "plan", "layout", "replay]", "replay_schema", "doctor", "top", "tier",
     ),
     "test_preemption.py::test_every_request_of_ten_thousand_random_mixes_ends": 1,
+    "test_quota.py::test_a_tenant_keeps_its_hits_while_another_floods": ("lru-full", "lru-qwen3_next", "s3fifo-wide"),
+    "test_quota.py::test_after_every_call_each_namespace_is_within_its_quota_or_all_of_it_is_in_use": (
+        "0-full", "0-mixed", "1-mamba", "1-drafted", "2-wide",
+    ),
     "test_random_traffic.py::test_random_traffic_reads_its_own_bytes": ("-0]",),
     "test_sleeping.py::test_a_tree_in_tiers_is_found_again": 4,
     "test_sleeping.py::test_rows_of_running_and_cached_texts_are_those_written": 8,

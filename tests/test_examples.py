@@ -63,6 +63,7 @@ def test_all_examples_exist_and_are_short() -> None:
         "kernels",
         "tiny_model",
         "prefill_decode",
+        "shared_prefix",
     }
     assert lengths.keys() == names
     assert not {name: n for name, n in lengths.items() if n > LINES.get(name, 150)}
@@ -252,3 +253,9 @@ def test_kernels() -> None:
         == {"ok"}
         == {said for name, said in verdicts[16].items() if "attention_2" not in name}
     )
+
+
+def test_shared_prefix() -> None:
+    counts = told("shared_prefix")
+    assert counts["pages, 3 levels"] < counts["pages, 2 levels"] < counts["pages, without levels"] / 3
+    assert counts["largest difference"] < 1e-5

@@ -40,7 +40,8 @@ class Settings:
     ``settled``: after each operation the driver waits until tiers have stored everything, so that the run of a seed is
     always the same; otherwise threads race. ``num_long``: how many requests of 48 tokens fit at once. ``coarse``,
     ``slack``: constants of ``cache.resume_points``, in tokens: its own, which matter for long texts, or so few tokens that
-    they matter for texts of 48. ``split``: a scheduler without memory, and a worker that has the rows."""
+    they matter for texts of 48. ``split``: a scheduler without memory, and a worker that has the rows. ``quota``: of each
+    namespace, as a share of the budget."""
 
     schema: str
     seed: int
@@ -64,6 +65,7 @@ class Settings:
     step_checkpoints: int
     checkpoint_format: str | None
     split: bool = False
+    quota: float | None = None
 
 
 def settings_of(schema: str, seed: int, *, split: bool = False) -> Settings:
@@ -94,6 +96,7 @@ def settings_of(schema: str, seed: int, *, split: bool = False) -> Settings:
         slack=one(512, 4, 16),
         step_checkpoints=one(0, 1, 3),
         checkpoint_format="int8" if schema == "wide" else one(None, None, "bfloat16", "int8"),
+        quota=one(None, None, None, 0.0, 0.1, 0.3),
     )  # fmt: skip
     if split:
         settings = replace(settings, tiers="none", split=True)
@@ -121,11 +124,12 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
     """Make the cache of a run, and return it and the drivers of its tiers. ``folder``: for a disk tier."""
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
+    budget = budget_of(settings, schema)
     drivers: list[Counting] = []
     with patch.multiple("kvpagoda.core.cache.prefix_cache", _COARSE=settings.coarse, _SLACK=settings.slack):
         made = partial(
             KVCache,
-            schema, budget_of(settings, schema), block_size=settings.block_size,
+            schema, budget, block_size=settings.block_size,
             max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
             policy=settings.policy,
             tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
@@ -135,6 +139,7 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
             retention=Retention(
                 settings.checkpoints, settings.checkpoint_every, settings.pin_share,
                 checkpoint_format=settings.checkpoint_format,
+                quota=None if settings.quota is None else int(settings.quota * budget),
             ),
         )  # fmt: skip
         mirrors = [Mirror(settings.block_size)] if settings.seed % 2 == 0 else []

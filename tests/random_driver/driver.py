@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpagoda.handover import SharedMemory
+from quotas import prove_within
 
 from . import handing, keeping, life, steps, wrong
 from .caches import Failing, Settings, failing_memory, is_mirrored, is_suspended, make_cache, num_moves, state_places
@@ -176,6 +177,7 @@ class Driver:
 
     def check(self) -> None:
         """Run ``check()`` of the cache, and compare its statistics with what the driver knows."""
+        prove_within(self.cache)
         self.cache.check()
         self.require(is_mirrored(self.cache), "an observer knows something else to be cached, or to run")
         stats = self.cache.stats()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar, overl
 
 import numpy as np
 
+from kvpagoda.core.batch.shared_prefix import SharedPrefix, SharingTree, levels_of, sharing_tree
 from kvpagoda.core.batch.step import Step, StepRows
 from kvpagoda.core.batch.step_buffers import Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
 from kvpagoda.core.blocks.group import BlockGroup
@@ -35,6 +36,7 @@ S = TypeVar("S", bound="Batch | GroupArrays")
 T = TypeVar("T")
 ROW_BITS = 20
 """A step has fewer than 2^20 rows: a thousand times what engines run at once."""
+_LEVEL_BITS = 10
 
 
 def _sent_together(make: Callable[[S], T]) -> Callable[[S], T]:
@@ -133,17 +135,54 @@ class GroupArrays:
     @_sent_together
     def kv_last_page_len(self) -> StepArray:
         """int32 ``[B]``: number of tokens in the last block of each row; 0 for padded rows (FlashInfer)."""
-        batch, size = self._batch, self._batch.core.plan.kernel_page
-        if size == batch.block_size:
-            return self._put("kv_last_page_len", batch.last_page_len)
-        last = np.where(batch.lengths > 0, batch.lengths - (self._pages.end - 1) * size, 0)
-        return self._put("kv_last_page_len", last)
+        return self._put("kv_last_page_len", self._last_page_len)
 
     @cached_property
     @_sent_together
     def kv_start(self) -> StepArray:
         """int32 ``[B]``: for each row, the position of the first token of its first block in ``kv_indices``."""
         return self.buffers.put(self._named("kv_start"), self._shown.first, times=self._batch.block_size)
+
+    def shared_prefix(self, num_levels: int) -> SharedPrefix:
+        """Return what the rows share, in ``num_levels`` levels; see ``Batch.shared_prefix``."""
+        self.check_current()
+        batch, tree, on_host = self._batch, self._sharing_tree, self.buffers.arrays.on_host
+        slots, counts, indptr = batch.rows.slots, batch.rows.counts, batch.rows.indptr
+        page_size = batch.core.plan.kernel_page
+        levels = levels_of(tree, self._cells, slots, counts, self._last_page_len, page_size, num_levels)
+        order: StepArray | None = None
+        if (tree.order[1:] < tree.order[:-1]).any():
+            counts = counts[tree.order]
+            offsets = np.arange(indptr[-1]) - np.repeat(np.cumsum(counts) - counts, counts)
+            order = self._put("order", np.repeat(indptr[tree.order], counts) + offsets)
+            if not self.buffers.arrays.is_host:
+                self.buffers.send()
+        qo_indptr, kv_indptr, kv_indices, kv_last_page_len = ([on_host(one) for one in each] for each in zip(*levels))
+        return SharedPrefix(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, order)
+
+    @cached_property
+    def _sharing_tree(self) -> SharingTree:
+        """Which of the kernel pages that this step shows its rows share. A row shares its first page, and those after it,
+        only if all of its new tokens read the whole of it, and no page that has one of them."""
+        batch, growth, page_size, shown = (
+            self._batch,
+            self._group.growth,
+            self._batch.core.plan.kernel_page,
+            self._pages,
+        )
+        are_read = growth.first_needed(batch.lengths - 1) <= shown.first * page_size
+        most = np.where(are_read, batch.before // page_size, 0)
+        return sharing_tree(self._cells, shown, most, is_proven=growth.is_bounded)
+
+    @cached_property
+    def _last_page_len(self) -> Array:
+        """int64 ``[B]``: see ``kv_last_page_len``."""
+        batch, size = self._batch, self._batch.core.plan.kernel_page
+        last: Array = batch.last_page_len
+        if size == batch.block_size:
+            return last
+        last = np.where(batch.lengths > 0, batch.lengths - (self._pages.end - 1) * size, 0)
+        return last
 
     @cached_property
     def _cells(self) -> Cells:
@@ -505,8 +544,9 @@ class Batch:
     All are int32 (10 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
     no memory; then a worker applies ``copies`` before the step. They are in static buffers and valid until the next
     batch; 4 and 8 to 14 are built on first access, or with the batch if the batches before were asked for them, so that
-    all go to the device in one copy, for which nothing waits. A persistent batch with ``tokens_per_row`` has the same
-    shapes in every step: 8 then has all columns of the table, 12 as many cells as all rows can have.
+    all go to the device in one copy, for which nothing waits. ``shared_prefix`` has 11 to 13 in levels. A persistent batch
+    with ``tokens_per_row`` has the same shapes in every step: 8 then has all columns of the table, 12 as many cells as all
+    rows can have.
 
     ``places`` is 1, and 4 is 3 as a column, unless the schema can rewind states (``Schema.rewindable``). Then it is
     ``verify_width + 1``. A step reads the state of a row once, from 3, and leaves the states after each of its last
@@ -634,7 +674,7 @@ class Batch:
             put("checkpoint_rows", rows), put("checkpoint_tokens", tokens), put("checkpoint_places", places)
         )
 
-    def layer(self, index: int) -> LayerView:
+    def layer(self, index: SupportsIndex) -> LayerView:
         """Return the view of a layer.
 
         Args:
@@ -646,6 +686,26 @@ class Batch:
         """
         self.check_current()
         return LayerView(self.core, self._schema.owner_of(index), self)
+
+    def shared_prefix(self, layer: SupportsIndex = 0, num_levels: SupportsIndex = 2) -> SharedPrefix:
+        """Return what the rows of this step share in the group of ``layer``, for kernels that read it once: in
+        ``num_levels`` levels, as FlashInfer's ``MultiLevelCascadeAttentionWrapper(num_levels, ..)`` takes them.
+
+        Rows share a run of blocks that is the same in their tables (a prompt that was found or forked), that lies before the
+        new tokens of each, and that every new token of each reads as a whole. So rows of full attention share whatever their
+        tables share. Of a window or a chunk a row shares the blocks from its first one in ``kv_indices`` on, with rows that
+        begin at the same position; and where a new token does not read all of this first block, because its window begins
+        inside of it or behind, the row shares nothing: all that it reads is in the last level, as in ``kv_indices``.
+        ``window_left`` of ``plan`` is then the same as without levels, as is a mask of chunks in the last level, where a row
+        that shares nothing begins at its ``kv_start``; a row that shares something needs none. States are not shared: their
+        layers have no blocks.
+
+        A tree that has more levels is cut to those with which the fewest pages are read; one that has fewer leaves the first
+        levels empty. Rows that share are adjacent in the levels, not always in the step: see ``SharedPrefix.order``. Computed
+        when it is called, once a step for each group, on the host: O(B * log(columns)) for each level of the tree, and
+        O(pages in all levels). Raises BadInput for a layer without blocks and for ``num_levels`` below 1, and StaleHandle."""
+        num_levels = whole_number(num_levels, "num_levels", 1, bits=_LEVEL_BITS)
+        return self.layer(layer).arrays.shared_prefix(num_levels)
 
     def check_current(self) -> None:
         """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""

@@ -68,6 +68,8 @@ class Capacity:
         self._for_steps = [group.num_ahead for group in groups]  # stay free for the next steps
         self._fruitless = [0] * len(groups)  # by group: idle sectors when none could be vacated
         self.num_moves = 0
+        if prefix.quota is not None:
+            guard.over, guard.evict_over = prefix.quota.over, self.evict_over
 
     # -- queries: nothing changes ------------------------------------------------------------------------------------
 
@@ -231,6 +233,21 @@ class Capacity:
             self._memory.finish_copies(group.index)
         return self.forget(self._prefix.evict, group, n, is_evicted=True)
 
+    def evict_over(self) -> None:
+        """Evict what nothing uses of each namespace that is over its quota, until it is within. A failure is repeated at the
+        end of the next call. O(1) for one of which all is in use, as long as nothing becomes unused."""
+        prefix = self._prefix
+        assert prefix.quota is not None
+        with suppress(MemoryError, RuntimeError):
+            for account in [*prefix.quota.over]:
+                before: tuple[int, ...] = account.stuck_at
+                while account.is_over and before != (account.nbytes, *prefix.unused):
+                    before = account.nbytes, *prefix.unused
+                    if self._memory.is_copying:
+                        self._memory.finish_copies()
+                    self.forget(prefix.evict_of, account, is_evicted=True)
+                account.stuck_at = before if account.is_over else ()
+
     @observable
     def forget(
         self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False, reason: str = "evicted"
@@ -251,6 +268,8 @@ class Capacity:
         finally:
             if self._observers.evicted:
                 self._observers.note_evicted(freed, reason)
+            if self._prefix.quota is not None:
+                self._prefix.quota.freed(freed)
             for number, ids in freed.blocks:
                 if len(ids):
                     has_freed = True

@@ -106,6 +106,10 @@ class Counters:
         """Return the label and the counters of each namespace."""
         return [(self.label(own), tally) for own, tally in [*self._tallies.items()]]
 
+    def name(self, own: bytes) -> str:
+        """Return the label of the counters in which a namespace is counted."""
+        return self.label(own if own in self._tallies else b"")
+
     def label(self, own: bytes) -> str:
         """Return a public name for a namespace, by its ``namespace_key``: its adapter and weights, and a keyed digest
         in place of its salt, which is a secret."""

@@ -4,7 +4,7 @@ it sleeps. At the end of a call it has observers told what happened."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -49,7 +49,8 @@ class Guard:
     """The lock of one cache, whether its state is consistent, and whether it sleeps.
 
     ``lock``: what a call takes; while the cache sleeps, a ``Shut``. ``own``: the lock itself, for calls that are allowed
-    then. ``noted``: what observers are to be told at the end of a call, by ``tell`` (``observers.py``).
+    then. ``noted``: what observers are to be told at the end of a call, by ``tell`` (``observers.py``). ``over``: the
+    namespaces that are over their quotas, of which ``evict_over`` evicts something before that (``capacity.py``).
 
     ``is_torn`` is set before the first of several assignments that belong together, and cleared after the last. If an
     exception leaves it set, the cache refuses every call but ``close`` and ``reset``.
@@ -57,13 +58,15 @@ class Guard:
     Calls prepare first, where anything may raise. The code between setting and clearing is short and allocates nothing,
     so only a signal, such as Ctrl-C, can interrupt it."""
 
-    __slots__ = ("is_torn", "lock", "noted", "own", "tell")
+    __slots__ = ("evict_over", "is_torn", "lock", "noted", "over", "own", "tell")
 
     def __init__(self) -> None:
         self.own, self.is_torn = RLock(), False
         self.lock: Any = self.own
         self.noted = deque[Any]()
+        self.over: Collection[object] = ()
         self.tell: Callable[[], None]
+        self.evict_over: Callable[[], None]
 
     @property
     def aside(self) -> Any:
@@ -91,9 +94,12 @@ class Guard:
         return result
 
     def end(self, lock: Any) -> None:
-        """Have observers told what is noted, unless a change stopped halfway, and release ``lock``."""
+        """Keep namespaces within their quotas, and have observers told what is noted, unless a change stopped halfway;
+        release ``lock``."""
         try:
             if not self.is_torn:
+                if self.over and self.lock is self.own:
+                    self.evict_over()
                 self.tell()
         finally:
             lock.release()
@@ -145,7 +151,7 @@ def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G,
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            if guard.noted:
+            if guard.noted or guard.over:
                 guard.end(guard.lock)
             else:
                 guard.lock.release()
@@ -174,7 +180,7 @@ def _at_any_time(method: Callable[Concatenate[G, P], T], *, even_torn: bool = Fa
                 guard.raise_torn()
             return method(self, *args, **kwargs)
         finally:
-            if guard.noted:
+            if guard.noted or guard.over:
                 guard.end(guard.own)
             else:
                 guard.own.release()

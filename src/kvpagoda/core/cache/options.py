@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from kvpagoda.errors import BadInput, shown
+from kvpagoda.namespace import Namespace, namespace_key
 from kvpagoda.schema.at_rest import checked_format
 from kvpagoda.units import parse_bytes, real_number, truth, utf8, whole_number
 
@@ -24,9 +26,20 @@ class Retention:
             rounded states. Running requests keep theirs as they are.
         rounds_states: with ``checkpoint_format``, the states of running requests are rounded too, wherever a commit
             ends at a multiple of ``Limits.hit_grid``: then a warm run gets the bits of a cold one.
+        quota: the most bytes that each namespace, a tenant, may have cached: a number or text such as ``"2GiB"`` for
+            every namespace, also the default one; or namespace -> bytes, where others have no limit. It counts all
+            cached blocks of the namespace, of all groups and epochs, and copies of states, whether a request or a pin
+            uses them or not; not what a request has for itself, what tiers have, and host memory. At the end of each
+            call of the cache a namespace is within its quota, or all that it has cached is in use. What nothing uses is
+            evicted until then, and up to 1/32 of the quota ahead: first what no resumption needs, then the ends of its
+            least recently used texts (under another policy than LRU: of those that are unused the longest), then
+            checkpoints. Tiers get it as all that is evicted. Nothing of other namespaces is evicted for it. Memory that
+            requests need is taken from all namespaces, in the policy's order, as without quotas: no tenant loses
+            anything to another where the quotas and what running requests hold fit into the memory together.
 
     Raises:
-        BadInput: a number out of range, an unknown format, or ``rounds_states`` without one.
+        BadInput: a number out of range, an unknown format, ``rounds_states`` without one, or a quota that is no number
+            of bytes.
     """
 
     checkpoints: int | None = None
@@ -34,6 +47,7 @@ class Retention:
     pin_share: float = 0.5
     checkpoint_format: str | None = None
     rounds_states: bool = False
+    quota: int | str | Mapping[Namespace | str | bytes | None, int | str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if real_number(self.pin_share, "pin_share") > 1:
@@ -46,6 +60,22 @@ class Retention:
             raise BadInput(text, needed="checkpoint_format")
         if self.checkpoints is not None:
             _whole(self, "checkpoints", 0)
+        quota = self.quota
+        if isinstance(quota, Mapping):
+            object.__setattr__(self, "quota", {name: _quota(nbytes) for name, nbytes in quota.items()})
+            _ = [*map(namespace_key, quota)]
+        elif quota is not None:
+            object.__setattr__(self, "quota", _quota(quota))
+
+    def quotas(self) -> Callable[[bytes], int | None] | None:
+        """Return what gives the quota of a namespace, by its ``namespace_key``, in bytes; None: there are none."""
+        quota = self.quota
+        if quota is None:
+            return None
+        if isinstance(quota, Mapping):
+            return {namespace_key(name): int(nbytes) for name, nbytes in quota.items()}.get
+        most = int(quota)
+        return lambda _: most
 
 
 @dataclass(frozen=True)
@@ -118,6 +148,11 @@ class Limits:
                 object.__setattr__(self, name, parse_bytes(nbytes))
             elif nbytes is not None:
                 _whole(self, name, 0)
+
+
+def _quota(nbytes: int | str) -> int:
+    """Return ``nbytes``, a quota, as a number of bytes. Raises BadInput."""
+    return parse_bytes(nbytes) if isinstance(nbytes, str) else whole_number(nbytes, "quota")
 
 
 def _whole(options: object, name: str, at_least: int, below: int | None = None, bits: int = 63) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.core.cache.options import Retention
+from kvpagoda.core.cache.quota import Account, Quota
 from kvpagoda.core.groups.base import NO_IDS, Added, CachedPart, CacheGroup, Freed, Holding, ToCache
 from kvpagoda.core.groups.full import FullGroup
 from kvpagoda.core.groups.state import CopyGroup
@@ -101,6 +102,7 @@ class ResumePoints:
 
 # -- the prefix cache ------------------------------------------------------------------------------------------------
 
+_TEXTS_AT_ONCE = 64  # blocks of texts that take no memory, evicted in one step for what other groups have of them
 _EVICT_AHEAD = 1024  # without a full group, 1/1024 of the texts is evicted ahead
 MOST_PRIORITY = 100
 """The priority of pins that users make themselves."""
@@ -204,6 +206,8 @@ class PrefixCache:
         self._most_pinned = int(retention.pin_share * self._capacity)
         self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks by group
         self.is_numbered = is_followed and self.full is None
+        most_of = retention.quotas()
+        self.quota = None if most_of is None else Quota(most_of, self.groups)
         self._start(policy)
 
     def clear_all(self) -> None:
@@ -217,6 +221,8 @@ class PrefixCache:
             rule=self.points.rule,
         )  # fmt: skip
         self.kept: dict[int, CachedPart] = {}
+        if self.quota is not None:
+            self.quota.clear()
         self._next_checkpoint = 0
         self._numbers = IdPool(first=1) if self.is_numbered else None
         row = 0
@@ -431,6 +437,12 @@ class PrefixCache:
                 group.cache_blocks(slots[:done], ends, ids)
         for slot, group, theirs, _ in adopted:
             group.put_shared(slot, group.places_of(theirs))
+        if self.quota is not None:
+            for number, (one, end) in enumerate(zip(added[:done], ends)):
+                most = max([sizes[number], *(each.counts[number] for each in given if each.counts)])
+                new = tree.ids_between(one.lease, end - most, end)
+                for group in self._in_tree:
+                    self.quota.add(group, group.cached_in(new), tree.namespace_of(one.lease))
         return done, [(group, group.places_of(doubles)) for _, group, _, doubles in adopted]
 
     def _cache_whole(self, given: Many[ToCache], at: list[int], first: int, end: int) -> None:
@@ -478,6 +490,8 @@ class PrefixCache:
         for group, ids in zip(self.windows, kept.tails):
             group.keep(ids)
         self.tree.set_checkpoint(lease, num_blocks * self.block_size, name, entry)
+        if self.quota is not None and self.states is not None:
+            self.quota.add(self.states, kept.states, self.tree.namespace_of(lease))
         return name
 
     def use(self, name: int) -> None:
@@ -575,6 +589,31 @@ class PrefixCache:
         self.num_evicted_checkpoints += len(freed.checkpoints)
         return freed
 
+    def evict_of(self, account: Account) -> Freed:
+        """Evict some of what nothing uses in ``account``, no more than its excess if blocks of texts take memory: cold blocks,
+        else ends of texts, else a checkpoint. O(blocks of windows + texts of the account)."""
+        assert self.quota is not None
+        for group in self.windows:
+            if group.num_cold and len(cold := group.cold_among(self.quota.ids(group, account))):
+                return self._counted(
+                    group.evict_cold(BlockNames(cold[: max(1, int(account.excess // group.plan.row_nbytes))]))
+                )
+        per_block = sum(group.plan.row_nbytes for group in self._in_tree)
+        most = _TEXTS_AT_ONCE if self.full is None else max(1, int(account.excess // per_block))
+        evicted = self.tree.evict_in(account.keys, most)
+        if evicted.ids.shape[1]:
+            return self._counted(self.removed(evicted))
+        for name in self.tree.checkpoints_in(account.keys)[:1]:
+            self.num_evicted_checkpoints += 1
+            return self.drop(name)
+        return Freed()
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """Numbers that change when something that is cached becomes unused, or is evicted without freeing memory."""
+        turns = [group.turns for group in self.windows]
+        return self.tree.leases.num_closed, self.tree.num_cached, len(self.kept), self._next_checkpoint, *turns
+
     def evict_unbacked(self) -> Freed:
         """Without a full group: evict the blocks of texts beyond the number that the tree may remember."""
         surplus = self.tree.num_cached - self._most_unbacked
@@ -615,6 +654,8 @@ class PrefixCache:
         """Prove the tree, and the counts of readers and keepers of each window block. ``held``: by reader, the ids of
         the blocks that it reads in each window group. Raises CheckFailed."""
         self.tree.check()
+        if self.quota is not None:
+            self._check_quota(self.quota)
         rows, held = self.tree.all_ids(), [*held]
         for at, group in enumerate(self.windows):
             counts = [
@@ -622,6 +663,19 @@ class PrefixCache:
                 for users in ([ids[at] for ids in held], [kept.tails[at] for kept in self.kept.values()])
             ]
             group.check_cached(rows, counts[0], counts[1])
+
+    def _check_quota(self, quota: Quota) -> None:
+        """Prove the accounts of ``quota``, from the blocks and checkpoints of each namespace. Raises CheckFailed."""
+        found: dict[int, dict[bytes, BlockNames]] = {group.index: {} for group in self.groups}
+        for name in self.tree.namespaces():
+            rows, states = self.tree.all_in(name)
+            for group in self._in_tree:
+                found[group.index][name] = group.cached_in(rows)
+            if self.states is not None:
+                found[self.states.index][name] = BlockNames(
+                    np.concatenate([NO_IDS, *(self.kept[at].states for at in states)])
+                )
+        quota.check(found)
 
 
 _NOTHING = Freed()

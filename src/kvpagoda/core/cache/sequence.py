@@ -38,7 +38,7 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
                 self._request.check_running()
             return method(self, *args, **kwargs)
         finally:
-            if guard.noted:
+            if guard.noted or guard.over:
                 guard.end(guard.lock)
             else:
                 guard.lock.release()

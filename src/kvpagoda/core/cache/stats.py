@@ -87,6 +87,8 @@ class NamespaceStats:
     cached_tokens: int
     loaded_tokens: int
     computed_tokens: int
+    cached_nbytes: int | None = None
+    """Bytes that are cached of it on the device, in use or not, as ``Retention.quota`` counts them; None without quotas."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,14 @@ def _namespaces(core: Core, alive: Iterable[RequestState], names: Mapping[str, s
         total.cached += tally.cached
         total.loaded += tally.loaded
         total.computed += tally.computed + computed.get(id(tally), 0)
+    cached: dict[str, int | None] = {}
+    if core.prefix.quota is not None:
+        cached = dict.fromkeys(found, 0)
+        for own, nbytes in core.prefix.quota.nbytes().items():
+            label = core.counters.name(own)
+            name = names.get(label, label)
+            cached[name] = (cached.get(name) or 0) + nbytes
     return tuple(
-        NamespaceStats(name, total.requests, total.prompt, total.cached, total.loaded, total.computed)
+        NamespaceStats(name, total.requests, total.prompt, total.cached, total.loaded, total.computed, cached.get(name))
         for name, total in sorted(found.items())
     )

@@ -192,6 +192,18 @@ class CacheGroup(BlockGroup):
         """Evict ``n`` blocks and some ahead, or fewer if there are fewer. None: a checkpoint must be evicted for them."""
         return None
 
+    def cold_among(self, ids: BlockNames) -> BlockNames:
+        """Return which of the cached blocks ``ids`` are cold, those that are so the longest first. O(n log n)."""
+        return NO_IDS
+
+    def evict_cold(self, ids: BlockNames) -> Freed:
+        """Evict ``ids``, some of what ``cold_among`` returned. O(n)."""
+        return Freed()
+
+    def cached_in(self, rows: Ids) -> BlockNames:
+        """Return the ids of the blocks that are cached of those in ``rows``, int32 ``[rows of the tree, n]``. O(n)."""
+        return NO_IDS
+
     def cached_ids(self) -> BlockNames:
         """Return the ids of the cached blocks. O(blocks)."""
         return NO_IDS

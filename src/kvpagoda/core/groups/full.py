@@ -59,5 +59,8 @@ class FullGroup(CacheGroup):
     def evict(self, n: int) -> Freed | None:
         return self.removed(self.tree.evict(n + self.num_ahead))
 
+    def cached_in(self, rows: Ids) -> BlockNames:
+        return BlockNames(rows[self.row])
+
     def cached_ids(self) -> BlockNames:
         return BlockNames(self.tree.owned_ids(self.row))

@@ -343,20 +343,37 @@ class WindowGroup(CacheGroup):
         self._generation[gone] += 1  # their cells are stale from now on
         return Freed(((self.index, BlockNames(gone)),))
 
+    @property
+    def turns(self) -> int:
+        """How often blocks became cold so far. O(1)."""
+        return self._next_turn - self._first_turn
+
+    def cold_among(self, ids: BlockNames) -> BlockNames:
+        uses = self._uses[ids]
+        are_cold = uses < 0
+        return BlockNames(ids[are_cold][np.argsort(-uses[are_cold], kind="stable")])
+
+    def evict_cold(self, ids: BlockNames) -> Freed:
+        self._uses[ids] = 0
+        self.num_cached -= len(ids)
+        self.num_cold -= len(ids)
+        self._generation[ids] += 1
+        return Freed(((self.index, ids),))
+
     def removed(self, rows: Ids) -> BlockNames:
         """Forget the blocks in ``rows``, which the tree no longer has and nothing reads or keeps; return their ids."""
         cells = rows[self.row : self.row + 2]
         ids = BlockNames(cells[0, self._generation[cells[0]] == cells[1]])
         if len(ids):
-            self._uses[ids] = 0
-            self.num_cached -= len(ids)
-            self.num_cold -= len(ids)
-            self._generation[ids] += 1
+            self.evict_cold(ids)
         return ids
 
-    def cached_ids(self) -> BlockNames:
-        cells = self.cells_of(self.tree.all_ids())
+    def cached_in(self, rows: Ids) -> BlockNames:
+        cells = self.cells_of(rows)
         return BlockNames(cells[0, self.are_there(cells)])
+
+    def cached_ids(self) -> BlockNames:
+        return self.cached_in(self.tree.all_ids())
 
     # -- proof -------------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ class DeviceArrays(HostArrays):
         tensor = torch.from_numpy(host)
         return tensor if self.is_host else tensor.to(self.device, copy=True)
 
+    def on_host(self, host: Array) -> Any:
+        return torch.from_numpy(host)
+
     def zeros(self, shape: tuple[int, ...], dtype: type) -> Any:
         return torch.zeros(shape, dtype=getattr(torch, np.dtype(dtype).name), device=self.device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from heapq import heappop, heappush
 from math import inf
@@ -220,6 +220,10 @@ class LRUOrder:
     def clear(self, nodes: list[Node]) -> None:
         """Do nothing: nodes without blocks are skipped when they come up in the queue."""
 
+    def ages(self) -> Callable[[Node], int]:
+        """Return what says by when the last stretch of an evictable node was used: the lower, the sooner it is evicted."""
+        return lambda node: node.used
+
     def check(self, nodes: list[Node]) -> None:
         """Prove that stretches cover the blocks of ``nodes``, and that evictable nodes are queued in time. O(nodes)."""
         times = [node.queued for node in self._in_order]
@@ -373,6 +377,11 @@ class PolicyOrder:
 
     def oldest(self) -> None:
         """Return None: the times of a policy are not those of the tree's clock."""
+
+    def ages(self) -> Callable[[Node], int]:
+        """Return what says since when a node is a leaf, for those that are now: the lower, the longer. O(leaves)."""
+        ranks = {leaf: rank for rank, leaf in enumerate(self.leaves)}
+        return lambda node: ranks.get(node.leaf, len(ranks))
 
     def remove(self, node: Node, count: int) -> None:
         """Record the eviction of the last ``count`` blocks of ``node``, which still has them.

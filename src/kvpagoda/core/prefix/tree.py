@@ -7,8 +7,10 @@ eviction    from the leaves in the order of the policy, or all of a namespace at
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from heapq import heapify, heappop, heappush
 from typing import cast
 
 import numpy as np
@@ -180,12 +182,12 @@ class Inserter:
 class Leases:
     """The open leases of one tree. Nothing here can fail.
 
-    ``num_pinned``: blocks that at least one lease covers. ``num_open``: open leases.
+    ``num_pinned``: blocks that at least one lease covers. ``num_open``: open leases; ``num_closed``: those that ended.
     """
 
     def __init__(self, tree: object, order: EvictionOrder) -> None:
         self._tree, self._order = tree, order
-        self.num_pinned = self.num_open = 0
+        self.num_pinned = self.num_open = self.num_closed = 0
 
     def open(self, node: Node, depth: int) -> Lease:
         """Open a lease of the blocks up to ``depth``, which lies in ``node``. O(nodes that were not pinned before)."""
@@ -214,6 +216,7 @@ class Leases:
         lease.is_open = False
         node.leases.remove(lease)
         self.num_open -= 1
+        self.num_closed += 1
         while True:
             node.pins -= 1
             covered = node.covered() if node.pins else 0
@@ -268,6 +271,30 @@ def emptied(victims: list[tuple[Node, int]]) -> Iterator[tuple[Node, int]]:
     for node, count in victims:
         yield node, count
         node.cut(0)
+
+
+def ends_in(order: EvictionOrder, roots: Iterable[Node], limit: int) -> Iterator[tuple[Node, int]]:
+    """Yield what is evicted next below ``roots`` by ``order.ages()``, ``limit`` blocks in all, as ``EvictionOrder.victims``
+    does. The caller evicts each before it asks for the next. O(nodes below), and O(log nodes) for each."""
+    age, number = order.ages(), itertools.count()
+    leaves = [node for root in roots for node in nodes_below(root) if node.is_evictable]
+    heap = [(age(node), next(number), node) for node in leaves]
+    heapify(heap)
+    while heap and limit > 0:
+        _, _, node = heappop(heap)
+        kept = max(node.num_pinned, node.uses[-1][0] - node.start if node.uses else 0)
+        num_blocks = min(node.num_blocks - kept, limit)
+        limit -= num_blocks
+        is_whole, above = num_blocks == node.num_blocks, node.parent
+        yield node, num_blocks
+        if is_whole:
+            node.cut(0)  # a queue may still refer to it
+            assert above is not None
+            node = above
+        else:
+            node.used = max(node.used, node.queued)  # it comes up no sooner than it is queued
+        if node.is_evictable:
+            heappush(heap, (age(node), next(number), node))
 
 
 def evict_leaves(
@@ -471,6 +498,13 @@ class PrefixTree:
         """Return the ids of all blocks, in no order: int32 ``[num_groups, num_cached]``, a copy. O(blocks)."""
         nodes = self._roots.nodes() or [self._roots.new(b"")]
         return np.concatenate([node.ids[: self.num_groups] for node in nodes], axis=1)
+
+    def all_in(self, namespace: bytes) -> tuple[Ids, list[int]]:
+        """Return the ids of all blocks of ``namespace``, in no order: int32 ``[num_groups, n]``, a copy; and the state ids of
+        its checkpoints. O(blocks)."""
+        nodes = [*nodes_below(self._roots[namespace])]
+        states = [one.state_id for node in nodes if node.checkpoints is not None for one in node.checkpoints.all]
+        return np.concatenate([node.ids[: self.num_groups] for node in nodes], axis=1), states
 
     def nodes(self) -> list[Node]:
         """Return all nodes, to be read only: each root, then its nodes, parents before children. O(nodes)."""
@@ -689,6 +723,35 @@ class PrefixTree:
         """
         victims = end_of(*self._locate(at))
         return self.evict(sum(count for _, count in victims), emptied(victims))
+
+    def evict_in(self, namespaces: Iterable[bytes], num_blocks: int) -> Evicted:
+        """Evict ``num_blocks`` blocks of ``namespaces``, or all unpinned ones if these are fewer: from the ends of the texts
+        that were used least recently; if a policy decides, of those that are unused the longest. O(nodes in these
+        namespaces), and with a policy O(leaves)."""
+        roots = [self._roots[name] for name in namespaces if name in self._roots]
+        return self.evict(num_blocks, ends_in(self._order, roots, num_blocks))
+
+    def namespace_of(self, lease: Lease) -> bytes:
+        """Return the namespace of ``lease``, which is open. O(nodes above it)."""
+        node = lease.node
+        while node.parent is not None:
+            node = node.parent
+        assert node.root is not None
+        return node.root[1]
+
+    def checkpoints_in(self, namespaces: Iterable[bytes]) -> list[int]:
+        """Return the state ids of the checkpoints of ``namespaces`` that are not held, the least recently used first.
+        O(nodes in these namespaces)."""
+        roots = [self._roots[name] for name in namespaces if name in self._roots]
+        found = [
+            checkpoint
+            for root in roots
+            for node in nodes_below(root)
+            if node.checkpoints is not None
+            for checkpoint in node.checkpoints.all
+            if not checkpoint.num_holds
+        ]
+        return [checkpoint.state_id for checkpoint in sorted(found, key=lambda one: one.used)]
 
     def oldest(self) -> int | None:
         """Return when the block that is evicted next was last used, by the clock of ``checkpoints``. None if no block
