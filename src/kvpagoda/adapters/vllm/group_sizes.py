@@ -15,6 +15,8 @@ MOST_GROUPS = 32
 """Tables are built and copied for each group in every step."""
 _GROUP_COST = 0.001
 """A group more has to save this share of the memory."""
+LEAST_GAIN = 0.03
+"""States in smaller groups have to save this share of what a short text holds: padding is held by long texts too."""
 
 
 class StateGroups(NamedTuple):

@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-from kvpagoda.adapters.vllm.group_sizes import StateGroups, groups_of_states, held_nbytes, layers_per_group
+from kvpagoda.adapters.vllm.group_sizes import LEAST_GAIN, StateGroups, groups_of_states, held_nbytes, layers_per_group
 from kvpagoda.adapters.vllm.log import announce, groups_text
 from kvpagoda.errors import BadInput
 from kvpagoda.units import align_up, ceil_div
@@ -130,7 +130,8 @@ def states_beside(specs: Specs, unit: int) -> StateGroups | None:
         return None
     layers = layers_of_vllm([len(attention), len(states)])
     theirs = held_nbytes(ceil_div(len(states), layers), layers * spec.page_size_bytes)
-    return chosen if held_nbytes(chosen.num_groups, block_nbytes(chosen.block_size)) < theirs else None
+    ours = held_nbytes(chosen.num_groups, block_nbytes(chosen.block_size))
+    return chosen if ours <= (1 - LEAST_GAIN) * theirs else None
 
 
 def layers_of_vllm(counts: list[int]) -> int:
@@ -217,7 +218,10 @@ def _of_windows(specs: Specs) -> list[Any] | None:
 def is_packed(groups: list[Any]) -> bool:
     """Return whether ``groups`` are those of ``states_beside``, which vLLM cannot place."""
     kinds = {(isinstance(group.kv_cache_spec, MambaSpec), group.kv_cache_spec.page_size_bytes) for group in groups}
-    return len(kinds) == len({nbytes for _, nbytes in kinds}) == 2 and {is_state for is_state, _ in kinds} == {True, False}
+    return len(kinds) == len({nbytes for _, nbytes in kinds}) == 2 and {is_state for is_state, _ in kinds} == {
+        True,
+        False,
+    }
 
 
 def id_nbytes(groups: list[Any]) -> int:

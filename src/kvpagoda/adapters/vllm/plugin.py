@@ -7,7 +7,7 @@ vLLM has no option for how layers form groups. 0.33 asks its platform for the cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvpagoda.adapters.vllm.options import KEY, Options, check_version
@@ -50,7 +50,9 @@ def register() -> None:
     if hasattr(platform, "get_kv_cache_config_builder_cls"):
         _name_builder(platform)
     else:
-        _replace_functions()
+        from kvpagoda.adapters.vllm.functions import replace_functions
+
+        replace_functions(is_wanted)
 
 
 def _refuse_when_asked(platform: Any) -> None:
@@ -90,40 +92,3 @@ def _name_builder(platform: Any) -> None:
         return _BUILDER if is_wanted(vllm_config) else str(own(vllm_config))
 
     platform.get_kv_cache_config_builder_cls = classmethod(get_kv_cache_config_builder_cls)
-
-
-def _replace_functions() -> None:
-    """Replace the functions that form groups, place them and count their bytes. 0.32."""
-    from vllm.v1.core import kv_cache_utils
-
-    groups: Callable[..., Any] = kv_cache_utils.get_kv_cache_groups
-    config: Callable[..., Any] = kv_cache_utils.get_kv_cache_config_from_groups
-    nbytes: Callable[..., Any] = kv_cache_utils._pool_bytes_per_block
-
-    def get_kv_cache_groups(vllm_config: Any, kv_cache_spec: Any) -> Any:
-        if not is_wanted(vllm_config):
-            return groups(vllm_config, kv_cache_spec)
-        from kvpagoda.adapters.vllm.memory import groups_of
-
-        return groups_of(vllm_config, kv_cache_spec, groups)
-
-    def get_kv_cache_config_from_groups(vllm_config: Any, kv_cache_groups: Any, available_memory: int) -> Any:
-        if not is_wanted(vllm_config):
-            return config(vllm_config, kv_cache_groups, available_memory)
-        from kvpagoda.adapters.vllm.memory import config_of, id_nbytes, is_packed
-
-        if not is_packed(kv_cache_groups):
-            return config(vllm_config, kv_cache_groups, available_memory)
-        return config_of(vllm_config, kv_cache_groups, available_memory // id_nbytes(kv_cache_groups))
-
-    def _pool_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> Any:
-        if is_wanted(vllm_config):
-            from kvpagoda.adapters.vllm.memory import id_nbytes, is_packed
-
-            if is_packed(kv_cache_groups):
-                return id_nbytes(kv_cache_groups)
-        return nbytes(vllm_config, kv_cache_groups)
-
-    kv_cache_utils.get_kv_cache_groups = get_kv_cache_groups
-    kv_cache_utils.get_kv_cache_config_from_groups = get_kv_cache_config_from_groups
-    kv_cache_utils._pool_bytes_per_block = _pool_bytes_per_block
