@@ -203,7 +203,7 @@ def windows(full: int, bounded: int) -> dict[str, Any]:
     head = dict(num_kv_heads=16, head_size=128, dtype=torch.bfloat16)
     one, other = (
         FullAttentionSpec(block_size=16, **head),
-        SlidingWindowSpec(block_size=16, sliding_window=1024, **head, **more),
+        SlidingWindowSpec(block_size=16, sliding_window=1024, **head),
     )
     return {**{f"w{i}": other for i in range(bounded)}, **{f"f{i}": one for i in range(full)}}
 
