@@ -19,7 +19,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
-import tiny_vllm
 import torch
 import vllm
 from vllm.v1.attention.backend import MultipleOf
@@ -32,18 +31,19 @@ from raises import raises
 
 ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("vllm_groups_run.py")
-LINEAR, SLIDING, FULL = "linear_attention", "sliding_attention", "full_attention"
-LAYERS: dict[str, dict[str, Any]] = {
-    "qwen3_next": dict(num_hidden_layers=12, layer_types=([LINEAR] * 3 + [FULL]) * 3),
-    "gemma3_text": dict(num_hidden_layers=7, layer_types=[SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]),
-    "gpt_oss": {},
+SLIDING, FULL = "sliding_attention", "full_attention"
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-Next-like": {},
+    "Gemma-3-like": dict(num_hidden_layers=7, layer_types=[SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]),
+    "gpt-oss-like": {},
 }
-BLOCKS = {"qwen3_next": (400, 75), "gemma3_text": (400, 40), "gpt_oss": (400, 34)}
+"""What differs from the models of ``benchmarks.vllm_memory``."""
+BLOCKS = {"Qwen3-Next-like": (400, 75), "Gemma-3-like": (2000, 150), "gpt-oss-like": (1000, 80)}
 """Ids of memory: so many that nothing is preempted, and so few of smaller groups that something is."""
 GROUPS = {
-    "qwen3_next": ([3, 3, 3, 3], [1] * 9 + [3]),
-    "gemma3_text": ([2, 2, 1, 2], [1] * 7),
-    "gpt_oss": ([2, 2], [2, 2]),
+    "Qwen3-Next-like": ([3, 3, 3, 3], [1] * 9 + [3]),
+    "Gemma-3-like": ([2, 2, 1, 2], [1] * 7),
+    "gpt-oss-like": ([2, 2], [2, 2]),
 }
 """How many layers the groups have: vLLM's, and ours."""
 SCHEDULER = "kvpagoda.adapters.vllm.Scheduler"
@@ -66,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def paths(place: Path, version: str) -> str:
     """PYTHONPATH with our code, our entry point, and the version of vLLM: its Python code with the installed extension."""
-    found = [str(place / "plugin"), str(ROOT / "src"), str(RUN.parent)]
+    found = [str(place / "plugin"), str(ROOT / "src"), str(ROOT)]
     if version == "0.33":
         sources = sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages/vllm"))
         if not sources:
@@ -82,23 +82,17 @@ def paths(place: Path, version: str) -> str:
 
 
 @functools.cache
-def model(place: Path, kind: str) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny_vllm.MODELS, kind, {**tiny_vllm.MODELS[kind], **LAYERS[kind]})
-        return tiny_vllm.save(place, kind)
-
-
-@functools.cache
 def served(place: Path, kind: str, version: str, **options: Any) -> dict[str, Any]:
-    done = run(place, version, [str(RUN), model(place, kind), json.dumps(options)])
+    done = run(place, version, kind, options)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def run(place: Path, version: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+def run(place: Path, version: str, kind: str, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": paths(place, version)}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=900)
+    command = [sys.executable, str(RUN), kind, json.dumps(MODELS[kind]), json.dumps(options)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
 
 
 def by_vllm(place: Path, kind: str, version: str) -> dict[str, Any]:
@@ -110,11 +104,11 @@ ASKED = '{"kvpagoda": {"memory": "groups"}}'
 
 
 @pytest.mark.parametrize("scheduler", [None, SCHEDULER])
-@pytest.mark.parametrize("kind", [*LAYERS])
+@pytest.mark.parametrize("kind", [*MODELS])
 @pytest.mark.parametrize("version", ["installed", "0.33"])
 def test_tokens_are_those_of_vllms_own_groups(version: str, kind: str, scheduler: str | None, place: Path) -> None:
     """With churn, aborts, a reset, and so little memory that requests are preempted."""
-    if scheduler and (version, kind) == ("0.33", "gpt_oss"):
+    if scheduler and (version, kind) == ("0.33", "gpt-oss-like"):
         pytest.skip("covered by the others")
     theirs = by_vllm(place, kind, version)
     ours = served(
@@ -124,20 +118,38 @@ def test_tokens_are_those_of_vllms_own_groups(version: str, kind: str, scheduler
     assert theirs["preempted"] == 0 < ours["preempted"] and len(ours["tokens"]) == 24
     assert ours["manager"] == ("kvpagoda" if scheduler else "vllm")
     assert ours["tokens"] == theirs["tokens"]
-    if kind == "qwen3_next":
+    if kind == "Qwen3-Next-like":
         assert ours["block_size"] < theirs["block_size"]
 
 
 def test_the_plug_in_reaches_three_processes(place: Path) -> None:
     """Front end, engine and worker: the block size is chosen in the last, the groups in the second."""
-    theirs = by_vllm(place, "qwen3_next", "installed")
-    ours = served(place, "qwen3_next", "installed", additional_config=ASKED, processes=3, num_gpu_blocks_override=75)
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    ours = served(
+        place, "Qwen3-Next-like", "installed", additional_config=ASKED, processes=3, num_gpu_blocks_override=75
+    )
     assert ours["tokens"] == theirs["tokens"]
 
 
+def test_our_connector_loads_what_lies_side_by_side(place: Path) -> None:
+    """Stored by an engine with smaller groups, found again after its own cache was reset."""
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    transfer = dict(
+        kv_connector="KvpagodaConnector", kv_connector_module_path="kvpagoda.adapters.vllm_connector", kv_role="kv_both",
+        kv_connector_extra_config={"tiers": ["host:256MiB"]},
+    )  # fmt: skip
+    options = dict(num_gpu_blocks_override=75, additional_config=ASKED)
+    without = served(place, "Qwen3-Next-like", "installed", **options)
+    ours = served(place, "Qwen3-Next-like", "installed", **options, kv_transfer_config=json.dumps(transfer))
+    assert ours["tokens"] == without["tokens"] == theirs["tokens"]
+    assert ours["cached"] > without["cached"]
+
+
 def test_states_that_overlap_are_seen(place: Path) -> None:
-    theirs = by_vllm(place, "qwen3_next", "installed")
-    wrong = served(place, "qwen3_next", "installed", num_gpu_blocks_override=400, additional_config=ASKED, fault=True)
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    wrong = served(
+        place, "Qwen3-Next-like", "installed", num_gpu_blocks_override=400, additional_config=ASKED, fault=True
+    )
     assert wrong["tokens"] != theirs["tokens"]
 
 
@@ -176,11 +188,10 @@ def test_a_wrong_value_of_the_switch_is_an_error() -> None:
 
 
 def test_our_scheduler_says_that_the_plug_in_is_not_loaded(place: Path) -> None:
-    folder = model(place, "qwen3_next")
     options = dict(additional_config=ASKED, scheduler_cls=SCHEDULER, num_gpu_blocks_override=75)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "another")
-        done = run(place, "installed", [str(RUN), folder, json.dumps(options)])
+        done = run(place, "installed", "Qwen3-Next-like", options)
     assert done.returncode and "kvpagoda.errors.BadInput" in done.stderr and "VLLM_PLUGINS" in done.stderr
 
 

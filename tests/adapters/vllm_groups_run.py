@@ -1,4 +1,4 @@
-"""An engine of vLLM with a tiny model, in a process of its own, under churn: FOLDER OPTIONS, both as ``main`` reads them.
+"""An engine of vLLM with a tiny model, in a process of its own, under churn: KIND CHANGES OPTIONS, as ``main`` reads them.
 
 Prints a line of JSON: the tokens of every request that ended, the groups and the block size of vLLM's memory, how many
 requests were preempted, and how many tokens were cached.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 
@@ -62,15 +64,18 @@ def workload(llm: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """``OPTIONS``: of vLLM's ``LLM``, and "fault": let states lie half as far apart as they are large."""
-    folder, options = sys.argv[1], json.loads(sys.argv[2])
-    if "additional_config" in options:
-        options["additional_config"] = json.loads(options["additional_config"])
+    """KIND: a model of ``benchmarks.vllm_memory``; CHANGES: of its config; OPTIONS: of vLLM's ``LLM``, "processes", and
+    "fault": let states lie half as far apart as they are large."""
+    kind, changes, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    for name in {"additional_config", "kv_transfer_config"} & {*options}:
+        options[name] = json.loads(options[name])
     processes, fault = options.pop("processes", 1), options.pop("fault", False)
+    from benchmarks.vllm_engine import _fill
+    from benchmarks.vllm_memory import SERVED
+
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0" if processes == 1 else "1", VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1",
-        HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", VLLM_TARGET_DEVICE="cpu",
-    )  # fmt: skip
+        VLLM_ENABLE_V1_MULTIPROCESSING="0" if processes == 1 else "1", OMP_NUM_THREADS="1", VLLM_TARGET_DEVICE="cpu"
+    )
     if processes > 1:
         options["distributed_executor_backend"] = "mp"
     if fault:
@@ -81,10 +86,15 @@ def main() -> None:
     from vllm import LLM
 
     usual = dict(
-        skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=8, seed=0, max_num_batched_tokens=1024,
-        max_model_len=2048, enable_prefix_caching=True, async_scheduling=False,
+        load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=8, seed=0, block_size=32,
+        max_num_batched_tokens=1024, max_model_len=2048, enable_prefix_caching=True, async_scheduling=False,
+        dtype="bfloat16" if kind == "Qwen3-Next-like" else "float32",
     )  # fmt: skip
-    print(json.dumps(workload(LLM(folder, **{**usual, **options}))), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({**SERVED[kind], **changes}))
+        llm = LLM(folder, **{**usual, **options})
+    llm.apply_model(_fill)
+    print(json.dumps(workload(llm)), flush=True)
 
 
 if __name__ == "__main__":
