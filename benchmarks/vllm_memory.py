@@ -134,7 +134,7 @@ def planned(name: str) -> list[Row]:
         if memory.is_packed(groups):
             config = memory.config_of(settings, groups, 20000)
         else:
-            config = get_config(settings, groups, 1 << 40)
+            config = get_config(settings, groups, 1 << 34)
         nbytes = config.kv_cache_tensors[0].size // config.num_blocks
         kinds = [(type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size) for group in groups]
         rows.append(

@@ -122,6 +122,15 @@ def test_tokens_are_those_of_vllms_own_groups(version: str, kind: str, scheduler
         assert ours["block_size"] < theirs["block_size"]
 
 
+def test_without_prefix_caching(place: Path) -> None:
+    """A request has one state for its whole text."""
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    options = dict(num_gpu_blocks_override=75, additional_config=ASKED, enable_prefix_caching=False)
+    ours = served(place, "Qwen3-Next-like", "installed", **options)
+    assert ours["groups"] == GROUPS["Qwen3-Next-like"][1] and ours["cached"] == 0
+    assert ours["tokens"] == theirs["tokens"]
+
+
 def test_the_plug_in_reaches_three_processes(place: Path) -> None:
     """Front end, engine and worker: the block size is chosen in the last, the groups in the second."""
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
@@ -203,19 +212,15 @@ STATE = dict(shapes=((3, 8192), (32, 128, 128)), dtypes=(torch.bfloat16, torch.f
 
 def qwen3_next(size: int, padded: int | None) -> dict[str, Any]:
     """The specs of Qwen3-Next-80B."""
-    full, state = (
-        FullAttentionSpec(block_size=size, **HEAD),
-        MambaSpec(block_size=size, page_size_padded=padded, **STATE),
-    )
+    full = FullAttentionSpec(block_size=size, **HEAD)
+    state = MambaSpec(block_size=size, page_size_padded=padded, **STATE)
     return {f"{i}": full if i % 4 == 3 else state for i in range(48)}
 
 
 def windows(full: int, bounded: int) -> dict[str, Any]:
     head = dict(num_kv_heads=16, head_size=128, dtype=torch.bfloat16)
-    one, other = (
-        FullAttentionSpec(block_size=16, **head),
-        SlidingWindowSpec(block_size=16, sliding_window=1024, **head),
-    )
+    one = FullAttentionSpec(block_size=16, **head)
+    other = SlidingWindowSpec(block_size=16, sliding_window=1024, **head)
     return {**{f"w{i}": other for i in range(bounded)}, **{f"f{i}": one for i in range(full)}}
 
 
@@ -224,7 +229,8 @@ def settings(**more: Any) -> Any:
     parts = {
         "cache_config": dict(
             num_gpu_blocks_override=None, prefix_cache_retention_interval=0, kv_cache_dtype_skip_layers=[],
-            use_replayssm=False, mamba_cache_mode="align", block_size=16, user_specified_block_size=False, mamba_block_size=16,
+            use_replayssm=False, prefix_match_unit=None, mamba_cache_mode="align", block_size=16, user_specified_block_size=False,
+            mamba_block_size=16,
             mamba_page_size_padded=1, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
         ),
         "parallel_config": dict(pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1),
@@ -346,7 +352,10 @@ def attended(sizes: list[Any]) -> tuple[Any, dict[str, Any]]:
     ("sizes", "least", "unit"), [([MultipleOf(16)], 1, 16), ([MultipleOf(16)], 48, 48), ([64, MultipleOf(32)], 16, 32)]
 )
 def test_a_block_is_a_multiple_of_what_kernels_take(sizes: list[Any], least: int, unit: int) -> None:
-    assert memory.least_block(*attended(sizes), least) == unit
+    config, specs = attended(sizes)
+    assert memory.least_block(config, specs, least) == unit
+    config.cache_config.prefix_match_unit = 3 * unit
+    assert memory.least_block(config, specs, least) == 3 * unit
 
 
 def test_kernels_that_take_some_sizes_alone_are_refused_by_name() -> None:

@@ -160,6 +160,7 @@ VALUES: dict[tuple[str, str], str] = {
     ("config/scheduler.py", "SchedulerConfig"): "async_scheduling disable_hybrid_kv_cache_manager scheduler_cls",
     ("config/cache.py", "CacheConfig"): "block_size cache_dtype get_resolved_kv_cache_layout kv_cache_dtype_skip_layers "
     "mamba_block_size mamba_cache_mode mamba_page_size_padded num_gpu_blocks_override prefix_cache_retention_interval "
+    "prefix_match_unit "
     "use_replayssm user_specified_block_size",
     ("config/attention.py", "AttentionConfig"): "hisparse_config",
     ("config/compilation.py", "CompilationConfig"): "static_forward_context",

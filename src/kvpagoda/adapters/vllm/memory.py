@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGrou
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from kvpagoda.adapters.vllm.group_sizes import LEAST_GAIN, StateGroups, groups_of_states, held_nbytes, layers_per_group
-from kvpagoda.adapters.vllm.log import announce, groups_text
+from kvpagoda.adapters.vllm.log import announce
 from kvpagoda.errors import BadInput
 from kvpagoda.units import align_up, ceil_div
 
@@ -85,13 +85,13 @@ def align(vllm_config: Any, own: Callable[[], None]) -> None:
 
 
 def least_block(vllm_config: Any, specs: Specs, least: int = 1) -> int:
-    """Return the tokens of which a block has a multiple: of ``least``, of what every kernel takes, and of where it may
-    leave a state inside of a prompt.
+    """Return the tokens of which a block has a multiple: of ``least``, of ``--prefix-match-unit``, of what every kernel
+    takes, and of where it may leave a state inside of a prompt.
 
     Raises:
         BadInput: kernels that take blocks of some sizes alone: blocks that do not lie side by side cannot be divided.
     """
-    units = [least]
+    units = [least, vllm_config.cache_config.prefix_match_unit or 1]
     layers = vllm_config.compilation_config.static_forward_context
     for backend in {layers[name].get_attn_backend() for name, spec in specs.items() if isinstance(spec, AttentionSpec)}:
         sizes = backend.get_supported_kernel_block_sizes()
@@ -166,7 +166,11 @@ def groups_of(vllm_config: Any, specs: Specs, own: Callable[[Any, Specs], list[A
         groups = own(vllm_config, specs)
         announce(f"leaves vLLM's memory as it is, in {len(groups)} groups: smaller ones save nothing here")
         return groups
-    announce(f"divides vLLM's memory into {len(groups)} groups; {groups_text(KVCacheConfig(1, [], groups))}")
+    layers, spec = [len(group.layer_names) for group in groups], groups[0].kv_cache_spec
+    announce(
+        f"divides vLLM's memory into {len(groups)} groups of {min(layers)} to {max(layers)} layers, in blocks of "
+        f"{spec.block_size} tokens"
+    )
     return groups
 
 
