@@ -75,14 +75,16 @@ STATES = ("Qwen3-Next-like", "LFM2-like")
 
 
 class Chats(NamedTuple):
-    """A workload: conversations of ``turns`` turns, each with one of ``heads`` system prompts; ``active`` of them take
-    turns at any time. A turn adds the user's tokens and the answer to the text before it."""
+    """A workload: conversations of ``turns`` turns, each with one of ``heads`` system prompts of ``head`` tokens; ``active``
+    of them take turns at any time. A turn adds the user's ``added`` tokens and the answer to the text before it."""
 
     conversations: int = 30
     turns: int = 4
     heads: int = 4
     active: int = 10
     answer: int = 32
+    head: tuple[int, int] = (90, 260)
+    added: tuple[int, int] = (20, 90)
 
     def prompts(self, seed: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of the conversation, tokens that its user adds), in the order in which they are asked."""
@@ -91,12 +93,12 @@ class Chats(NamedTuple):
         def tokens(low: int, high: int) -> list[int]:
             return [*map(int, random.integers(3, 500, int(random.integers(low, high))))]
 
-        heads = [tokens(90, 260) for _ in range(self.heads)]
+        heads = [tokens(*self.head) for _ in range(self.heads)]
         left = dict.fromkeys(range(self.conversations), self.turns)
         begun = set[int]()
         while left:
             number = int(random.choice(list(left)[: self.active]))
-            added = tokens(20, 90)
+            added = tokens(*self.added)
             yield number, added if number in begun else [*heads[number % self.heads], *added]
             begun.add(number)
             left[number] -= 1
@@ -105,9 +107,9 @@ class Chats(NamedTuple):
 
 
 class Engine:
-    """vLLM's engine with a model of ``MODELS``."""
+    """vLLM's engine with a model of ``MODELS``, or the one that ``config`` says. ``options``: of vLLM's, over those here."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, config: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
         from vllm.v1.core.sched import scheduler
 
@@ -118,16 +120,17 @@ class Engine:
             return own(**arguments)
 
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+            Path(folder, "config.json").write_text(json.dumps(config or MODELS[model]))
+            said = dict(
+                load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
+                dtype="bfloat16" if model in STATES[:1] else "float32", block_size=BLOCK, max_num_seqs=96,
+                num_gpu_blocks_override=9000 if model in STATES else 20000, max_num_batched_tokens=16384,
+                enable_prefix_caching=True, async_scheduling=False, seed=0,
+                **({"mamba_cache_mode": "align"} if model in STATES else {}),
+            )  # fmt: skip
             scheduler.KVCacheManager = record
             try:
-                self.llm = LLM(
-                    folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
-                    dtype="bfloat16" if model in STATES[:1] else "float32", block_size=BLOCK, max_num_seqs=96,
-                    num_gpu_blocks_override=9000 if model in STATES else 20000, max_num_batched_tokens=16384,
-                    enable_prefix_caching=True, async_scheduling=False, seed=0,
-                    **({"mamba_cache_mode": "align"} if model in STATES else {}),
-                )  # fmt: skip
+                self.llm = LLM(folder, **{**said, **options})
             finally:
                 scheduler.KVCacheManager = own
         self.llm.apply_model(_fill)

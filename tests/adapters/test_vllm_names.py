@@ -90,6 +90,35 @@ CALLS: dict[tuple[str, str], dict[str, str]] = {
     },
 }  # fmt: skip
 """(File, class) -> function that we override or call -> its parameters without ``self``; | where versions differ."""
+PLANNING = {"0.32": UTILS, "0.33": "v1/core/kv_cache_planning.py"}
+BUILDER = "v1/core/kv_cache_config_builder.py"
+_REPLACED = {
+    "get_kv_cache_groups": "vllm_config kv_cache_spec",
+    "get_kv_cache_config_from_groups": "vllm_config kv_cache_groups available_memory",
+    "_pool_bytes_per_block": "vllm_config kv_cache_groups",
+}
+_PLATFORM = {"_align_hybrid_block_size": "vllm_config backend_cls", "check_and_update_config": "vllm_config"}
+_WORKER = ("v1/worker/gpu/attn_utils.py", ""), {"get_kv_cache_spec": "vllm_config"}
+MEMORY: dict[str, dict[tuple[str, str], dict[str, str]]] = {
+    "0.32": {
+        (UTILS, ""): CALLS[UTILS, ""] | _REPLACED,
+        ("platforms/interface.py", "Platform"): _PLATFORM, _WORKER[0]: _WORKER[1],
+    },
+    "0.33": {
+        (PLANNING["0.33"], ""): _REPLACED,
+        (PLANNING["0.33"], "DefaultKVCacheConfigBuilder"): {
+            "get_kv_cache_groups": "vllm_config kv_cache_spec",
+            "get_kv_cache_config_from_groups": "vllm_config kv_cache_groups num_blocks",
+        },
+        (BUILDER, ""): {"get_kv_cache_config_builder": "vllm_config"},
+        ("platforms/interface.py", "Platform"): {**_PLATFORM, "get_kv_cache_config_builder_cls": "vllm_config"},
+        ("model_executor/layers/mamba/abstract.py", ""): {"get_mamba_prefill_checkpoint_alignment": "vllm_config"},
+        _WORKER[0]: _WORKER[1],
+    },
+}  # fmt: skip
+"""The same for what ``memory`` replaces and calls, which 0.33 moved. 0.32 has no class that forms groups."""
+ONLY_IN = {"functions.py": "0.32", "builder.py": "0.33"}
+"""File of ours -> the only version that imports it."""
 VALUES: dict[tuple[str, str], str] = {
     (MANAGER, "KVCacheManager"): "coordinator block_pool enable_caching kv_cache_config max_model_len empty_kv_cache_blocks",
     (MANAGER, "KVCacheBlocks"): "blocks get_block_ids",
@@ -109,7 +138,12 @@ VALUES: dict[tuple[str, str], str] = {
     ("v1/kv_cache_interface.py", "FullAttentionSpec"): "sliding_window attention_chunk_size",
     ("v1/kv_cache_interface.py", "SlidingWindowSpec"): "sliding_window extra_retained_tokens",
     ("v1/kv_cache_interface.py", "ChunkedLocalAttentionSpec"): "attention_chunk_size",
-    ("v1/kv_cache_interface.py", "MambaSpec"): "mamba_cache_mode",
+    ("v1/kv_cache_interface.py", "MambaSpec"): "mamba_cache_mode page_size_padded state_content_size_bytes",
+    ("v1/kv_cache_interface.py", "AttentionSpec"): "page_size_padded get_block_stride_alignment",
+    ("v1/kv_cache_interface.py", "KVCacheTensor"): "size layers layer_stride block_stride offset",
+    ("v1/kv_cache_layout.py", "KVCacheLayout"): "is_block_compact",
+    ("v1/attention/backend.py", "AttentionBackend"): "get_name get_supported_kernel_block_sizes",
+    ("v1/attention/backend.py", "MultipleOf"): "base",
     ("v1/kv_cache_interface.py", "KVCacheGroupSpec"): "layer_names kv_cache_spec",
     ("v1/kv_cache_interface.py", "KVCacheConfig"): "num_blocks kv_cache_groups prefix_cacheable_group_ids",
     ("v1/core/sched/scheduler.py", "Scheduler"): "kv_cache_manager",
@@ -120,16 +154,21 @@ VALUES: dict[tuple[str, str], str] = {
     (CONNECTOR, "KVConnectorRole"): "SCHEDULER",
     (METRICS, "KVConnectorStats"): "data",
     (METRICS, "KVConnectorPromMetrics"): "_counter_cls _gauge_cls per_engine_labelvalues",
-    ("config/vllm.py", "VllmConfig"): "additional_config cache_config compilation_config kv_transfer_config load_config "
+    ("config/vllm.py", "VllmConfig"): "additional_config attention_config "
+    "cache_config compilation_config kv_transfer_config load_config "
     "model_config parallel_config scheduler_config speculative_config",
-    ("config/scheduler.py", "SchedulerConfig"): "async_scheduling scheduler_cls",
-    ("config/cache.py", "CacheConfig"): "cache_dtype prefix_cache_retention_interval",
+    ("config/scheduler.py", "SchedulerConfig"): "async_scheduling disable_hybrid_kv_cache_manager scheduler_cls",
+    ("config/cache.py", "CacheConfig"): "block_size cache_dtype get_resolved_kv_cache_layout kv_cache_dtype_skip_layers "
+    "mamba_block_size mamba_cache_mode mamba_page_size_padded num_gpu_blocks_override prefix_cache_retention_interval "
+    "prefix_match_unit "
+    "use_replayssm user_specified_block_size",
+    ("config/attention.py", "AttentionConfig"): "hisparse_config",
     ("config/compilation.py", "CompilationConfig"): "static_forward_context",
     ("config/load.py", "LoadConfig"): "load_format",
     ("config/model.py", "ModelConfig"): "model seed revision dtype quantization hf_config",
     ("config/parallel.py", "ParallelConfig"): "rank world_size data_parallel_size data_parallel_rank pipeline_parallel_size "
     "decode_context_parallel_size prefill_context_parallel_size",
-    ("config/kv_transfer.py", "KVTransferConfig"): "kv_connector_extra_config kv_connector_module_path kv_role "
+    ("config/kv_transfer.py", "KVTransferConfig"): "kv_connector kv_connector_extra_config kv_connector_module_path kv_role "
     "kv_load_failure_policy is_kv_consumer is_kv_producer",
     ("lora/request.py", "LoRARequest"): "lora_name lora_int_id lora_path",
     ("multimodal/inputs.py", "MultiModalFeatureSpec"): "identifier mm_position",
@@ -196,9 +235,12 @@ def parameters(module: ast.Module, owner: str, name: str) -> str | None:
     return None
 
 
-def imported() -> Iterator[tuple[str, str]]:
-    """(Module of vLLM, name in it) of each import of ours, and of each attribute of such a module that we read."""
+def imported(release: str = "") -> Iterator[tuple[str, str]]:
+    """(Module of vLLM, name in it) of each import of ours, and of each attribute of such a module that we read. ``release``:
+    the files that another one alone imports are left out."""
     for path in OURS:
+        if ONLY_IN.get(path.name, release) != release:
+            continue
         modules = dict[str, str]()
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm":
@@ -215,10 +257,10 @@ def file_of(root: Path, module: str) -> Path | None:
     return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
 
 
-def changes(root: Path) -> list[str]:
-    """What of vLLM in the folder ``root`` is not as we know it, a line for each."""
+def changes(root: Path, release: str) -> list[str]:
+    """What of vLLM ``release`` in the folder ``root`` is not as we know it, a line for each."""
     told = list[str]()
-    for module, name in sorted({*imported()}):
+    for module, name in sorted({*imported(release)}):
         path = file_of(root, module)
         if path is None:  # a class, whose attributes are below
             owner, _, one = module.rpartition(".")
@@ -227,7 +269,7 @@ def changes(root: Path) -> list[str]:
                 told.append(f"no module {module}")
         elif name not in names(parsed(path).body) and file_of(root, f"{module}.{name}") is None:
             told.append(f"{module} has no {name}")
-    for (file, owner), functions in CALLS.items():
+    for (file, owner), functions in (CALLS | MEMORY[release]).items():
         for name, known in functions.items():
             found = parameters(parsed(root / file), owner, name) if (root / file).is_file() else None
             if found not in known.split(" | "):
@@ -252,39 +294,50 @@ def sources() -> dict[str, Path]:
 
 
 @pytest.fixture(params=SUPPORTED)
-def source(request: pytest.FixtureRequest) -> Path:
-    """The folder of a supported version of vLLM."""
-    folder = next((path for known, path in sources().items() if known.startswith(request.param)), None)
+def release(request: pytest.FixtureRequest) -> str:
+    """A supported version of vLLM."""
+    return str(request.param)
+
+
+@pytest.fixture
+def source(release: str) -> Path:
+    """Its folder."""
+    folder = next((path for known, path in sources().items() if known.startswith(release)), None)
     if folder is None:
-        pytest.skip(f"no source of vLLM {request.param}: make vllm has 0.32, make consumers 0.33")
+        pytest.skip(f"no source of vLLM {release}: make vllm has 0.32, make consumers 0.33")
     return folder
 
 
-def test_all_that_we_use_of_vllm_is_where_it_was(source: Path) -> None:
-    assert len({*imported()}) > 25
-    assert not changes(source)
+def test_all_that_we_use_of_vllm_is_where_it_was(source: Path, release: str) -> None:
+    assert len({*imported(release)}) > 25
+    assert not changes(source, release)
     assert groups._SERVED | groups._REFUSED <= SPECS
 
 
-def test_what_moved_is_named(source: Path, tmp_path: Path) -> None:
-    files = {file for file, _ in (*CALLS, *VALUES)} | {"__init__.py", "v1/core/sched/async_scheduler.py"}
+def test_what_moved_is_named(source: Path, release: str, tmp_path: Path) -> None:
+    files = {file for file, _ in (*CALLS, *MEMORY[release], *VALUES)} | {
+        "__init__.py", "v1/core/sched/async_scheduler.py", "model_executor/layers/mamba/abstract.py",
+    }  # fmt: skip
     for file in files | {str(Path(file).parent / "__init__.py") for file in files}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / file, tmp_path / file)
-    assert not changes(tmp_path)
+    assert not changes(tmp_path, release)
     for file, old, new in (
         (MANAGER, "def allocate_slots(", "def give_slots("),
         (MANAGER, "class KVCacheBlocks", "class Blocks"),
         ("v1/core/block_pool.py", "self.hash_block_size", "self.unit"),
         ("v1/kv_cache_interface.py", "class RSWASpec", "class OtherSpec"),
+        ("platforms/interface.py", "def _align_hybrid_block_size(", "def _align_block_size("),
+        (PLANNING[release], "def get_kv_cache_config_from_groups(", "def config_from_groups("),
     ):  # fmt: skip
         text = (tmp_path / file).read_text()
         assert old in text
         (tmp_path / file).write_text(text.replace(old, new))
     parsed.cache_clear()
-    told = changes(tmp_path)
+    told = changes(tmp_path, release)
     for part in (
         "KVCacheManager allocate_slots takes None", "BlockPool has no hash_block_size", "a new kind: OtherSpec",
         "no kind of group RSWASpec", "vllm.v1.core.kv_cache_manager has no KVCacheBlocks",
+        "Platform _align_hybrid_block_size takes None", "function get_kv_cache_config_from_groups takes None",
     ):  # fmt: skip
         assert any(part in line for line in told), told

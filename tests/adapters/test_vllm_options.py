@@ -77,7 +77,7 @@ def test_options_of_additional_config() -> None:
 @pytest.mark.parametrize(
     ("said", "figures"),
     [
-        ({"polcy": "lru"}, {"needed": "polcy", "available": ("policy", "checkpoint_every", "promised")}),
+        ({"polcy": "lru"}, {"needed": "polcy", "available": ("policy", "checkpoint_every", "promised", "memory")}),
         (
             {"policy": "lur"},
             {"needed": "lur", "available": ("lru", "fifo", "lfu", "lfuda", "sieve", "s3fifo", "arc", "auto")},
@@ -89,7 +89,10 @@ def test_options_of_additional_config() -> None:
         ({"tiers": ["disk"]}, {"needed": ANY, "available": "connector"}),
         ({"checkpoint_tokens": 512}, {"needed": ANY, "available": "connector"}),
         ({"promised": 1.5}, {"field": "promised", "needed": 1.5, "available": 1}),
-        ({"promise": 0.5}, {"needed": "promise", "available": ("policy", "checkpoint_every", "promised")}),
+        ({"promise": 0.5}, {"needed": "promise", "available": ("policy", "checkpoint_every", "promised", "memory")}),
+        ({"memory": "group"}, {"needed": "group", "available": ("groups",)}),
+        ({"memory": True}, {"needed": True, "available": ("groups",)}),
+        ({"memory": ["groups"]}, {"needed": ANY, "available": ("groups",)}),
         ("lru", {"needed": "str"}),
     ],
 )

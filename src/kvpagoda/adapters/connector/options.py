@@ -15,7 +15,7 @@ from kvpagoda.units import parse_bytes, utf8, whole_number
 Loads = Literal["async", "layerwise"]
 _FIXED = ("write", "record_nbytes")
 _SHARED = ("redis", "rediss", "unix", "mooncake")
-OF_THE_SCHEDULER = ("policy", "checkpoint_every", "promised")
+OF_THE_SCHEDULER = ("policy", "checkpoint_every", "promised", "memory")
 """Options of the scheduler, which stand elsewhere."""
 
 

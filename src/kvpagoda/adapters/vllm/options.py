@@ -14,7 +14,9 @@ SUPPORTED = ("0.32", "0.33")
 """The releases of vLLM that were read and tried."""
 NEEDS_PRIORITIES = ("priority", "ttl")
 """Policies that rank blocks by a number of the request. vLLM's priorities say who runs first, not what stays cached."""
-_KEY = "kvpagoda"
+KEY = "kvpagoda"
+"""Where our options stand."""
+MEMORY = ("groups",)
 _PLACE = """--additional-config '{"kvpagoda": {"policy": "lru"}}'"""
 OF_THE_CONNECTOR = ("tiers", "weights", "record_nbytes", "checkpoint_tokens", "load", "secret")
 """Options of the connector, which stand elsewhere."""
@@ -29,11 +31,13 @@ class Options:
         checkpoint_every: keep what resuming needs after every so many tokens too, not only where texts end and part;
             None: what vLLM's ``--prefix-cache-retention-interval`` says, whose default 0 means nowhere else.
         promised: the share of the blocks, 0 to 1, that hints (``kv_hints`` of requests) may keep.
+        memory: how vLLM's memory is divided: "groups" (``memory``); None: as vLLM does. With vLLM's own scheduler too.
     """
 
     policy: str = "lru"
     checkpoint_every: int | None = None
     promised: float = 0.5
+    memory: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy in NEEDS_PRIORITIES:
@@ -47,6 +51,8 @@ class Options:
         if real_number(self.promised, "promised") > 1:
             text = f"promised is a share of the blocks, 0 to 1, got {self.promised}"
             raise BadInput(text, field="promised", needed=self.promised, available=1)
+        if self.memory not in (None, *MEMORY):
+            raise unknown_name("memory", self.memory, MEMORY)
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:
@@ -63,15 +69,15 @@ class Options:
         for name in config:
             if name in known:
                 raise BadInput.with_hint(
-                    f"--additional-config says {name!r} beside {_KEY!r}, where nothing reads it",
-                    f"options of kvpagoda stand inside {_KEY!r}: {_PLACE}",
-                    needed=name, available=(_KEY,),
+                    f"--additional-config says {name!r} beside {KEY!r}, where nothing reads it",
+                    f"options of kvpagoda stand inside {KEY!r}: {_PLACE}",
+                    needed=name, available=(KEY,),
                 )  # fmt: skip
-            if name != _KEY and did_you_mean(name, (_KEY,)):
-                raise unknown_name("name in --additional-config", name, (_KEY,))
-        said = config.get(_KEY, {})
+            if name != KEY and did_you_mean(name, (KEY,)):
+                raise unknown_name("name in --additional-config", name, (KEY,))
+        said = config.get(KEY, {})
         if not isinstance(said, Mapping):
-            text = f"--additional-config says {_KEY}: {shown(said)}; it takes an object of options: {_PLACE}"
+            text = f"--additional-config says {KEY}: {shown(said)}; it takes an object of options: {_PLACE}"
             raise BadInput(text, needed=type(said).__name__)
         for name in said:
             if name in OF_THE_CONNECTOR:

