@@ -31,23 +31,25 @@ ALL, EACH = "8192 of all", "2048 of each"
 UNIT, EVERY = {"prefix_match_unit": 16}, {"prefix_cache_retention_interval": 4096}
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {}, "unit 16": UNIT, "every 4096": EVERY, "every 4096 and unit 16": EVERY | UNIT,
-    "all kept": {"prefix_cache_retention_interval": None}, "watermark 0.1": {"watermark": 0.1},
+    "every 1024": {"prefix_cache_retention_interval": 1024}, "every 8192": {"prefix_cache_retention_interval": 8192},
+    "every 8192 and unit 16": {"prefix_cache_retention_interval": 8192} | UNIT, "watermark 0.1": {"watermark": 0.1},
     "8 at once": {"max_num_seqs": 8}, "every 4096, 8 at once": EVERY | {"max_num_seqs": 8},
     "every 4096, watermark 0.3": EVERY | {"watermark": 0.3},
 }  # fmt: skip
 """vLLM's options, by the names of a row; ``unit``: its ``--prefix-match-unit``, which only models with states can use."""
-PLAIN, STATES = ("defaults", "every 4096", "all kept"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
+PLAIN, STATES = ("defaults", "every 4096"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
+CHATS = ("defaults", "every 8192", "unit 16", "every 8192 and unit 16")
 CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, "8 at once")),
     ("agent", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
-    ("agent", "gpt-oss-120b", "50GiB", ALL, PLAIN[:2]),
+    ("agent", "gpt-oss-120b", "50GiB", ALL, PLAIN),
     ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN[:1]),
-    ("agent 400", "Gemma-3-27B", "50GiB", ALL, (*PLAIN[:2], "watermark 0.1")),
+    ("agent 400", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "watermark 0.1")),
     ("agent", "Qwen3-Next-80B", "50GiB", EACH, (*STATES, "8 at once", "every 4096, 8 at once", "every 4096, watermark 0.3")),
-    ("conversation", "Qwen3-Next-80B", "400GiB", ALL, STATES),
-    ("conversation", "gpt-oss-120b", "400GiB", ALL, PLAIN),
-    ("conversation", "Gemma-3-27B", "400GiB", ALL, PLAIN),
-    ("conversation", "Nemotron-H-8B", "400GiB", ALL, STATES),
+    ("conversation", "Qwen3-Next-80B", "400GiB", ALL, CHATS),
+    ("conversation", "gpt-oss-120b", "400GiB", ALL, ("defaults", "every 1024")),
+    ("conversation", "Gemma-3-27B", "400GiB", ALL, CHATS[:2]),
+    ("conversation", "Nemotron-H-8B", "400GiB", ALL, CHATS),
 ]  # fmt: skip
 """The trace, the model, the budget, the steps, and vLLM's settings."""
 
