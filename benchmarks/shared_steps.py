@@ -7,10 +7,13 @@ together, and none finds what another is about to compute. Here both sides are s
 a few cases in those of ``hybrid_peers`` ("of each"), to tell what the cache finds from what admission lets it find.
 
 The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), the chats the first
-3,000 of the conversation trace. Requests are admitted in their order, as soon as there is room: their times are not used, so a
-request does not wait for the answer to the one before it. vLLM is its own ``KVCacheManager`` (``peers/vllm_hybrid.py``).
-``again_percent`` is what it computes again after preemptions, in percent of the prompt tokens; ours reserves room for outputs
-and preempts nothing. "bound": no cache finds more in the steps of ours (``kvpagoda.replay.hit_bound``).
+3,000 of the conversation trace. Requests are admitted in their order, as soon as there is room: their times are not used, so
+a request does not wait for the answer to the one before it. "agent cut": prompts end with a whole id of the trace, 64 tokens;
+what follows it in a prompt is in no later one of the trace, though in the conversation it is.
+
+vLLM is its own ``KVCacheManager`` (``peers/vllm_hybrid.py``). ``again_percent`` is what it computes again after preemptions,
+in percent of the prompt tokens; ours reserves room for outputs and preempts nothing. "bound": no cache finds more in the
+steps of ours (``kvpagoda.replay.hit_bound``).
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from benchmarks import hits
 from benchmarks.one_budget import schema_of
 from benchmarks.peers import Absent, Process
 from benchmarks.timing import Options, Row, tell
-from benchmarks.workload import SOURCES, TRACES
+from benchmarks.workload import SOURCES, TRACES, cut_to_ids
 from kvpagoda.replay import Trace, hit_bound, serve, synthetic
 from kvpagoda.units import parse_bytes
 
 QUESTION = "What do hybrid models find of the prompts of coding agents, and of chats, in the steps of an engine?"
-LIMITS = {"agent": 1500, "agent 400": 400, "conversation": 3000}
+LIMITS = {"agent": 1500, "agent 400": 400, "agent cut": 1500, "conversation": 3000}
 ALL, EACH = "8192 of all", "2048 of each"
 UNIT, EVERY = {"prefix_match_unit": 16}, {"prefix_cache_retention_interval": 4096}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,6 +45,8 @@ CHATS = ("defaults", "every 8192", "unit 16", "every 8192 and unit 16")
 CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, "8 at once")),
     ("agent", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
+    ("agent cut", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
+    ("agent cut", "Qwen3-Next-80B", "50GiB", ALL, STATES[:2]),
     ("agent", "gpt-oss-120b", "50GiB", ALL, PLAIN),
     ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN[:1]),
     ("agent 400", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "watermark 0.1")),
@@ -107,6 +112,8 @@ def _given(
     file = TRACES / source.file
     is_there, tokens = file.exists() and not is_quick, int(steps.split()[0])
     requests = Trace.read(file, LIMITS[trace]) if is_there else synthetic(40)
+    if trace.endswith("cut"):
+        requests = cut_to_ids(requests, source.per_id if is_there else 64)
     arguments: dict[str, Any] = {
         "tokens_per_id": source.per_id if is_there else 64, "max_requests": setting.get("max_num_seqs", 64),
         "step_tokens": tokens, "batch_tokens": tokens if steps == ALL else None,
@@ -127,8 +134,8 @@ def theirs(
     """Serve ``trace`` with vLLM's manager and ``setting``."""
     config = {**hits.MODELS[model], **setting} | ({"max_num_batched_tokens": 8192} if steps == ALL else {})
     limit = 40 if is_quick else LIMITS[trace]
-    name = trace.split()[0]
-    found = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit, trace=name)
+    name, is_cut = trace.split()[0], trace.endswith("cut")
+    found = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit, trace=name, is_cut=is_cut)
     kept = ("hit_percent", "preempted", "again_percent", "mean_running", "steps", "never_fit", "block_size")
     return {"version": process.version, **{key: found[key] for key in kept}}
 
