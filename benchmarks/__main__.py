@@ -13,11 +13,11 @@ from benchmarks.show import plots, table
 from benchmarks.timing import RESULTS, Parser, add_arguments, is_part, options_of, result, save
 
 NAMES = (
-    "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth", "hybrid",
-    "one_budget", "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard",
-    "handover", "adapters", "paged_cache", "vllm_connector", "events", "router", "formats", "quantised_heads", "top_k",
-    "packed", "metrics", "hints", "checkpoints_at_rest", "rounded_states", "step_checkpoints", "simulate", "count_hits",
-    "memory_for_reuse", "bound", "placement", "runs",
+    "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth",
+    "hybrid", "one_budget", "hits", "hybrid_peers", "shared_steps", "policies", "replay", "disk", "swap", "restart",
+    "shared_store", "reshard", "handover", "adapters", "paged_cache", "vllm_connector", "events", "router", "formats",
+    "quantised_heads", "top_k", "packed", "metrics", "hints", "checkpoints_at_rest", "rounded_states",
+    "step_checkpoints", "simulate", "count_hits", "memory_for_reuse", "bound", "placement", "runs",
 )  # fmt: skip
 
 

@@ -27,6 +27,11 @@ INTERVALS = {"all kept": None, **{f"every {n}": n for n in (256, 512, 1024, 2048
 """vLLM's ``prefix_cache_retention_interval``. By default (0) it keeps blocks of windows and states for reuse only where
 another text is likely to continue; "every 1024" keeps those after every 1,024 tokens too (with states after every block, of
 some 1,000 tokens), and "all kept" all."""
+UNITS = {
+    "unit 16": {"prefix_match_unit": 16},
+    "every 8192, unit 16": {"prefix_match_unit": 16, "prefix_cache_retention_interval": 8192},
+}
+"""vLLM's ``prefix_match_unit``, which only models with states can use: the end of a prompt is found within a block too."""
 BFLOAT16 = {"Qwen3-Next-80B, its states in bfloat16": {**QWEN3_NEXT_80B, "mamba_ssm_dtype": "bfloat16"}}
 """vLLM's default. Ours are float32, as in transformers, and in ``MODELS`` vLLM is set to float32 too."""
 Case = tuple[str, str, dict[str, Any]]
@@ -42,6 +47,11 @@ def cases(who: str) -> list[Case]:
         (name, setting, {**config, "prefix_cache_retention_interval": interval})
         for name, config in MODELS.items()
         for setting, interval in INTERVALS.items()
+    ]
+    others += [
+        (name, setting, {**MODELS[name], **more})
+        for name in ("Qwen3-Next-80B", "Nemotron-H-8B")
+        for setting, more in UNITS.items()
     ]
     return [*models, *((name, "", config) for name, config in BFLOAT16.items()), *others]
 

@@ -5,7 +5,8 @@
 
 vLLM's own engine runs, on a CPU, with small random models; nothing is downloaded. For each cell of the table its cache
 manager is exchanged while it is idle: for another one of its own with another ``--prefix-cache-retention-interval``, or
-for ours. Weights are random but not small, so a token depends on everything before it.
+for ours. Models with states run in a second engine with ``--prefix-match-unit 16`` too. Weights are random but not small,
+so a token depends on everything before it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ BLOCK = 32
 BLOCKS = (80, 200)
 """Blocks of memory for each group of layers."""
 AT_ONCE = (1, 4, 16)
+UNIT = 16
+"""vLLM's ``--prefix-match-unit``, for models with states."""
 _SMALL = dict(
     hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=512,
     max_position_embeddings=4096, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -250,13 +253,14 @@ def _fill(model: Any) -> None:
             values.data.normal_(0, 0.1)
 
 
-def found(model: str, quick: bool) -> list[Row]:
-    """Return a row for each cell: tokens found by each manager, and whether all tokens are those without a cache."""
+def found(model: str, quick: bool, unit: int | None = None) -> list[Row]:
+    """Return a row for each cell: tokens found by each manager, and how many requests have the tokens of one without a cache.
+    ``unit``: of vLLM's managers alone, in whose names it stands."""
     rows: list[Row] = []
     chats = Chats(conversations=8, turns=3) if quick else Chats()
-    engine = Engine(model)
+    engine = Engine(model, **({} if unit is None else {"prefix_match_unit": unit}))
     size = engine.block_size
-    managers = ["vLLM", "vLLM, all", f"vLLM, {8 * size}", "ours"]
+    managers = ["vLLM", "vLLM, all", f"vLLM, {8 * size}", *["ours"] * (unit is None)]
     if model == "full attention":
         managers = ["vLLM", "ours"]
     for at_once in AT_ONCE if not quick else AT_ONCE[1:2]:
@@ -268,8 +272,9 @@ def found(model: str, quick: bool) -> list[Row]:
             row: Row = {"case": model, "blocks": blocks, "at once": at_once, "unlimited": unlimited}
             for who in managers:
                 engine.exchange(who, blocks)
-                row[who], said, _ = engine.run(chats, at_once)
-                row[f"{who}: equal"] = sum(one == other for one, other in zip(said, cold))
+                name = who if unit is None else f"{who}, unit {unit}"
+                row[name], said, _ = engine.run(chats, at_once)
+                row[f"{name}: equal"] = sum(one == other for one, other in zip(said, cold))
             rows.append(row)
     return rows
 
@@ -289,6 +294,14 @@ def step_time(model: str, quick: bool) -> list[Row]:
     ]
 
 
+def _measured(case: str, quick: bool) -> list[Row]:
+    """Return the rows of ``case``, from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.vllm_engine", "--one", case, *["--quick"] * quick]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
@@ -297,17 +310,18 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: vLLM's engine cannot be made twice
     said = parser.parse_args()
     if said.one:
-        what, model = said.one.split(":")
-        rows = (found if what == "found" else step_time)(model, said.quick)
+        what, model, *unit = said.one.split(":")
+        rows = step_time(model, said.quick) if what == "time" else found(model, said.quick, *map(int, unit))
         print(json.dumps(rows))
         return
     cases = [f"found:{model}" for model in MODELS] + [f"time:{model}" for model in TIMED]
     rows = []
     for case in cases:
         if said.only in case:
-            command = [sys.executable, "-m", "benchmarks.vllm_engine", "--one", case, *["--quick"] * said.quick]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            measured = json.loads(done.stdout.splitlines()[-1])
+            measured = _measured(case, said.quick)
+            if case in [f"found:{model}" for model in STATES]:
+                for row, more in zip(measured, _measured(f"{case}:{UNIT}", said.quick), strict=True):
+                    row |= {name: value for name, value in more.items() if "unit" in name}
             for row in measured:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows += measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +36,12 @@ SOURCES = {
     "agent": Source("weka_agentic_rle.jsonl.gz", 64, read=3000, take=1500),
 }
 GENERATED = "generated"
+
+
+def cut_to_ids(trace: Trace, per_id: int) -> Trace:
+    """Return ``trace`` with prompts that end with a whole id: what follows the last one is not in a trace, so that no later
+    prompt has it, though in the conversation it has."""
+    return replace(trace, input_lengths=np.maximum(trace.input_lengths // per_id * per_id, 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workload import AT_ONCE, SOURCES, TRACES, VOCABULARY, Tokens, workload
+from benchmarks.workload import AT_ONCE, SOURCES, TRACES, VOCABULARY, Tokens, cut_to_ids, workload
 from kvpagoda.replay import Trace, synthetic
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import Schedule, serve_with
@@ -56,14 +56,23 @@ def replay(
     }  # fmt: skip
 
 
-def serve(peer: Any, *, config: dict[str, Any], budget: int, limit: int | None) -> Figures:
-    """Serve the conversation trace as ``kvpagoda.replay.serve`` does, with the layers of a model in ``budget`` bytes.
+def serve(
+    peer: Any,
+    *,
+    config: dict[str, Any],
+    budget: int,
+    limit: int | None,
+    trace: str = "conversation",
+    is_cut: bool = False,
+) -> Figures:
+    """Serve a trace of ``SOURCES`` as ``kvpagoda.replay.serve`` does, with the layers of a model in ``budget`` bytes.
 
-    Return the share of prompt tokens that the peer's own manager of several groups finds cached, and the seconds of all
-    its calls. Without the trace file, a synthetic mix is served."""
-    is_there = (TRACES / SOURCES["conversation"].file).exists()
-    trace = Trace.read(TRACES / SOURCES["conversation"].file, limit) if is_there else synthetic(limit or 40)
-    return dict(peer(config, budget, trace, 512 if is_there else 64).run())
+    ``is_cut``: prompts end with whole ids. Return the share of prompt tokens that the peer's own manager of several groups
+    finds cached, and the seconds of all its calls. Without the trace file, a synthetic mix is served."""
+    path = TRACES / SOURCES[trace].file
+    requests = Trace.read(path, limit) if path.exists() else synthetic(limit or 40)
+    per_id = SOURCES[trace].per_id if path.exists() else 64
+    return dict(peer(config, budget, cut_to_ids(requests, per_id) if is_cut else requests, per_id).run())
 
 
 def divide(peer: Any, *, config: dict[str, Any], budget: int, block_size: int) -> Figures:

@@ -4,7 +4,8 @@ vLLM is installed, or unpacked in the folder that ``KVPAGODA_BENCH_VLLM`` names.
 the block size and the number of blocks from the layers of a model. The rules of its scheduler are kept. A request is
 admitted when its prompt fits. For models with states, chunks end where its ``_mamba_block_aligned_split`` says. When a
 running request needs more blocks than are free, the youngest request is preempted. A step computes at most
-``STEP_TOKENS`` tokens of every running request, as in ``kvpagoda.replay.serve``.
+``STEP_TOKENS`` tokens of every running request, as in ``kvpagoda.replay.serve``; or, with ``max_num_batched_tokens``, so
+many of all of them together and one of an output, as vLLM does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ now = time.process_time
 
 class Peer:
     """Serves ``trace`` (``tokens_per_id`` tokens per id) with the layers of the model ``config`` in ``budget`` bytes.
-    ``config["prefix_cache_retention_interval"]``: vLLM's (0 by default), raised to a multiple of its block."""
+
+    ``config`` has vLLM's options too, by their names: ``prefix_cache_retention_interval`` (0 by default; raised to a
+    multiple of its block), ``prefix_match_unit``, ``watermark``, ``max_num_seqs``, ``max_num_batched_tokens``."""
 
     def __init__(self, config: dict[str, Any], budget: int, trace: Trace, tokens_per_id: int) -> None:
         self.trace, self.per_id = trace, tokens_per_id
@@ -54,27 +57,33 @@ class Peer:
         self.block_size = next(iter(specs.values())).block_size
         has_states = any(isinstance(spec, MambaSpec) for spec in specs.values())
         interval = config.get("prefix_cache_retention_interval", 0)
-        settings = _settings(self.block_size, interval and self.block_size * ceil_div(interval, self.block_size))
+        interval = interval and self.block_size * ceil_div(interval, self.block_size)
+        settings = _settings(self.block_size, interval, config.get("prefix_match_unit"))
+        self.at_once, self.shared = config.get("max_num_seqs", AT_ONCE), config.get("max_num_batched_tokens", 0)
+        self.left = self.step_tokens = self.shared or STEP_TOKENS
         planned = get_kv_cache_config_from_groups(settings, get_kv_cache_groups(settings, specs), budget)
         self.block_size = planned.kv_cache_groups[0].kv_cache_spec.block_size
         scheduler_size, hash_size = resolve_kv_cache_block_sizes(planned, settings)
         longest = int((trace.input_lengths + trace.output_lengths).max())
         self.manager = KVCacheManager(
             planned, max_model_len=longest, scheduler_block_size=scheduler_size, hash_block_size=hash_size,
-            max_in_flight_tokens=STEP_TOKENS, enable_caching=True,
+            max_in_flight_tokens=self.step_tokens, enable_caching=True, watermark=config.get("watermark", 0.0),
         )  # fmt: skip
         self.num_blocks, self.num_groups = planned.num_blocks, len(planned.kv_cache_groups)
         hashed_by = get_hash_fn_by_name("sha256")
         init_none_hash(hashed_by)
         self._hasher = get_request_block_hasher(hash_size, hashed_by)
         self._sampling = SamplingParams(max_tokens=longest)
-        self._splits = _splits(settings, scheduler_size, hash_size) if has_states else None
+        is_partial = hash_size < scheduler_size and self.manager.coordinator.enable_partial_hash_hits
+        splits = _splits(settings, scheduler_size, hash_size, is_partial, self.step_tokens)
+        self._splits = splits if has_states else None
         self.waiting: deque[int | Request] = deque(range(len(trace)))
         self.running: list[Request] = []
         self.outputs: dict[str, list[int]] = {}
         self.taken = 0.0
         self.hits = self.prompts = self.never_fit = self.preempted = self.steps = self.running_steps = 0
         self.again = 0  # tokens that are computed again after a preemption
+        self.lost: dict[str, int] = {}  # what each preempted request had computed
 
     def run(self) -> dict[str, Any]:
         """Serve the whole trace and return its figures."""
@@ -94,12 +103,18 @@ class Peer:
         """Compute a chunk of every running request, then admit waiting ones, in the order of vLLM's scheduler."""
         start, before = now(), self.preempted
         self.manager.new_step_starts()
+        self.left = self.step_tokens
         for request in [*self.running]:
-            if request in self.running:
+            if request in self.running and self.left:
                 self._compute(request)
         self.taken += now() - start
-        while self.waiting and len(self.running) < AT_ONCE and self.preempted == before and self._admit():
-            pass
+        while self.waiting and len(self.running) < self.at_once and self.left and self.preempted == before:
+            if not self._admit():
+                break
+        start = now()
+        _, retained = self.manager.take_kv_cache_block_copies()
+        self.manager.block_pool.free_blocks(retained)  # when the step has run the copies, as vLLM's scheduler does
+        self.taken += now() - start
         self.steps += 1
         self.running_steps += len(self.running)
 
@@ -114,12 +129,13 @@ class Peer:
         else:
             start = now()
         blocks, hit, first.shared_prefix_boundary = self.manager.get_computed_blocks(first)
-        count = min(first.num_tokens - hit, STEP_TOKENS)
+        count, made = min(first.num_tokens - hit, self.left), None
         if self._splits is not None:
             count = Scheduler._mamba_block_aligned_split(self._splits, first, count, hit)
-        made = self.manager.allocate_slots(
-            first, count, hit, blocks, full_sequence_must_fit=True, has_scheduled_reqs=bool(self.running)
-        )
+        if count:  # else too few tokens of this step are left for a chunk that ends with a block
+            made = self.manager.allocate_slots(
+                first, count, hit, blocks, full_sequence_must_fit=True, has_scheduled_reqs=bool(self.running)
+            )
         self.taken += now() - start
         if made is None:
             if not self.running:  # the request is larger than the whole cache
@@ -129,12 +145,18 @@ class Peer:
         if first.status == RequestStatus.WAITING:
             self.hits, self.prompts = self.hits + hit, self.prompts + first.num_prompt_tokens
         else:
-            self.again -= hit
+            self.again += max(0, self.lost.pop(first.request_id) - hit)
         first.status, first.num_computed_tokens = RequestStatus.RUNNING, hit + count
         self.running.append(first)
         self.waiting.popleft()
+        self._spend(count)
         self._end(first)
         return True
+
+    def _spend(self, count: int) -> None:
+        """Take ``count`` tokens from those of the step, if all requests share them."""
+        if self.shared:
+            self.left -= count
 
     def _compute(self, request: Request) -> None:
         """Compute the next chunk of ``request``: of its text; after the text, of its output up to the last block
@@ -143,22 +165,25 @@ class Peer:
         if length == request.num_tokens:
             output = self.outputs[request.request_id]
             due = (length + len(output)) // self.block_size * self.block_size
-            count = min(STEP_TOKENS, due - length if due > length else len(output))
+            count = 1 if self.shared else min(STEP_TOKENS, due - length if due > length else len(output))
             request.append_output_token_ids(output[:count])
             del output[:count]
-        count = min(request.num_tokens - length, STEP_TOKENS)
+        count = min(request.num_tokens - length, self.left)
         if self._splits is not None:
             count = Scheduler._mamba_block_aligned_split(self._splits, request, count)
+        if not count:
+            return
         while self.manager.allocate_slots(request, count) is None:
             victim = self.running.pop()
             self.manager.free(victim)
-            self.again += victim.num_computed_tokens
+            self.lost[victim.request_id] = victim.num_computed_tokens
             victim.status, victim.num_computed_tokens = RequestStatus.PREEMPTED, 0
             self.waiting.appendleft(victim)
             self.preempted += 1
             if victim is request:
                 return
         request.num_computed_tokens += count
+        self._spend(count)
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -195,13 +220,13 @@ def specs_of(config: dict[str, Any]) -> dict[str, Any]:
     return {str(layer): full if kind == "full" else state for layer, kind in kinds.items()}
 
 
-def _settings(block_size: int, retention: int | None) -> Any:
+def _settings(block_size: int, retention: int | None, unit: int | None = None) -> Any:
     """Return the part of vLLM's configuration that its planning reads, with the defaults of its options.
 
     ``retention``: 0, vLLM's default, keeps for reuse only the blocks of windows and states that are needed at the end
-    of a prompt and where known texts branch; None keeps all."""
+    of a prompt and where known texts branch; None keeps all. ``unit``: its ``prefix_match_unit``."""
     caching = SimpleNamespace(
-        block_size=block_size, enable_prefix_caching=True, prefix_match_unit=None, num_gpu_blocks_override=None,
+        block_size=block_size, enable_prefix_caching=True, prefix_match_unit=unit, num_gpu_blocks_override=None,
         prefix_cache_retention_interval=retention, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
     )  # fmt: skip
     return SimpleNamespace(
@@ -211,12 +236,13 @@ def _settings(block_size: int, retention: int | None) -> Any:
     )  # fmt: skip
 
 
-def _splits(settings: Any, block_size: int, hash_size: int) -> Any:
-    """Return the attributes that ``Scheduler._mamba_block_aligned_split`` reads from a scheduler."""
+def _splits(settings: Any, block_size: int, hash_size: int, is_partial: bool, step_tokens: int) -> Any:
+    """Return the attributes that ``Scheduler._mamba_block_aligned_split`` reads from a scheduler. ``is_partial``: a hit can
+    end within a block."""
     settings.cache_config.block_size = block_size
     return SimpleNamespace(
         cache_config=settings.cache_config, scheduler_config=settings.scheduler_config, block_size=block_size,
-        hash_block_size=hash_size, mamba_partial_cache_hit=False, mamba_has_prefill_checkpoint_blocks=False,
+        hash_block_size=hash_size, mamba_partial_cache_hit=is_partial, mamba_has_prefill_checkpoint_blocks=False,
         mamba_prefill_checkpoint_alignment=None, mamba_shared_prefix_checkpoint=False, use_eagle_block_drop=False,
-        num_hash_lookahead_tokens=0, max_num_scheduled_tokens=STEP_TOKENS,
+        num_hash_lookahead_tokens=0, max_num_scheduled_tokens=step_tokens,
     )  # fmt: skip

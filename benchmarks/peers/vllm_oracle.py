@@ -42,16 +42,18 @@ class Peer:
     """vLLM's manager of ``num_blocks`` blocks, and its null block, over the requests of ``chains``.
 
     ``hashed``: vLLM hashes the tokens of each request itself. Otherwise the keys of ``chains`` are its hashes, which is
-    much faster. ``watermark``, ``retention``: see vLLM's options. ``groups``: as
+    much faster. ``watermark``, ``retention``, ``match_unit``: see vLLM's options. ``groups``: as
     ``kvpagoda.replay.Group.from_text`` reads them. ``in_flight``: the most tokens of a request that a step computes."""
 
     finds_all = False
 
     def __init__(
         self, chains: Chains, num_blocks: int, *, hashed: bool = False, watermark: float = 0.0, retention: int | None = 0,
-        groups: str = "full", in_flight: int | None = None,
+        groups: str = "full", in_flight: int | None = None, match_unit: int | None = None,
     ) -> None:  # fmt: skip
         self.chains, self.num_blocks, self.size = chains, num_blocks, chains.block_size
+        unit = match_unit or self.size
+        self._units = Chains(chains.trace, unit)
         longest = int(chains.totals.max()) + 1
         kinds = Group.from_text(groups)
         specs = [KVCacheGroupSpec([str(i)], spec_of(group, self.size)) for i, group in enumerate(kinds)]
@@ -62,15 +64,16 @@ class Peer:
             prefix_cache_retention_interval=retention,
         )
         self.manager = KVCacheManager(
-            config, max_model_len=longest, scheduler_block_size=self.size, hash_block_size=self.size, enable_caching=True,
+            config, max_model_len=longest, scheduler_block_size=self.size, hash_block_size=unit, enable_caching=True,
             watermark=watermark, max_in_flight_tokens=in_flight,
         )  # fmt: skip
-        self._splits = splits(self.size, in_flight or longest) if Group("state") in kinds else None
+        assert self.manager.coordinator.enable_partial_hash_hits == (unit < self.size)
+        self._splits = splits(self.size, in_flight or longest, unit) if Group("state") in kinds else None
         self._own_hashes = None
         if hashed:
             hashed_by = get_hash_fn_by_name("sha256")
             init_none_hash(hashed_by)
-            self._own_hashes = get_request_block_hasher(self.size, hashed_by)
+            self._own_hashes = get_request_block_hasher(unit, hashed_by)
         self._sampling = SamplingParams(max_tokens=longest)
         self.requests: dict[int, Request] = {}
         self.outputs: dict[int, list[int]] = {}
@@ -79,6 +82,8 @@ class Peer:
 
     def step_starts(self) -> None:
         self.manager.new_step_starts()
+        _, retained = self.manager.take_kv_cache_block_copies()  # those of the step before, which has run them
+        self.manager.block_pool.free_blocks(retained)
 
     def find(self, request: int, known: int) -> int:
         made = self._request(request)
@@ -126,6 +131,7 @@ class Peer:
             del self.requests[request], self.outputs[request]
 
     def check(self) -> None:
+        self.step_starts()
         free = self.manager.block_pool.get_num_free_blocks()
         assert free == self.num_blocks, f"{free} of {self.num_blocks} blocks are free at the end"
 
@@ -153,9 +159,9 @@ class Peer:
         return self.requests[request]
 
     def _keys_of(self, request: int) -> Any:
-        """Return a hasher that names the whole blocks of ``request`` by their keys."""
-        keys = self.chains.keys(request).astype(f">i{KEY_BYTES}").tobytes()
-        size = self.size
+        """Return a hasher that names the whole units of ``request`` by their keys."""
+        keys = self._units.keys(request).astype(f">i{KEY_BYTES}").tobytes()
+        size = self._units.block_size
 
         def hasher(made: Request) -> list[bytes]:
             first, end = len(made.block_hashes), made.num_tokens // size
@@ -176,11 +182,12 @@ def spec_of(group: Group, block_size: int) -> Any:
     return FullAttentionSpec(**attention)
 
 
-def splits(block_size: int, step_tokens: int) -> Any:
+def splits(block_size: int, step_tokens: int, unit: int) -> Any:
     """Return the attributes that ``Scheduler._mamba_block_aligned_split`` reads from a scheduler."""
     return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=block_size), block_size=block_size, hash_block_size=block_size,
+        cache_config=SimpleNamespace(block_size=block_size), block_size=block_size, hash_block_size=unit,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0), max_num_scheduled_tokens=step_tokens,
-        mamba_partial_cache_hit=False, mamba_has_prefill_checkpoint_blocks=False, mamba_shared_prefix_checkpoint=False,
+        mamba_partial_cache_hit=unit < block_size, mamba_has_prefill_checkpoint_blocks=False,
+        mamba_shared_prefix_checkpoint=False,
         mamba_prefill_checkpoint_alignment=None, use_eagle_block_drop=False, num_hash_lookahead_tokens=0,
     )  # fmt: skip

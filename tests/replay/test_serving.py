@@ -53,6 +53,22 @@ def test_long_steps_of_a_short_window_take_no_places_to_resume(step_tokens: int)
     assert served.cached_tokens >= 0.9 * served.matched_tokens > 0.35 * served.prompt_tokens
 
 
+def test_all_requests_of_a_step_share_its_tokens() -> None:
+    """Two prompts of 48 tokens, equal but for their ends, and answers of 3. In steps of 48 tokens of each, both begin in the
+    first step, and the second finds nothing. In steps of 48 of all the second waits for the next step, and finds 32: 48; 1 and
+    16; 1 and 1; 1 and 1; 1."""
+    records = [
+        {"timestamp": i, "input_length": 48, "output_length": 3, "hash_ids": [1, 2, 3 + i]} for i in range(2)
+    ]  # fmt: skip
+    schema = Schema((Layer(0, "full_attention", (Attention(1, 1, 8, "float16"),)),), "full")
+    arguments = {"tokens_per_id": 16, "step_tokens": 48, "block_size": 16}
+    each, shared = (serve(records, schema, "1MiB", batch_tokens=most, **arguments) for most in (None, 48))  # type: ignore[arg-type]
+    assert (each.cached_tokens, each.steps) == (0, 2)
+    assert (shared.cached_tokens, shared.steps) == (32, 5)
+    with raises(BadInput, field="batch_tokens", needed=0, available=1):
+        serve(records, schema, "1MiB", batch_tokens=0)
+
+
 def test_what_is_counted() -> None:
     """Two requests of 40 tokens that share 32, by hand: 16 of blocks of 16, and what a checkpoint needs."""
     records = [

@@ -100,6 +100,7 @@ def serve(
     tokens_per_id: int = 512,
     max_requests: int = 64,
     step_tokens: int = 2048,
+    batch_tokens: int | None = None,
     policy: str | EvictionPolicy = "lru",
     tiers: Many[TierSpec] = (),
     part: range | None = None,
@@ -119,6 +120,8 @@ def serve(
         tokens_per_id: tokens of an id (public Mooncake traces: 512), where the trace gives it no number of its own.
         max_requests: the most that run at once.
         step_tokens: the most of each request in a step.
+        batch_tokens: the most of all requests in a step together, those that run longest first, and one of an output, as
+            engines do (vLLM's ``max_num_batched_tokens``); None: no such limit.
         policy: see ``kvpagoda.replay.setup.Setup``.
         tiers: below the cache; without memory behind the cache a record is one page.
         part: the numbers of the requests to serve; None: all.
@@ -137,7 +140,7 @@ def serve(
     recording = None if record is None else Recording(record, clock, _CACHED)
     cache = setup.cache(columns, tiers=tiers, events=events, record=recording)
     numbers = range(len(columns)) if part is None else part
-    run = Steps(Batching(cache, columns, setup.tokens_per_id, numbers), setup.step_tokens, clock)
+    run = Steps(Batching(cache, columns, setup.tokens_per_id, numbers), setup.step_tokens, clock, batch_tokens)
     while run.step():
         if on_request is not None:
             on_request(run.probe.num_closed)
@@ -237,10 +240,14 @@ class TraceClock:
 
 
 class Steps:
-    """Steps of up to ``step_tokens`` tokens of each running request, and their counters."""
+    """Steps of up to ``step_tokens`` tokens of each running request, and their counters. ``batch_tokens``: see ``serve``."""
 
-    def __init__(self, batching: Batching, step_tokens: int, clock: TraceClock) -> None:
+    def __init__(
+        self, batching: Batching, step_tokens: int, clock: TraceClock, batch_tokens: int | None = None
+    ) -> None:
         self.batching, self.step_tokens, self.clock = batching, step_tokens, clock
+        self.batch_tokens = None if batch_tokens is None else whole_number(batch_tokens, "batch_tokens", at_least=1)
+        self.left = 0  # of the tokens of a step
         self.probe = Probe(batching.cache)
         self.running: list[AdmittedRequest] = []
         self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
@@ -250,9 +257,11 @@ class Steps:
     def step(self) -> bool:
         """Admit requests and compute one step of all running ones. Return False when no request is left."""
         self.clock.now = max(self.clock.now, self.steps * _STEP)
-        is_pressed = self._admit()
+        self.left = self.batch_tokens or 1 << 62
+        due = [(request, self._due(request)) for request in self.running]
+        is_pressed = self._admit(due)
         self.clock.now = max(self.clock.now, self.steps * _STEP + _COMPUTES)
-        self.running = [request for request in self.running if self._compute(request)]
+        self.running = [request for request, end in due if self._compute(request, end)]
         before, self.evicted = self.evicted, self.probe.num_evicted + self.probe.num_evicted_checkpoints
         self.steps += 1
         self.running_steps += len(self.running)
@@ -261,9 +270,10 @@ class Steps:
             self.unusable += self.probe.unusable_nbytes()
         return bool(self.running or self.batching.waiting)
 
-    def _admit(self) -> bool:
-        """Open the waiting requests that there is room for. Return whether one has to wait for memory."""
-        while self.batching.waiting and len(self.running) < self.batching.cache.plan.max_requests:
+    def _admit(self, due: list[tuple[AdmittedRequest, int]]) -> bool:
+        """Open the waiting requests that there is room for, and tokens of this step, and add them to ``due`` with where
+        their first pieces end. Return whether one has to wait for memory."""
+        while self.batching.waiting and self.left and len(due) < self.batching.cache.plan.max_requests:
             try:
                 _, request = self.batching.open_next()
             except RetryLater:
@@ -271,20 +281,34 @@ class Steps:
             if request is None:
                 self.each.append((0, 0, 0))
             else:
-                self.running.append(request)
+                due.append((request, self._due(request)))
                 sequence = request.sequence
                 self.each.append((request.num_prompt, sequence.match.num_tokens, sequence.cached_tokens))
         return False
 
-    def _compute(self, request: AdmittedRequest) -> bool:
-        """Compute one piece of ``request``: of the prompt up to the next position where a checkpoint is due, of the output
-        up to its last block boundary. Return whether something is left; if not, close it."""
+    def _due(self, request: AdmittedRequest) -> int:
+        """Return where the next piece of ``request`` ends: of the prompt at most at the next position where a checkpoint is
+        due, of the output up to its last block boundary, or one token of it. Takes its tokens from those of the step."""
         total, length = len(request.text), request.sequence.length
+        most = min(self.step_tokens, self.left)
+        if not most:
+            return length
         if length < request.num_prompt:
-            end = self.batching.piece(request, self.step_tokens)
+            end = self.batching.piece(request, most)
+        elif self.batch_tokens:
+            end = length + 1
         else:
             boundary = total // request.block_size * request.block_size
-            end = min(length + self.step_tokens, boundary if length < boundary else total)
+            end = min(length + most, boundary if length < boundary else total)
+        if self.batch_tokens:
+            self.left -= end - length
+        return end
+
+    def _compute(self, request: AdmittedRequest, end: int) -> bool:
+        """Compute the piece of ``request`` up to ``end``. Return whether something is left; if not, close it."""
+        total = len(request.text)
+        if end == request.sequence.length:
+            return True
         end = request.extend(end)
         request.commit(end)
         if end == total:

@@ -65,6 +65,7 @@ class Fleet:
     retention: int | None = 0
     tiers: Mapping[str, int | str] = field(default_factory=dict)
     seed: int = 0
+    match_unit: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", whole_number(self.workers, "workers", at_least=1, below=10_001))

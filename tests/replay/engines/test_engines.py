@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,42 @@ def test_the_engine_itself_with_groups_of_layers(vllm: Process, groups: str, ret
         found.append(oracle.agreements(vllm, VLLM, mode, runs))
     assert {row["unequal"] for row in found} == {0}, found
     assert max(row["hit_percent"] for row in found) > 1
+
+
+@pytest.mark.parametrize(("size", "unit", "retention"), [(64, 16, 0), (16, 4, None), (128, 16, 512)])
+def test_the_engine_itself_with_a_unit_of_matching(vllm: Process, size: int, unit: int, retention: int | None) -> None:
+    """Hits end within blocks, which are copied; without the setting vLLM's hits are others."""
+    more = {"groups": "full+3*state", "retention": retention, "match_unit": unit}
+    found = []
+    for name, (mode, schedule) in product(("mix", "branches"), oracle.SCHEDULES.items()):
+        source = {"name": name, "limit": 60, "seed": 1}
+        least, _, most, *_ = oracle.capacities(oracle.trace_of(**source), size, schedule.at_once, 4)
+        runs = [(source, oracle.asked(size, blocks, schedule) | more) for blocks in (least, most)]
+        found.append(oracle.agreements(vllm, VLLM, mode, runs))
+    assert {row["unequal"] for row in found} == {0}, found
+    assert max(row["hit_percent"] for row in found) > 10
+    assert any(row["preempted"] for row in found)
+
+
+def test_a_unit_of_matching_finds_the_end_of_a_prompt_within_a_block() -> None:
+    """Prompts of 4 tokens a letter in blocks of 8: the second finds "abc", of which the last block has "c" alone, and computes
+    on in a copy of it; the third finds it there again."""
+    settings = {"engine": VLLM, "block_size": 8, "groups": Group.from_text("full+state")}
+    texts = trace("abcx", "abcxy", "abcz")
+    whole, part = (replay(texts, 40, match_unit=unit, **settings) for unit in (None, 4))  # type: ignore[call-overload]
+    assert whole.per_request.tolist() == [0, 8, 8] and part.per_request.tolist() == [0, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("engine", "groups", "unit", "needed", "available"),
+    [
+        (VLLM, "full", 8, 8, 1), (VLLM, "full+window:64", 8, 8, 2), (VLLM, "full+state", 5, 5, 16),
+        ("sglang-0.5.23", "full+state", 8, "sglang-0.5.23", 8),
+    ],
+)  # fmt: skip
+def test_errors_of_a_unit_of_matching(engine: str, groups: str, unit: int, needed: object, available: int) -> None:
+    with raises(BadInput, needed=needed, available=available):
+        replay(trace("ab"), 40, engine=engine, groups=Group.from_text(groups), match_unit=unit)
 
 
 def test_a_difference_would_be_seen(vllm: Process, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,17 @@ def test_our_cache_finds_no_more(model: str, at_once: int) -> None:
         assert seed or most.bound < most.unlimited or model == "DeepSeek-V4"  # its texts are small
 
 
+@pytest.mark.parametrize("model", ["gpt-oss", "Qwen3-Next"])
+def test_our_cache_finds_no_more_in_steps_that_all_requests_share(model: str) -> None:
+    config, budget = MODELS[model]
+    schema, settings = layers_of(config), dict(tokens_per_id=64, max_requests=16, step_tokens=512, batch_tokens=512)
+    trace = synthetic(60)
+    most = hit_bound(trace, schema, budget, **settings, rounds=200)
+    ours, other = (serve(trace, schema, budget, **{**settings, "batch_tokens": tokens}) for tokens in (512, None))
+    assert most.served_tokens == ours.cached_tokens and ours.steps > 2 * other.steps
+    assert 0 < most.served <= most.packed <= most.bound <= most.unlimited < 1
+
+
 def test_with_full_attention_alone_it_is_that_of_blocks() -> None:
     """``opt`` has blocks of 64 tokens in as many bytes. Requests that run take none of its capacity, and here they do."""
     trace, schema = synthetic(200), layers_of(LLAMA)

@@ -90,14 +90,15 @@ class BlockQueue:
 class BlockPool:
     """Blocks 1 to ``num_blocks``, each held by some requests or free, and found by its key, 0 to ``num_keys``, if it has one.
 
-    Several blocks may have one key; the one that got it first is found. ``counts`` int32 ``[num_blocks + 1]``: by how many
-    requests each block is held.
+    Several blocks may have one key; the one that got it first is found. A block that has a key may have others too
+    (``share_also``). ``counts`` int32 ``[num_blocks + 1]``: by how many requests each block is held.
     """
 
     def __init__(self, num_blocks: int, num_keys: int) -> None:
         self.queue, self.num_blocks = BlockQueue(num_blocks), num_blocks
         self.counts = np.zeros(num_blocks + 1, np.int32)
         self._key_of = np.full(num_blocks + 1, -1, np.int64)
+        self._others: dict[int, list[int]] = {}  # block -> its other keys
         self._found = np.zeros(num_keys, np.int32)
         self._has_more = np.zeros(num_keys, np.bool_)
         self.lost = np.zeros(num_blocks + 1, np.int64)  #: how often each block could be found, and no longer
@@ -143,8 +144,38 @@ class BlockPool:
         self.queue.prepend(free[~is_found])
         self.queue.append(free[is_found])
 
+    def give_back(self, blocks: list[int]) -> None:
+        """``release`` blocks of which some may be there several times."""
+        free: list[int] = []
+        for block in blocks:
+            self.counts[block] -= 1
+            free += [block] * (not self.counts[block])
+        self.counts[free] += 1
+        self.release(np.array(free, np.int32))
+
+    def move(self, source: int, copy: int) -> int:
+        """Let ``copy``, which has no key, be found by the key of ``source``, which has one and none afterwards; return the
+        key."""
+        key = int(self._key_of[source])
+        self._forget(np.array([source], np.int32))
+        self.share(np.array([copy], np.int32), np.array([key], np.int64))
+        return key
+
+    def share_also(self, block: int, key: int) -> None:
+        """Let ``block`` be found by ``key`` too; its only key if it has none."""
+        if self._key_of[block] < 0:
+            self.share(np.array([block], np.int32), np.array([key], np.int64))
+        elif key not in (first := int(self._key_of[block]), *self._others.get(block, ())):
+            self._key_of[block] = -1
+            self.share(np.array([block], np.int32), np.array([key], np.int64))
+            self._key_of[block] = first
+            self._others.setdefault(block, []).append(key)
+
     def share(self, blocks: Blocks, keys: Ints) -> None:
-        """Let ``blocks``, which have no key, be found by ``keys``."""
+        """Let ``blocks`` be found by ``keys``, and by no other key."""
+        had_one = self._key_of[blocks] >= 0
+        if had_one.any():
+            self._forget(blocks[had_one])
         is_new = self._found[keys] == NO_BLOCK
         self._found[keys[is_new]] = blocks[is_new]
         self._key_of[blocks] = keys
@@ -161,10 +192,15 @@ class BlockPool:
         blocks, keys = blocks[keys >= 0], keys[keys >= 0]
         self._key_of[blocks] = -1
         self.lost[blocks] += 1
+        count = len(blocks)
+        if self._others:
+            more = [(block, key) for block in blocks.tolist() for key in self._others.pop(block, ())]
+            blocks = np.concatenate((blocks, np.array([block for block, _ in more], np.int32)))
+            keys = np.concatenate((keys, np.array([key for _, key in more], np.int64)))
         has_more = self._has_more[keys]
         self._found[keys[~has_more]] = NO_BLOCK
         for key, block in zip(keys[has_more].tolist(), blocks[has_more].tolist()):
             alike = self._alike[key]
             alike.remove(block)
             self._found[key] = alike[0] if alike else NO_BLOCK
-        return len(blocks)
+        return count

@@ -24,23 +24,30 @@ _ALL = 1 << 62
 
 @dataclass
 class QueuedRequest:
-    """A request that was looked up, and then runs. ``blocks`` int32 ``[groups, n]``: those of each group, ``NO_BLOCK`` where
+    """A request that was looked up, and then runs. ``keys``: those of its whole blocks; ``units``: those of its whole units
+    of tokens, of which a block has one or several. ``blocks`` int32 ``[groups, n]``: those of each group, ``NO_BLOCK`` where
     it needs none. ``length``: the tokens that are found or computed. ``junction``: up to where some group had more cached
     than all, in tokens; else 0. ``slid``: for each group how many leading blocks are freed; ``shared``: how many of all
-    were looked at for others to find."""
+    were looked at for others to find. ``is_copied``: before the next chunk its last blocks are copied: those that it found,
+    of which it needs a part only, or its state, which others find."""
 
     keys: Ints
+    units: Ints
     blocks: Blocks
     length: int
     junction: int
     slid: list[int]
     shared: int
+    is_copied: bool = False
 
 
 class QueuedManager:
     """Serves requests of ``chains`` with ``num_blocks`` blocks for all ``groups``. See ``driver.Manager``.
 
-    ``retention``: see ``Group.kept``. ``step_tokens``: the most tokens of a request that a step computes; None: all."""
+    ``retention``: see ``Group.kept``. ``step_tokens``: the most tokens of a request that a step computes; None: all.
+    ``match_unit``: with states beside full attention, a prompt's last whole unit of so many tokens can be found too, within a
+    block (None: whole blocks alone). Who finds a part of a block copies it, and so does who computes on from a state that
+    others find; both blocks are held until the next step."""
 
     def __init__(
         self,
@@ -50,10 +57,16 @@ class QueuedManager:
         groups: Sequence[Group] = FULL,
         retention: int | None = 0,
         step_tokens: int | None = None,
+        match_unit: int | None = None,
     ) -> None:
         self.chains, self.profile, self.groups, self.retention = chains, profile, tuple(groups), retention
         self.size, self.step = chains.block_size, step_tokens or _ALL
-        self.pool = BlockPool(num_blocks, chains.num_keys * len(self.groups))
+        self.unit = match_unit or self.size
+        self._units = chains if self.unit == self.size else Chains(chains.trace, self.unit)
+        self.pool = BlockPool(num_blocks, self._units.num_keys * len(self.groups))
+        self._copied: list[list[int]] = [
+            [] for _ in self.groups
+        ]  # blocks that are held until the copies of a step are made
         kinds = sorted({*self.groups}, key=lambda group: (group.kind != "full", self.groups.index(group)))
         self._kinds = [(kind, [i for i, group in enumerate(self.groups) if group == kind]) for kind in kinds]
         longest = int(chains.totals.max(initial=0)) + 1
@@ -67,10 +80,16 @@ class QueuedManager:
     def step_starts(self) -> None:
         """See ``driver.Manager``. A state can be resumed from the step after the one that computes it."""
         self._fresh.clear()
+        self.pool.give_back([block for blocks in self._copied for block in blocks])
+        self._copied = [[] for _ in self.groups]
 
     def find(self, request: int, known: int) -> int:
-        """See ``driver.Manager``. Up to the last place at which all groups can be resumed. O(groups · blocks)."""
-        keys, most = self.chains.keys(request), max(0, known - self.profile.recomputes)
+        """See ``driver.Manager``. Up to the last place at which all groups can be resumed. O(groups · units)."""
+        units, most = self._units.keys(request), max(0, known - self.profile.recomputes)
+        keys = units[self.size // self.unit - 1 :: self.size // self.unit]
+        if self.unit < self.size:
+            self._asked = {request: self._find_part(keys, units, most)}
+            return self._asked[request].length
         asked = [self.pool.find(self._keys(keys[: most // self.size], i)) for i in range(len(self.groups))]
         cached = {kind: np.all([asked[i] != NO_BLOCK for i in members], axis=0) for kind, members in self._kinds}
         spans: dict[Group, tuple[int, int]] = {}
@@ -89,8 +108,34 @@ class QueuedManager:
             row[needed] = blocks[needed]
         junction = longest if longest > hit and len(self.groups) > 1 else 0
         slid = [group.skipped(hit) // self.size for group in self.groups]
-        self._asked = {request: QueuedRequest(keys, found, hit, junction, slid, hit // self.size)}
+        self._asked = {request: QueuedRequest(keys, units, found, hit, junction, slid, hit // self.size)}
         return hit
+
+    def _find_part(self, keys: Ints, units: Ints, most: int) -> QueuedRequest:
+        """Return the request of these keys: of full attention the longest run of whole blocks is found, and a part of the
+        block after it; of states the last one within that."""
+        per, asked = self.size // self.unit, []
+        is_there = dict.fromkeys(("full", "state"), np.ones(most // self.unit, np.bool_))
+        for i, group in enumerate(self.groups):
+            asked.append(self.pool.find(self._keys(units[: most // self.unit], i)))
+            is_there[group.kind] = is_there[group.kind] & (asked[-1] != NO_BLOCK)
+        gaps = np.flatnonzero(~is_there["full"][per - 1 :: per])
+        whole = int(gaps[0]) if len(gaps) else most // self.size
+        parts = np.flatnonzero(is_there["full"][whole * per : whole * per + per - 1])
+        longest = whole * per + (int(parts[-1]) + 1 if len(parts) else 0)
+        states = np.flatnonzero(is_there["state"][:longest])
+        count = int(states[-1]) + 1 if len(states) else 0
+        hit = count * self.unit
+        found = np.zeros((len(self.groups), ceil_div(hit, self.size)), np.int32)
+        for row, blocks, group in zip(found, asked, self.groups):
+            if group.kind == "full":
+                row[:whole] = blocks[per - 1 :: per][: len(row)][:whole]
+                row[whole:] = blocks[longest - 1 : longest]
+            elif count:
+                row[-1] = blocks[count - 1]
+        slid = [group.skipped(hit) // self.size for group in self.groups]
+        junction = longest * self.unit if longest > count else 0
+        return QueuedRequest(keys, units, found, hit, junction, slid, hit // self.size, is_copied=hit % self.size > 0)
 
     def peek(self, request: int) -> int:
         """See ``driver.Manager``. O(groups · blocks)."""
@@ -103,7 +148,7 @@ class QueuedManager:
 
     def chunk(self, request: int, begin: int, end: int, known: int) -> int:
         """See ``driver.Manager``. With states, chunks of a prompt end at block boundaries, the last one before its last
-        token, and at the junction."""
+        token, at the junction, and after its last whole unit."""
         prompt_end = max(int(self.chains.prompts[request]), known - 1)
         if begin >= prompt_end or all(group.kind != "state" for group in self.groups):
             return end
@@ -111,7 +156,9 @@ class QueuedManager:
         aligned = end // size * size
         if end < prompt_end and (aligned > begin or size <= self.step):
             end = aligned
-        stops = [(known - 1) // size * size, -(-begin // size) * size, junction // size * size if junction < end else 0]
+        last, tail = (known - 1) // size * size, (int(self.chains.prompts[request]) - 1) // self.unit * self.unit
+        stops = [last, -(-begin // size) * size, junction // size * size if junction < end else 0]
+        stops += [tail] * (self.unit < size and tail > last)
         return max(begin, min((stop for stop in stops if begin < stop < end), default=end))
 
     def start(self, request: int, end: int, known: int) -> bool:
@@ -127,7 +174,6 @@ class QueuedManager:
         for found in new.blocks:
             self.pool.hold(found)
         new.blocks = np.pad(new.blocks, ((0, 0), (0, room - new.blocks.shape[1])))
-        self._running[request] = new
         self._extend(request, new, end)
         return True
 
@@ -139,12 +185,13 @@ class QueuedManager:
     def _needed(self, new: QueuedRequest, end: int, is_all: bool = False) -> int:
         """Return how many free blocks ``new`` needs for its first ``end`` tokens. ``is_all``: a group counts no more than
         one request holds at most."""
-        needed, hit = 0, new.length // self.size
+        needed, hit, place = 0, ceil_div(new.length, self.size), new.length // self.unit
         for i, (group, found) in enumerate(zip(self.groups, new.blocks)):
-            if group.kind == "state" and hit and int(self._keys(new.keys, i)[hit - 1]) in self._fresh:
+            if group.kind == "state" and hit and int(self._keys(new.units, i)[place - 1]) in self._fresh:
                 return _ALL
             count = min(ceil_div(end, self.size), self._most[i] if is_all else _ALL)
             needed += max(0, min(count - hit, 1 if group.kind == "state" else count)) + self.pool.num_idle(found)
+            needed += new.is_copied
         return needed
 
     def grow(self, request: int, end: int, known: int) -> bool:
@@ -156,7 +203,8 @@ class QueuedManager:
             if stop > first:
                 self.pool.release(blocks[first:stop][::-1])
                 blocks[first:stop], state.slid[i] = NO_BLOCK, stop
-        if sum(min(more, 1) if group.kind == "state" else more for group in self.groups) > self.pool.queue.num_free:
+        needed = [min(more, 1) + state.is_copied if group.kind == "state" else more for group in self.groups]
+        if sum(needed) > self.pool.queue.num_free:
             return False
         self._extend(request, state, end)
         return True
@@ -172,15 +220,47 @@ class QueuedManager:
     def _extend(self, request: int, state: QueuedRequest, end: int) -> None:
         """Give ``state`` the blocks of its first ``end`` tokens; whole ones can be found from now on."""
         held, count = ceil_div(state.length, self.size), ceil_div(end, self.size)
-        for group, blocks in zip(self.groups, state.blocks):
+        is_new, is_copied, state.is_copied = request not in self._running, state.is_copied, False
+        for i, (group, blocks) in enumerate(zip(self.groups, state.blocks)):
+            if is_copied and (is_new or group.kind == "state"):
+                self._copied[i] += self._copy(blocks, held - 1, is_new)
             first = max(held, count - 1) if group.kind == "state" else held
             if count > first:
                 blocks[first:count] = self.pool.take(count - first)
-        state.length = end
+        state.length, self._running[request] = end, state
         if self.profile.shares == "chunk":
             self._share(request, state)
 
+    def _copy(self, blocks: Blocks, index: int, is_new: bool) -> tuple[int, int]:
+        """Copy the block at ``index``; return both blocks, each held once more. A new request computes on in the copy of what
+        it found; a running one in its own state, whose copy others find from the next step on."""
+        source, copy = int(blocks[index]), int(self.pool.take(1)[0])
+        if is_new:
+            blocks[index] = copy  # the request holds the source no more, but the copy from it does
+            self.pool.counts[copy] += 1
+        else:
+            self._fresh.add(self.pool.move(source, copy))
+            self.pool.counts[source] += 1
+        return source, copy
+
     def _share(self, request: int, state: QueuedRequest) -> None:
+        """Let others find the whole blocks of the computed tokens that the groups keep for them, and the last whole unit of
+        the prompt."""
+        self._share_blocks(request, state)
+        tail = (int(self.chains.prompts[request]) - 1) // self.unit
+        place, is_whole = divmod(tail * self.unit, self.size)
+        if self.unit == self.size or not is_whole or tail * self.unit > state.length:
+            return
+        for i, (group, blocks) in enumerate(zip(self.groups, state.blocks)):
+            key = int(self._keys(state.units, i)[tail - 1])
+            if group.kind == "full":
+                self.pool.share_also(int(blocks[place]), key)
+            elif tail * self.unit == state.length:
+                self.pool.share_also(int(blocks[place]), key)
+                self._fresh.add(key)
+                state.is_copied = True
+
+    def _share_blocks(self, request: int, state: QueuedRequest) -> None:
         """Let others find the whole blocks of the computed tokens that the groups keep for them."""
         new = slice(state.shared, state.length // self.size)
         if new.stop <= new.start:
@@ -195,4 +275,4 @@ class QueuedManager:
 
     def _keys(self, keys: Ints, group: int) -> Ints:
         """Return the keys of blocks in the group of that number."""
-        return keys + group * self.chains.num_keys
+        return keys + group * self._units.num_keys

@@ -82,6 +82,7 @@ def replay_engine(
     shared: bool = False,
     groups: Sequence[Group] = FULL,
     retention: int | None = 0,
+    match_unit: int | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> EngineResult:
     """Serve a trace with the cache of an engine, and count what each prompt finds.
@@ -103,6 +104,8 @@ def replay_engine(
             blocks.
         retention: vLLM's ``prefix_cache_retention_interval``: of windows and states others find only what resumes where
             a prompt ends, where texts part, and after multiples of so many tokens (0: nowhere else; None: all).
+        match_unit: vLLM's ``prefix_match_unit``, for states beside full attention: the last whole unit of so many tokens of
+            a prompt can be found too, within a block. None: its default, whole blocks alone.
         on_request: called after each step with the number of finished requests.
 
     Raises:
@@ -121,7 +124,7 @@ def replay_engine(
     columns = readable(trace)
     chains = Chains(columns, block_size)
     pool = divided(engine, groups, chains.block_size, capacity)
-    manager = manager_of(engine, chains, pool, schedule, retention)
+    manager = manager_of(engine, chains, pool, schedule, retention, match_unit)
     served = serve_with(manager, chains, schedule, on_request)
     return EngineResult(
         columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
@@ -129,10 +132,18 @@ def replay_engine(
     )  # fmt: skip
 
 
-def manager_of(engine: str, chains: Chains, pool: EnginePool, schedule: Schedule, retention: int | None) -> Manager:
+def manager_of(
+    engine: str,
+    chains: Chains,
+    pool: EnginePool,
+    schedule: Schedule,
+    retention: int | None,
+    match_unit: int | None = None,
+) -> Manager:
     """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``. Raises BadInput."""
     known, groups = profile(engine), pool.groups
     _check_groups(engine, groups, retention, chains.block_size)
+    _check_unit(engine, groups, match_unit, chains.block_size)
     if known.store == "tree":
         from kvpagoda.replay.engines.own_manager import OwnManager  # imports a whole cache
 
@@ -146,7 +157,7 @@ def manager_of(engine: str, chains: Chains, pool: EnginePool, schedule: Schedule
         )
     if known.moves_states and len(groups) > 1:
         return MovedStates(chains, pool.num_blocks, known, len(groups) - 1, schedule.step_tokens)
-    return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens)
+    return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens, match_unit)
 
 
 def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:
@@ -168,3 +179,18 @@ def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, b
             f"retention must be {text}; got {retention} with blocks of {block_size} and {', '.join(sorted(kinds))}",
             needed=retention, available=block_size,
         )  # fmt: skip
+
+
+def _check_unit(engine: str, groups: Sequence[Group], match_unit: int | None, block_size: int) -> None:
+    """Raise BadInput for a unit of matching that the engine does not have, or that has no effect on these groups."""
+    if match_unit is None:
+        return
+    if not engine.startswith("vllm"):
+        text = f"{engine} with match_unit={match_unit}: a unit of matching is vLLM's"
+        raise BadInput(text, needed=engine, available=match_unit)
+    if {group.kind for group in groups} != {"full", "state"}:
+        text = f"match_unit={match_unit} finds parts of blocks of full attention with states alone, as full+3*state"
+        raise BadInput(text, needed=match_unit, available=len(groups))
+    if block_size % whole_number(match_unit, "match_unit", at_least=1):
+        text = f"match_unit must divide the {block_size} tokens of a block, got {match_unit}"
+        raise BadInput(text, needed=match_unit, available=block_size)

@@ -115,7 +115,7 @@ def engine_workers(trace: Trace, setup: Setup, fleet: Fleet, costs: Costs, outco
     schedule, ticks = Schedule(setup.max_requests, setup.step_tokens, True), Ticks(costs, plan)
     workers = list[EngineWorker]()
     for index in range(fleet.workers):
-        manager = manager_of(fleet.engine, chains, pool, schedule, fleet.retention)
+        manager = manager_of(fleet.engine, chains, pool, schedule, fleet.retention, fleet.match_unit)
         run = EngineRun(chains, manager, schedule, hits=outcomes.cached)
         workers.append(EngineWorker(index, run, ticks, outcomes, pool.nbytes))
     return workers

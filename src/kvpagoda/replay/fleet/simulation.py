@@ -119,6 +119,7 @@ def simulate(
     policy: str = "lru",
     engine: str = OWN,
     retention: int | None = 0,
+    match_unit: int | None = None,
     tiers: Mapping[str, int | str] | None = None,
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
@@ -139,7 +140,7 @@ def simulate(
         policy: see ``Setup``.
         engine: whose cache the workers have, a name of ``PROFILES``; another engine's evicts, shares and preempts by
             its own rules, and has no policy, tiers or other settings but ``block_size``.
-        retention: see ``replay_engine``.
+        retention, match_unit: see ``replay_engine``.
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
         seed: of random routing.
         on_request: called with the number of requests that ended.
@@ -160,7 +161,7 @@ def simulate(
         (50, 0.71, True)
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
-    fleet = Fleet(costs, workers, routing, engine, retention, tiers or {}, seed)
+    fleet = Fleet(costs, workers, routing, engine, retention, tiers or {}, seed, match_unit)
     made = Simulation(trace, setup, fleet)
     try:
         made.run(on_request)

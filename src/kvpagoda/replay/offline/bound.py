@@ -89,6 +89,7 @@ def hit_bound(
     tokens_per_id: int = 512,
     max_requests: int = 64,
     step_tokens: int = 2048,
+    batch_tokens: int | None = None,
     checkpoint_every: int = 0,
     rounds: int = ROUNDS,
     on_request: Callable[[int], None] | None = None,
@@ -134,7 +135,7 @@ def hit_bound(
     texts, needs = Texts(columns, setup.tokens_per_id), Needs.of(schema)
     tell, half = on_request or _nothing, len(columns) // 2
     cache = setup.cache(columns)
-    ours = served_here(columns, setup, cache, lambda closed: tell(closed // 2))
+    ours = served_here(columns, setup, cache, lambda closed: tell(closed // 2), batch_tokens)
     cache.close()
     lives = one_at_a_time(columns, ours.is_served()) if setup.max_requests == 1 else ours
     room = np.maximum(1.0, nbytes - held_by_running(texts, lives, needs))

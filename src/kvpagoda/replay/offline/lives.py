@@ -50,10 +50,17 @@ def one_at_a_time(trace: Trace, served: npt.NDArray[np.bool_]) -> Lives:
     return Lives(2 * len(numbers), admitted, ended, at + 1, numbers, lengths[numbers], np.zeros(len(trace), np.int64))
 
 
-def served_here(trace: Trace, setup: Setup, cache: KVCache, on_request: Callable[[int], None] | None = None) -> Lives:
+def served_here(
+    trace: Trace,
+    setup: Setup,
+    cache: KVCache,
+    on_request: Callable[[int], None] | None = None,
+    batch_tokens: int | None = None,
+) -> Lives:
     """Serve ``trace`` with ``cache``, an empty cache of ``setup``, as ``serve`` does, and return the lives of the requests.
     ``on_request`` is called with the number of those that ended."""
-    steps = Steps(Batching(cache, trace, setup.tokens_per_id, range(len(trace))), setup.step_tokens, TraceClock())
+    batching = Batching(cache, trace, setup.tokens_per_id, range(len(trace)))
+    steps = Steps(batching, setup.step_tokens, TraceClock(), batch_tokens)
     admitted, ended = np.full((2, len(trace)), -1, np.int64)
     rows: list[tuple[int, int, int]] = []
     before: dict[int, int] = {}

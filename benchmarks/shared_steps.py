@@ -1,0 +1,149 @@
+"""What do hybrid models find of the prompts of coding agents, and of chats, in the steps of an engine?
+
+An engine's step computes at most so many tokens of *all* requests (vLLM's ``max_num_batched_tokens``, 8,192 for its server on
+an H100), those that run longest first, and one token of each output. In ``hybrid_peers`` a step computes 2,048 tokens of
+*every* request, so that 64 prompts grow at the same time; requests of one conversation that follow each other then start
+together, and none finds what another is about to compute. Here both sides are served in an engine's steps ("of all"), and
+a few cases in those of ``hybrid_peers`` ("of each"), to tell what the cache finds from what admission lets it find.
+
+The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), the chats the first
+3,000 of the conversation trace. Requests are admitted in their order, as soon as there is room: their times are not used, so
+a request does not wait for the answer to the one before it. "agent cut": prompts end with a whole id of the trace, 64 tokens;
+what follows it in a prompt is in no later one of the trace, though in the conversation it is.
+
+vLLM is its own ``KVCacheManager`` (``peers/vllm_hybrid.py``). ``again_percent`` is what it computes again after preemptions,
+in percent of the prompt tokens; ours reserves room for outputs and preempts nothing. "bound": no cache finds more in the
+steps of ours (``kvpagoda.replay.hit_bound``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import hits
+from benchmarks.one_budget import schema_of
+from benchmarks.peers import Absent, Process
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import SOURCES, TRACES, cut_to_ids
+from kvpagoda.replay import Trace, hit_bound, serve, synthetic
+from kvpagoda.units import parse_bytes
+
+QUESTION = "What do hybrid models find of the prompts of coding agents, and of chats, in the steps of an engine?"
+LIMITS = {"agent": 1500, "agent 400": 400, "agent cut": 1500, "conversation": 3000}
+ALL, EACH = "8192 of all", "2048 of each"
+UNIT, EVERY = {"prefix_match_unit": 16}, {"prefix_cache_retention_interval": 4096}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {}, "unit 16": UNIT, "every 4096": EVERY, "every 4096 and unit 16": EVERY | UNIT,
+    "every 1024": {"prefix_cache_retention_interval": 1024}, "every 8192": {"prefix_cache_retention_interval": 8192},
+    "every 8192 and unit 16": {"prefix_cache_retention_interval": 8192} | UNIT, "watermark 0.1": {"watermark": 0.1},
+    "8 at once": {"max_num_seqs": 8}, "every 4096, 8 at once": EVERY | {"max_num_seqs": 8},
+    "every 4096, watermark 0.3": EVERY | {"watermark": 0.3},
+}  # fmt: skip
+"""vLLM's options, by the names of a row; ``unit``: its ``--prefix-match-unit``, which only models with states can use."""
+PLAIN, STATES = ("defaults", "every 4096"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
+CHATS = ("defaults", "every 8192", "unit 16", "every 8192 and unit 16")
+CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, "8 at once")),
+    ("agent", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
+    ("agent cut", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
+    ("agent cut", "Qwen3-Next-80B", "50GiB", ALL, STATES[:2]),
+    ("agent", "gpt-oss-120b", "50GiB", ALL, PLAIN),
+    ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN[:1]),
+    ("agent 400", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "watermark 0.1")),
+    ("agent", "Qwen3-Next-80B", "50GiB", EACH, (*STATES, "8 at once", "every 4096, 8 at once", "every 4096, watermark 0.3")),
+    ("conversation", "Qwen3-Next-80B", "400GiB", ALL, CHATS),
+    ("conversation", "gpt-oss-120b", "400GiB", ALL, ("defaults", "every 1024")),
+    ("conversation", "Gemma-3-27B", "400GiB", ALL, CHATS[:2]),
+    ("conversation", "Nemotron-H-8B", "400GiB", ALL, CHATS),
+]  # fmt: skip
+"""The trace, the model, the budget, the steps, and vLLM's settings."""
+
+
+def measure(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for trace, model, budget, steps, settings in CASES[:: 4 if options.quick else 1]:
+        title = f"{trace}, {model}, {budget}, {steps}"
+        for setting in ("", *(name for name in settings if "at once" in name and "every" not in name)):
+            if "ours" in options.peers and options.only in f"{title}, ours {setting}|":
+                case = f"{title}, ours {setting}".strip()
+                figures = ours(trace, model, budget, steps, SETTINGS.get(setting, {}), is_quick=options.quick)
+                rows.append({"case": case, "who": "ours", **_of(title, setting or "defaults"), **figures})
+        if "ours" in options.peers and options.only in f"{title}, bound|":
+            figures = bound(trace, model, budget, steps, is_quick=options.quick)
+            rows.append({"case": f"{title}, bound", "who": "bound", **_of(title, "defaults"), **figures})
+        asked = [name for name in settings if options.only in f"{title}, {name}|"]
+        if "vllm" not in options.peers or not asked:
+            continue
+        try:
+            process = Process("vllm_hybrid")
+        except Absent as reason:
+            return [*rows, {"who": "vllm", "absent": str(reason)}]
+        with process:
+            for name in asked:
+                figures = theirs(process, trace, model, budget, steps, SETTINGS[name], is_quick=options.quick)
+                rows.append({"case": f"{title}, {name}", "who": "vllm", **_of(title, name), **figures})
+    return rows
+
+
+def ours(
+    trace: str, model: str, budget: str, steps: str, setting: dict[str, Any], *, is_quick: bool = False
+) -> dict[str, Any]:
+    """Serve ``trace`` with the cache of this library."""
+    requests, schema, arguments = _given(trace, model, steps, setting, is_quick)
+    served = serve(requests, schema, budget, **arguments)
+    return {
+        "hit_percent": 100 * served.hit_rate, "preempted": 0, "again_percent": 0.0, "mean_running": served.mean_running,
+        "steps": served.steps, "never_fit": served.never_fit,
+    }  # fmt: skip
+
+
+def bound(trace: str, model: str, budget: str, steps: str, *, is_quick: bool = False) -> dict[str, Any]:
+    """Bound what any cache finds in the steps of ours. ``unlimited_percent``: in any memory."""
+    requests, schema, arguments = _given(trace, model, steps, {}, is_quick)
+    found = hit_bound(requests, schema, budget, **arguments)
+    return {"hit_percent": 100 * found.bound, "unlimited_percent": 100 * found.unlimited}
+
+
+def _given(
+    trace: str, model: str, steps: str, setting: dict[str, Any], is_quick: bool
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the requests, the schema, and the arguments of ``serve``."""
+    source = SOURCES[trace.split()[0]]
+    file = TRACES / source.file
+    is_there, tokens = file.exists() and not is_quick, int(steps.split()[0])
+    requests = Trace.read(file, LIMITS[trace]) if is_there else synthetic(40)
+    if trace.endswith("cut"):
+        requests = cut_to_ids(requests, source.per_id if is_there else 64)
+    arguments: dict[str, Any] = {
+        "tokens_per_id": source.per_id if is_there else 64, "max_requests": setting.get("max_num_seqs", 64),
+        "step_tokens": tokens, "batch_tokens": tokens if steps == ALL else None,
+    }  # fmt: skip
+    return requests, schema_of(hits.MODELS[model]), arguments
+
+
+def theirs(
+    process: Process,
+    trace: str,
+    model: str,
+    budget: str,
+    steps: str,
+    setting: dict[str, Any],
+    *,
+    is_quick: bool = False,
+) -> dict[str, Any]:
+    """Serve ``trace`` with vLLM's manager and ``setting``."""
+    config = {**hits.MODELS[model], **setting} | ({"max_num_batched_tokens": 8192} if steps == ALL else {})
+    limit = 40 if is_quick else LIMITS[trace]
+    name, is_cut = trace.split()[0], trace.endswith("cut")
+    found = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit, trace=name, is_cut=is_cut)
+    kept = ("hit_percent", "preempted", "again_percent", "mean_running", "steps", "never_fit", "block_size")
+    return {"version": process.version, **{key: found[key] for key in kept}}
+
+
+def _of(title: str, setting: str) -> dict[str, str]:
+    trace, model, budget, steps = title.split(", ")
+    return {"trace": trace, "model": model, "budget": budget, "step": steps, "setting": setting}
+
+
+if __name__ == "__main__":
+    tell("shared_steps", QUESTION, measure)
