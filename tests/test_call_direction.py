@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.test_layering import LEVELS, SRC, module_of, room
+from tests.test_layering import LEVELS, room
 
 from kvpagoda import KVCache, Limits, Retention, Schema
+from sources import SRC, module_of
 
 MOST_OF_OPEN, MOST_OF_COMMIT = 2, 1
 SIZE = 4

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from test_layering import LEVELS, SRC
+from sources import SRC
+from test_layering import LEVELS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
