@@ -144,7 +144,11 @@ class GroupArrays:
         return self.buffers.put(self._named("kv_start"), self._shown.first, times=self._batch.block_size)
 
     def shared_prefix(self, num_levels: int) -> SharedPrefix:
-        """Return what the rows share, in ``num_levels`` levels; see ``Batch.shared_prefix``."""
+        """Return what the rows share; see ``Batch.shared_prefix``.
+
+        Args:
+            num_levels: of the cascade, from 1.
+        """
         self.check_current()
         batch, tree, on_host = self._batch, self._sharing_tree, self.buffers.arrays.on_host
         slots, counts, indptr = batch.rows.slots, batch.rows.counts, batch.rows.indptr
@@ -164,12 +168,8 @@ class GroupArrays:
     def _sharing_tree(self) -> SharingTree:
         """Which of the kernel pages that this step shows its rows share. A row shares its first page, and those after it,
         only if all of its new tokens read the whole of it, and no page that has one of them."""
-        batch, growth, page_size, shown = (
-            self._batch,
-            self._group.growth,
-            self._batch.core.plan.kernel_page,
-            self._pages,
-        )
+        batch, growth, shown = self._batch, self._group.growth, self._pages
+        page_size = batch.core.plan.kernel_page
         are_read = growth.first_needed(batch.lengths - 1) <= shown.first * page_size
         most = np.where(are_read, batch.before // page_size, 0)
         return sharing_tree(self._cells, shown, most, is_proven=growth.is_bounded)
@@ -688,8 +688,8 @@ class Batch:
         return LayerView(self.core, self._schema.owner_of(index), self)
 
     def shared_prefix(self, layer: SupportsIndex = 0, num_levels: SupportsIndex = 2) -> SharedPrefix:
-        """Return what the rows of this step share in the group of ``layer``, for kernels that read it once: in
-        ``num_levels`` levels, as FlashInfer's ``MultiLevelCascadeAttentionWrapper(num_levels, ..)`` takes them.
+        """Return what the rows of this step share in a group of layers, for kernels that read it once: in levels, as
+        FlashInfer's ``MultiLevelCascadeAttentionWrapper(num_levels, ..)`` takes them.
 
         Rows share a run of blocks that is the same in their tables (a prompt that was found or forked), that lies before the
         new tokens of each, and that every new token of each reads as a whole. So rows of full attention share whatever their
@@ -703,7 +703,16 @@ class Batch:
         A tree that has more levels is cut to those with which the fewest pages are read; one that has fewer leaves the first
         levels empty. Rows that share are adjacent in the levels, not always in the step: see ``SharedPrefix.order``. Computed
         when it is called, once a step for each group, on the host: O(B * log(columns)) for each level of the tree, and
-        O(pages in all levels). Raises BadInput for a layer without blocks and for ``num_levels`` below 1, and StaleHandle."""
+        O(pages in all levels).
+
+        Args:
+            layer: a layer of the group.
+            num_levels: of the cascade, the last one included, which is each row's own.
+
+        Raises:
+            BadInput: the layer has no blocks, or ``num_levels`` is below 1.
+            StaleHandle: the batch is over.
+        """
         num_levels = whole_number(num_levels, "num_levels", 1, bits=_LEVEL_BITS)
         return self.layer(layer).arrays.shared_prefix(num_levels)
 

@@ -500,8 +500,14 @@ class PrefixTree:
         return np.concatenate([node.ids[: self.num_groups] for node in nodes], axis=1)
 
     def all_in(self, namespace: bytes) -> tuple[Ids, list[int]]:
-        """Return the ids of all blocks of ``namespace``, in no order: int32 ``[num_groups, n]``, a copy; and the state ids of
-        its checkpoints. O(blocks)."""
+        """Return the ids of all blocks of a namespace, in no order, and the state ids of its checkpoints. O(blocks).
+
+        Args:
+            namespace: which has a root.
+
+        Returns:
+            int32 ``[num_groups, n]``, a copy; and the state ids.
+        """
         nodes = [*nodes_below(self._roots[namespace])]
         states = [one.state_id for node in nodes if node.checkpoints is not None for one in node.checkpoints.all]
         return np.concatenate([node.ids[: self.num_groups] for node in nodes], axis=1), states
@@ -725,14 +731,22 @@ class PrefixTree:
         return self.evict(sum(count for _, count in victims), emptied(victims))
 
     def evict_in(self, namespaces: Iterable[bytes], num_blocks: int) -> Evicted:
-        """Evict ``num_blocks`` blocks of ``namespaces``, or all unpinned ones if these are fewer: from the ends of the texts
-        that were used least recently; if a policy decides, of those that are unused the longest. O(nodes in these
-        namespaces), and with a policy O(leaves)."""
+        """Evict blocks of some namespaces: from the ends of the texts that were used least recently; if a policy decides, of
+        those that are unused the longest. O(nodes in these namespaces), and with a policy O(leaves).
+
+        Args:
+            namespaces: whose; those without a root have none.
+            num_blocks: how many, or all unpinned ones if these are fewer.
+        """
         roots = [self._roots[name] for name in namespaces if name in self._roots]
         return self.evict(num_blocks, ends_in(self._order, roots, num_blocks))
 
     def namespace_of(self, lease: Lease) -> bytes:
-        """Return the namespace of ``lease``, which is open. O(nodes above it)."""
+        """Return the namespace of a lease. O(nodes above it).
+
+        Args:
+            lease: which is open.
+        """
         node = lease.node
         while node.parent is not None:
             node = node.parent
@@ -740,8 +754,12 @@ class PrefixTree:
         return node.root[1]
 
     def checkpoints_in(self, namespaces: Iterable[bytes]) -> list[int]:
-        """Return the state ids of the checkpoints of ``namespaces`` that are not held, the least recently used first.
-        O(nodes in these namespaces)."""
+        """Return the state ids of the checkpoints that are not held, the least recently used first. O(nodes in these
+        namespaces).
+
+        Args:
+            namespaces: whose; those without a root have none.
+        """
         roots = [self._roots[name] for name in namespaces if name in self._roots]
         found = [
             checkpoint

@@ -140,7 +140,8 @@ def simulate(
         policy: see ``Setup``.
         engine: whose cache the workers have, a name of ``PROFILES``; another engine's evicts, shares and preempts by
             its own rules, and has no policy, tiers or other settings but ``block_size``.
-        retention, match_unit: see ``replay_engine``.
+        retention: see ``replay_engine``.
+        match_unit: see ``replay_engine``.
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
         seed: of random routing.
         on_request: called with the number of requests that ended.

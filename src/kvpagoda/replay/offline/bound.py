@@ -113,6 +113,7 @@ def hit_bound(
         tokens_per_id: see ``serve``.
         max_requests: see ``serve``.
         step_tokens: see ``serve``.
+        batch_tokens: see ``serve``.
         checkpoint_every: see ``Retention``.
         rounds: of the search for a low bound; any number gives a bound.
         on_request: called with how far it is, in requests of the trace.
