@@ -307,3 +307,11 @@ def test_the_tree_evicts_in_some_namespaces_and_then_in_its_order(policy: str) -
         assert sorted(gone.ids[0].tolist()) == sorted(owner) and not tree.num_cached and not tree.namespaces()
         assert tree.evict(5).ids.shape == (1, 0)
         tree.check()
+
+
+def test_closing_the_cache_ends_what_runs_over_its_quota() -> None:
+    cache = cache_of(quota=0, block_size=4, tiers=[host_tier("64KiB", write="evict")])
+    sequence = cache.open(text_of(1), "a")
+    sequence.commit(text_of(1))
+    cache.close()
+    assert not sequence.is_open and cache.stats().groups[0].held == 0
