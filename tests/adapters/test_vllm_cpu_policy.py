@@ -116,8 +116,10 @@ def test_the_policy_chooses_what_it_would_choose_alone(policy: str) -> None:
 
 def test_ends_of_texts_go_before_their_beginnings_and_running_requests_last() -> None:
     manager = manager_of("FIFO", 6)
-    for name, keys in (("a", [1, 2]), ("b", [3, 4]), ("c", [5, 6])):
+    for name, keys in (("a", [1, 2]), ("b", [3, 4]), ("c", [6, 5])):  # c stores its end first
         context = ReqContext(name)
+        for end, number in enumerate(sorted(keys), 1):
+            context.set_offload_key_position(key(number), 16 * end)
         manager.on_new_request(context)
         for batch in keys:  # a chunk a step
             assert manager.prepare_store([key(batch)], context) is not None

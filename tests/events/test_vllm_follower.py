@@ -111,6 +111,9 @@ def test_blocks_whose_place_is_not_told_may_be_there() -> None:
     assert engine.hit() == (32, 32, True)
     engine.send(engine.removed(1, 6))
     assert engine.hit() == (32, 0, False)
+    engine.send(engine.removed(1, 7), engine.removed(0, 1, 3, 5, 7))
+    index = engine.follower._index
+    assert not index._blocks and not index._after and not index._loose
 
 
 def test_a_state_inside_a_block_may_be_there() -> None:

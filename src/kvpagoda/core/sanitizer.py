@@ -45,8 +45,11 @@ class Sanitizer:
     """The provenance of all rows of a cache with ``plan``. ``memory``: what the cache uses instead of ``own``, its memory."""
 
     def __init__(self, plan: Plan, own: NoMemory) -> None:
+        ahead = min((tokens for _, _, tokens in plan.rewinds), default=0)  # a state in one place is taken back by so many
+        num_states = 1 if any(group.places > 1 for group in plan.groups) else 1 + ahead
         self._words = [
-            np.zeros((group.num_rows, 1 if group.growth.is_state else plan.block_size), WORD) for group in plan.groups
+            np.zeros((group.num_rows, num_states if group.growth.is_state else plan.block_size), WORD)
+            for group in plan.groups
         ]
         for words in self._words:
             words["position"] = FREE
@@ -86,8 +89,6 @@ class Sanitizer:
                 both = min(len(before), length)
                 differs = (before[:both] != words[:both]).nonzero()[0]
                 begin = int(differs[0]) if len(differs) else both
-                if length < len(before):
-                    self._rewound(request, words)
             self._written[request] = words
             if begin >= length:
                 continue
@@ -116,21 +117,18 @@ class Sanitizer:
         if not group.places:  # copies in checkpoints, which requests do not hold
             return
         lengths = np.arange(max(begin, length - group.places) + 1, length + 1)
-        states[group.table.cells[request.slot, lengths % group.places], 0] = _states(words, lengths)
+        cells = group.table.cells[request.slot, lengths % group.places]
+        states["position"][cells] = FREE
+        states[cells, 0] = _states(words, lengths)
+        if (num_states := states.shape[1]) > 1:  # one place, whose state holds what its last tokens added apart
+            lengths = np.arange(length, max(request.match.resumable, length - num_states), -1)
+            states[cells, : len(lengths)] = _states(words, lengths)
         assert isinstance(group, StateGroup)
         for depth in group.wrote.get(request, ()):
             if depth * core.block_size > begin:
                 place = group.places_of(group.named[request][depth])
+                states["position"][place] = FREE
                 states[place, 0] = _states(words, np.array([depth * core.block_size]))
-
-    def _rewound(self, request: RequestState, words: Words) -> None:
-        """Note that the states of ``request`` which lie in one place were taken back to those after ``words``: such a state
-        holds what its last tokens added, apart."""
-        assert self._core is not None
-        for group in self._core.groups:
-            if group.growth.is_state and group.places == 1:
-                states = self._words[group.index]
-                states[group.table.cells[request.slot, 0], 0] = _state(words)
 
     def _expected(self, request: RequestState) -> Words:
         """Return the provenance of the committed tokens of ``request``. O(tokens)."""
@@ -197,11 +195,11 @@ class Sanitizer:
         if not group.places:
             return
         place = int(group.table.cells[request.slot, len(words) % group.places])
-        found, expected = self._words[group.index][place, 0], _state(words)
-        if found["position"] == UNKNOWN:
-            self._words[group.index][place, 0] = expected
-        elif found != expected:
-            raise self._failed(request, group, f"state after {len(words)} tokens in block {place}", expected, found)
+        found, expected = self._words[group.index][place], _state(words)
+        if (found["position"] == UNKNOWN).all():
+            found[0] = expected
+        elif not (found == expected).any():
+            raise self._failed(request, group, f"state after {len(words)} tokens in block {place}", expected, found[0])
 
     def _failed(self, request: RequestState, group: BlockGroup, what: str, expected: Any, found: Any) -> CheckFailed:
         names = {number: key for key, number in self._namespaces.items()}

@@ -196,7 +196,9 @@ class VllmIndex:
         if len(tokens) < 2 or not groups:
             return NextHit(0, 0, at_most=False)
         prompt = _Prompt(self, tokens, salt, adapter, media)
-        (resumable, cached), (surely, _) = prompt.hit(groups, _MAYBE), prompt.hit(groups, _YES)
+        resumable, cached = surely, _ = prompt.hit(groups, _MAYBE)
+        if self._loose or prompt.doubtful or not all(group.law for group in groups):
+            surely, _ = prompt.hit(groups, _YES)
         is_untold = len(groups) <= max(self._groups)  # a group with a smaller number has told nothing yet
         return NextHit(max(cached, resumable), resumable, at_most=surely < resumable or (is_untold and resumable > 0))
 
