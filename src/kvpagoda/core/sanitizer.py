@@ -121,7 +121,7 @@ class Sanitizer:
         states["position"][cells] = FREE
         states[cells, 0] = _states(words, lengths)
         if (num_states := states.shape[1]) > 1:  # one place, whose state holds what its last tokens added apart
-            lengths = np.arange(length, max(request.match.resumable, length - num_states), -1)
+            lengths = np.arange(length, max(request.match.resumable, length - num_states + 1) - 1, -1)
             states[cells, : len(lengths)] = _states(words, lengths)
         assert isinstance(group, StateGroup)
         for depth in group.wrote.get(request, ()):
@@ -218,15 +218,16 @@ class Sanitizer:
 
 
 def _states(words: Words, lengths: npt.NDArray[Any]) -> Words:
-    """Return the provenance of states after ``lengths`` tokens, above 0, of a text with ``words``: that of the last token, at
-    the position after it."""
+    """Return the provenance of states after ``lengths`` tokens of a text with ``words``: that of the last token, at the
+    position after it; of an empty text, zeros."""
     states: Words = words[lengths - 1].copy()
     states["position"] = lengths
+    states[lengths == 0] = np.zeros(1, WORD)
     return states
 
 
 def _state(words: Words) -> Any:
-    """Return the provenance of the state after a text with ``words``; of an empty one, zeros."""
+    """Return the provenance of the state after a text with ``words``."""
     return _states(words, np.array([len(words)]))[0] if len(words) else np.zeros(1, WORD)[0]
 
 
