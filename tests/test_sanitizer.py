@@ -233,3 +233,27 @@ def test_what_goes_to_a_tier_allocates_no_swap() -> None:
     with cache.open(tokens(1, 64)) as sequence:
         compute(cache, sequence, tokens(1, 64), write=True)
     assert cache.core.swap._table is None and cache.flush(5.0)
+
+
+def test_a_state_in_one_place_may_be_taken_back() -> None:
+    """DeepSeek-V4's states hold what their last tokens added apart: a step past a boundary leaves the one there, too."""
+    config = dict(
+        _BASE, model_type="deepseek_v4", num_hidden_layers=3, head_dim=16, num_experts_per_tok=1, n_routed_experts=2,
+        moe_intermediate_size=16, q_lora_rank=16, index_n_heads=2, index_head_dim=8, index_topk=4, sliding_window=8,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    )  # fmt: skip
+    schema, text = Schema.from_hf_config(config, dtype="float32"), tokens(1, 30)
+    cache = cache_of(schema.rewindable(2))
+    first = cache.open(text)
+    cache.batch([first], [BLOCK + 1])
+    first.commit(text[: BLOCK + 1])
+    first.close()
+    with cache.open(text) as again:
+        assert again.cached_tokens == BLOCK
+        compute(cache, again, text[:20])
+    with cache.open(text, lookup=False) as alone:
+        compute(cache, alone, text[:1])
+        alone.rewind(1)
+        compute(cache, alone, text[:20])
+    cache.close()
