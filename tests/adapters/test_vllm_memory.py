@@ -229,7 +229,8 @@ def settings(**more: Any) -> Any:
     parts = {
         "cache_config": dict(
             num_gpu_blocks_override=None, prefix_cache_retention_interval=0, kv_cache_dtype_skip_layers=[],
-            use_replayssm=False, prefix_match_unit=None, mamba_cache_mode="align", block_size=16, user_specified_block_size=False,
+            use_replayssm=False, prefix_match_unit=None, mamba_cache_mode="align", block_size=16,
+            user_specified_block_size=False,
             mamba_block_size=16,
             mamba_page_size_padded=1, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
         ),

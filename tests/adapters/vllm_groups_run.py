@@ -87,7 +87,7 @@ def main() -> None:
 
     usual = dict(
         load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=8, seed=0, block_size=32,
-        max_num_batched_tokens=1024, max_model_len=2048, enable_prefix_caching=True, async_scheduling=False,
+        max_num_batched_tokens=1024, max_model_len=640, enable_prefix_caching=True, async_scheduling=False,
         dtype="bfloat16" if kind == "Qwen3-Next-like" else "float32",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
