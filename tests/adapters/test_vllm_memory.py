@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-like": {},
 }
 """What differs from the models of ``benchmarks.vllm_memory``."""
-BLOCKS = {"Qwen3-Next-like": (400, 75), "Gemma-3-like": (2000, 150), "gpt-oss-like": (1000, 80)}
+BLOCKS = {"Qwen3-Next-like": (400, 75), "Gemma-3-like": (2000, 160), "gpt-oss-like": (1000, 60)}
 """Ids of memory: so many that nothing is preempted, and so few of smaller groups that something is."""
 GROUPS = {
     "Qwen3-Next-like": ([3, 3, 3, 3], [1] * 9 + [3]),
@@ -293,6 +293,17 @@ def test_windows_of_gemma_3_have_no_padding_layers() -> None:
 def test_where_nothing_is_saved_vllms_own_groups_stay(specs: dict[str, Any]) -> None:
     own = [KVCacheGroupSpec(["0"], FullAttentionSpec(block_size=16, **HEAD))]
     assert memory.groups_of(settings(), specs, lambda *_: own) is own
+
+
+def test_layers_of_three_kinds_stay_as_vllm_has_them() -> None:
+    """Also where vLLM itself puts blocks of several kinds side by side."""
+    other = SlidingWindowSpec(block_size=176, sliding_window=1024, **HEAD)
+    smaller = MambaSpec(block_size=176, **{**STATE, "shapes": ((3, 64), (8, 8, 8))})
+    own = [KVCacheGroupSpec(["0"], other)]
+    for more in (other, smaller):
+        specs = {**qwen3_next(176, None), "more": more}
+        assert memory.states_beside(specs, 16) is None
+        assert memory.groups_of(settings(), specs, lambda *_: own) is own
 
 
 def test_states_with_little_padding_stay_as_vllm_has_them() -> None:
