@@ -3,7 +3,8 @@
     .venv-vllm/bin/python tools/vllm_tests.py [--memory] FOLDER [TEST FILE..]
 
 ``--memory``: with smaller groups of layers (``vllm_memory_plugin``) instead of our manager. ``FOLDER``: what vLLM's source
-distribution has, at least its ``tests``. Tests that fail with vLLM's own manager need a GPU or a model from the network. Those that look into what ours replaces stay out by name (``vllm_plugin.STAY_OUT``).
+distribution has, at least its ``tests``. Tests that fail with vLLM's own manager need a GPU or a model from the network. Those
+that look into what ours replaces stay out by name (``vllm_plugin.STAY_OUT``).
 Exits with 1 if a test passed with vLLM's manager alone, or if none passed. Needs pytest and vLLM.
 """
 
