@@ -301,7 +301,7 @@ def served(model: str, setting: str, unit: int | None, quick: bool) -> list[Row]
                     found, said, _ = engine.run(traffic, AT_ONCE[name])
                 rows.append(
                     {
-                        "case": f"{model}, {name}, {budget} MB", "who": f"{who}; {setting}; unit {unit or 'none'}",
+                        "case": f"{model}, {name}, {budget} MB", "who": f"{who}, {setting}, unit {unit or 'none'}",
                         "block tokens": engine.block_size, "groups": engine.num_groups, "found": found, **watched.row,
                         "equal": sum(one == other for one, other in zip(said, cold)), "answers": len(cold),
                     }
