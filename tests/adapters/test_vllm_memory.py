@@ -115,7 +115,8 @@ def test_tokens_are_those_of_vllms_own_groups(version: str, kind: str, scheduler
         place, kind, version, num_gpu_blocks_override=BLOCKS[kind][1], additional_config=ASKED, scheduler_cls=scheduler,
     )  # fmt: skip
     assert (theirs["groups"], ours["groups"]) == GROUPS[kind]
-    assert theirs["preempted"] == 0 < ours["preempted"] and len(ours["tokens"]) == 24
+    assert theirs["preempted"] == 0 and len(ours["tokens"]) == 24
+    assert scheduler or ours["preempted"]  # ours finds more, and may have room for all
     assert ours["manager"] == ("kvpagoda" if scheduler else "vllm")
     assert ours["tokens"] == theirs["tokens"]
     if kind == "Qwen3-Next-like":
