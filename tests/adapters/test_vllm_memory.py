@@ -123,12 +123,15 @@ def test_tokens_are_those_of_vllms_own_groups(version: str, kind: str, scheduler
         assert ours["block_size"] < theirs["block_size"]
 
 
-def test_without_prefix_caching(place: Path) -> None:
+PAIRS = dict(num_gpu_blocks_override=75, additional_config=ASKED, enable_prefix_caching=False, block_size=704)
+"""A larger block, in which two states lie side by side."""
+
+
+def test_states_lie_in_pairs_without_prefix_caching(place: Path) -> None:
     """A request has one state for its whole text."""
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
-    options = dict(num_gpu_blocks_override=75, additional_config=ASKED, enable_prefix_caching=False)
-    ours = served(place, "Qwen3-Next-like", "installed", **options)
-    assert ours["groups"] == GROUPS["Qwen3-Next-like"][1] and ours["cached"] == 0
+    ours = served(place, "Qwen3-Next-like", "installed", **PAIRS)
+    assert (ours["groups"], ours["cached"]) == ([2, 2, 2, 2, 1, 3], 0)
     assert ours["tokens"] == theirs["tokens"]
 
 
@@ -157,10 +160,8 @@ def test_our_connector_loads_what_lies_side_by_side(place: Path) -> None:
 
 def test_states_that_overlap_are_seen(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
-    wrong = served(
-        place, "Qwen3-Next-like", "installed", num_gpu_blocks_override=400, additional_config=ASKED, fault=True
-    )
-    assert wrong["tokens"] != theirs["tokens"]
+    wrong = served(place, "Qwen3-Next-like", "installed", **PAIRS, fault=True)
+    assert wrong["groups"] == [2, 2, 2, 2, 1, 3] and wrong["tokens"] != theirs["tokens"]
 
 
 # -- the plug-in ---------------------------------------------------------------------------------------------------------

@@ -81,8 +81,8 @@ def main() -> None:
     if fault:
         from kvpagoda.adapters.vllm import memory
 
-        own = memory._state_nbytes
-        memory._state_nbytes = lambda spec: own(spec) // 2
+        own = memory._page_nbytes
+        memory._page_nbytes = lambda spec: own(spec) // (2 if type(spec).__name__ == "MambaSpec" else 1)
     from vllm import LLM
 
     usual = dict(
