@@ -29,6 +29,7 @@ WHICH ?= newest oldest
 VLLM_VERSION := 0.32.0
 VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_scheduler prefix_caching \
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
+VLLM_GROUP_TESTS := $(addprefix tests/v1/core/test_,kv_cache_utils.py contiguous_kv_packing.py)
 VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
 
 # The processes that tests start find compiled modules, whatever the shell says.
@@ -116,6 +117,7 @@ consumers:
 # vLLM's own tests run first with its own cache manager, then with ours: what passed must pass again.
 vllm: $(VLLM_READY)
 	$(VLLM)/bin/python tools/vllm_tests.py $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_TESTS)
+	$(VLLM)/bin/python tools/vllm_tests.py --memory $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_GROUP_TESTS)
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= \
 		tests/kernels/interpreted_vllm_rows.py
 	$(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= tests/adapters/test_vllm_manager.py \

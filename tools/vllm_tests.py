@@ -1,9 +1,10 @@
 """Run vLLM's own tests with its own cache manager, then with ours: every test that passed must pass again.
 
-    .venv-vllm/bin/python tools/vllm_tests.py FOLDER [TEST FILE..]
+    .venv-vllm/bin/python tools/vllm_tests.py [--memory] FOLDER [TEST FILE..]
 
-``FOLDER``: what vLLM's source distribution has, at least its ``tests``. Tests that fail with vLLM's own manager need a
-GPU or a model from the network. Those that look into what ours replaces stay out by name (``vllm_plugin.STAY_OUT``).
+``--memory``: with smaller groups of layers (``vllm_memory_plugin``) instead of our manager. ``FOLDER``: what vLLM's source
+distribution has, at least its ``tests``. Tests that fail with vLLM's own manager need a GPU or a model from the network. Those
+that look into what ours replaces stay out by name (``vllm_plugin.STAY_OUT``).
 Exits with 1 if a test passed with vLLM's manager alone, or if none passed. Needs pytest and vLLM.
 """
 
@@ -51,13 +52,15 @@ def _outcome(case: ET.Element) -> str:
     return "passed" if case.find("failure") is None and case.find("error") is None else "failed"
 
 
-def main(folder: str, *files: str) -> int:
+def main(*said: str) -> int:
+    folder, *files = [one for one in said if one != "--memory"]
+    plugin = "vllm_memory_plugin" if "--memory" in said else "vllm_plugin"
     place = Path(folder).resolve()
     model = place / "facebook" / "opt-125m"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(OPT))
     before = outcomes(place, [*files])
-    after = outcomes(place, [*files], "-p", "vllm_plugin")
+    after = outcomes(place, [*files], "-p", plugin)
     passed = {name for name, outcome in before.items() if outcome == "passed"}
     out = sorted(name for name in passed if after.get(name) == "skipped")
     lost = sorted(name for name in passed if after.get(name) not in ("passed", "skipped"))

@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-like": {},
 }
 """What differs from the models of ``benchmarks.vllm_memory``."""
-BLOCKS = {"Qwen3-Next-like": (400, 75), "Gemma-3-like": (2000, 150), "gpt-oss-like": (1000, 80)}
+BLOCKS = {"Qwen3-Next-like": (400, 75), "Gemma-3-like": (2000, 160), "gpt-oss-like": (1000, 60)}
 """Ids of memory: so many that nothing is preempted, and so few of smaller groups that something is."""
 GROUPS = {
     "Qwen3-Next-like": ([3, 3, 3, 3], [1] * 9 + [3]),
@@ -115,19 +115,23 @@ def test_tokens_are_those_of_vllms_own_groups(version: str, kind: str, scheduler
         place, kind, version, num_gpu_blocks_override=BLOCKS[kind][1], additional_config=ASKED, scheduler_cls=scheduler,
     )  # fmt: skip
     assert (theirs["groups"], ours["groups"]) == GROUPS[kind]
-    assert theirs["preempted"] == 0 < ours["preempted"] and len(ours["tokens"]) == 24
+    assert theirs["preempted"] == 0 and len(ours["tokens"]) == 24
+    assert scheduler or ours["preempted"]  # ours finds more, and may have room for all
     assert ours["manager"] == ("kvpagoda" if scheduler else "vllm")
     assert ours["tokens"] == theirs["tokens"]
     if kind == "Qwen3-Next-like":
         assert ours["block_size"] < theirs["block_size"]
 
 
-def test_without_prefix_caching(place: Path) -> None:
+PAIRS = dict(num_gpu_blocks_override=75, additional_config=ASKED, enable_prefix_caching=False, block_size=704)
+"""A larger block, in which two states lie side by side."""
+
+
+def test_states_lie_in_pairs_without_prefix_caching(place: Path) -> None:
     """A request has one state for its whole text."""
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
-    options = dict(num_gpu_blocks_override=75, additional_config=ASKED, enable_prefix_caching=False)
-    ours = served(place, "Qwen3-Next-like", "installed", **options)
-    assert ours["groups"] == GROUPS["Qwen3-Next-like"][1] and ours["cached"] == 0
+    ours = served(place, "Qwen3-Next-like", "installed", **PAIRS)
+    assert (ours["groups"], ours["cached"]) == ([2, 2, 2, 2, 1, 3], 0)
     assert ours["tokens"] == theirs["tokens"]
 
 
@@ -156,10 +160,8 @@ def test_our_connector_loads_what_lies_side_by_side(place: Path) -> None:
 
 def test_states_that_overlap_are_seen(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
-    wrong = served(
-        place, "Qwen3-Next-like", "installed", num_gpu_blocks_override=400, additional_config=ASKED, fault=True
-    )
-    assert wrong["tokens"] != theirs["tokens"]
+    wrong = served(place, "Qwen3-Next-like", "installed", **PAIRS, fault=True)
+    assert wrong["groups"] == [2, 2, 2, 2, 1, 3] and wrong["tokens"] != theirs["tokens"]
 
 
 # -- the plug-in ---------------------------------------------------------------------------------------------------------
@@ -230,7 +232,8 @@ def settings(**more: Any) -> Any:
         "cache_config": dict(
             num_gpu_blocks_override=None, prefix_cache_retention_interval=0, kv_cache_dtype_skip_layers=[],
             use_replayssm=False, prefix_match_unit=None, mamba_cache_mode="align", block_size=16,
-            user_specified_block_size=False, mamba_block_size=16,
+            user_specified_block_size=False,
+            mamba_block_size=16,
             mamba_page_size_padded=1, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
         ),
         "parallel_config": dict(pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1),
@@ -292,6 +295,17 @@ def test_windows_of_gemma_3_have_no_padding_layers() -> None:
 def test_where_nothing_is_saved_vllms_own_groups_stay(specs: dict[str, Any]) -> None:
     own = [KVCacheGroupSpec(["0"], FullAttentionSpec(block_size=16, **HEAD))]
     assert memory.groups_of(settings(), specs, lambda *_: own) is own
+
+
+def test_layers_of_three_kinds_stay_as_vllm_has_them() -> None:
+    """Also where vLLM itself puts blocks of several kinds side by side."""
+    other = SlidingWindowSpec(block_size=176, sliding_window=1024, **HEAD)
+    smaller = MambaSpec(block_size=176, **{**STATE, "shapes": ((3, 64), (8, 8, 8))})
+    own = [KVCacheGroupSpec(["0"], other)]
+    for more in (other, smaller):
+        specs = {**qwen3_next(176, None), "more": more}
+        assert memory.states_beside(specs, 16) is None
+        assert memory.groups_of(settings(), specs, lambda *_: own) is own
 
 
 def test_states_with_little_padding_stay_as_vllm_has_them() -> None:

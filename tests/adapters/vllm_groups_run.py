@@ -40,7 +40,7 @@ def workload(llm: Any) -> dict[str, Any]:
         for number in range(10):
             name, prompt = f"{wave}.{number}", [*heads[number % 3], *tokens(5, 60)] if number % 4 else tokens(10, 90)
             sampling = SamplingParams(
-                temperature=0, max_tokens=int(random.integers(8, 60)), ignore_eos=True, detokenize=False
+                temperature=0, max_tokens=int(random.integers(20, 120)), ignore_eos=True, detokenize=False
             )
             engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         aborted, steps = [f"{wave}.3", f"{wave}.7"], 0
@@ -81,13 +81,13 @@ def main() -> None:
     if fault:
         from kvpagoda.adapters.vllm import memory
 
-        own = memory._state_nbytes
-        memory._state_nbytes = lambda spec: own(spec) // 2
+        own = memory._page_nbytes
+        memory._page_nbytes = lambda spec: own(spec) // (2 if type(spec).__name__ == "MambaSpec" else 1)
     from vllm import LLM
 
     usual = dict(
         load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=8, seed=0, block_size=32,
-        max_num_batched_tokens=1024, max_model_len=2048, enable_prefix_caching=True, async_scheduling=False,
+        max_num_batched_tokens=1024, max_model_len=704, enable_prefix_caching=True, async_scheduling=False,
         dtype="bfloat16" if kind == "Qwen3-Next-like" else "float32",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

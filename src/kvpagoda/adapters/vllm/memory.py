@@ -115,11 +115,9 @@ def states_beside(specs: Specs, unit: int) -> StateGroups | None:
     None also unless the layers are of two kinds, one with attention to the whole text and one with states.
     """
     attention, states = _split(specs)
-    if not attention or not states or any(spec.page_size_padded is not None for spec in attention.values()):
+    if not states:
         return None
     spec, state = next(iter(attention.values())), next(iter(states.values()))
-    if len({*attention.values()}) > 1 or len({*states.values()}) > 1 or type(spec).__name__ not in _FULL:
-        return None
 
     def block_nbytes(size: int) -> int:
         return len(attention) * int(replace(spec, block_size=size).page_size_bytes)
@@ -140,10 +138,14 @@ def layers_of_vllm(counts: list[int]) -> int:
 
 
 def _split(specs: Specs) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the layers with attention and those with states, both in their order; none if there are others."""
-    attention = {name: spec for name, spec in specs.items() if isinstance(spec, AttentionSpec)}
+    """Return the layers with attention and those with states, both in their order; none unless all of each are alike, and
+    the former see the whole text."""
+    attention = {name: spec for name, spec in specs.items() if type(spec).__name__ in _FULL}
     states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
-    return (attention, states) if len(attention) + len(states) == len(specs) else ({}, {})
+    is_whole = len(attention) + len(states) == len(specs) and len({*attention.values()}) == len({*states.values()}) == 1
+    if not is_whole or any(spec.page_size_padded is not None for spec in attention.values()):
+        return {}, {}
+    return attention, states
 
 
 def _state_nbytes(spec: Any) -> int:
@@ -177,7 +179,9 @@ def groups_of(vllm_config: Any, specs: Specs, own: Callable[[Any, Specs], list[A
 def _of_states(vllm_config: Any, specs: Specs) -> list[Any] | None:
     """Return one group of attention and several of states, if ``align`` chose their blocks; else None."""
     attention, states = _split(specs)
-    if not attention or not states or len({spec.page_size_bytes for spec in specs.values()}) == 1:
+    room = sum(spec.page_size_bytes for spec in attention.values())
+    per_group = room // _state_nbytes(next(iter(states.values()))) if states else 0
+    if not per_group or len({spec.page_size_bytes for spec in specs.values()}) == 1:
         return None
     connector = vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.kv_connector
     if connector not in (None, _CONNECTOR):
@@ -187,8 +191,6 @@ def _of_states(vllm_config: Any, specs: Specs) -> list[Any] | None:
     if not layout.is_block_compact:
         text = f"in the layout {layout.name} a block's bytes are not together, which smaller groups need"
         raise BadInput.with_hint(text, _HINT, needed="is_block_compact", available=layout.name)
-    room = sum(spec.page_size_bytes for spec in attention.values())
-    per_group = room // max(_state_nbytes(spec) for spec in states.values())
     number = ceil_div(len(states), per_group)
     names = [[*attention], *([*states][start::number] for start in range(number))]
     if next(iter(specs)) in states:
