@@ -192,7 +192,8 @@ class LFU(HeapPolicy):
 class LFUDA(HeapPolicy):
     """LFU with dynamic ageing: old uses lose weight.
 
-    The rank is the number of uses plus the rank of the last victim.
+    The rank is the number of uses plus the age: the highest rank of a victim so far. Where a leaf of a lower one was held
+    until then, and is evicted later, the age stays.
     """
 
     def __init__(self) -> None:
@@ -212,7 +213,7 @@ class LFUDA(HeapPolicy):
 
     def choose(self, chain: Callable[[int], Keys]) -> Keys:
         keys = super().choose(chain)
-        self._age = int(self._rank[keys[-1]])
+        self._age = max(self._age, int(self._rank[keys[-1]]))
         return keys
 
     def _make_room(self, length: int) -> None:

@@ -221,3 +221,11 @@ def test_what_engines_do_not_have_is_refused() -> None:
         run(requests(1), "dynamo-1.6.1", "window")
     with raises(BadInput, needed=17, available=16):
         run(requests(1), "vllm-0.33", "window", retention=17)
+
+
+def test_vllms_unit_of_matching_reaches_the_cache_of_a_worker() -> None:
+    """A prompt of 193 tokens twice, in blocks of 128, which a state of this size has: 128 of it are found, or 192."""
+    record = {"input_length": 193, "output_length": 2, "hash_ids": [1, 2, 3]}
+    trace = Trace.read([record | {"timestamp": 1e6 * i} for i in range(2)], block_size=64)
+    found = [run(trace, "vllm-0.33", "big states", "2MiB", match_unit=unit).each.cached.tolist() for unit in (None, 16)]
+    assert found == [[0, 128], [0, 192]]
