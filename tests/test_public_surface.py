@@ -107,6 +107,10 @@ THIN = {
 
 
 SAME_NAME = {
+    **dict.fromkeys(
+        ("ARC", "Auto", "FIFO", "LFU", "LFUDA", "S3FIFO", "SIEVE"),
+        "a policy, in ``kvpagoda.policies``; the same for vLLM's CPU tier, whose options name the class",
+    ),
     "Costs": "of preemption, in ``kvpagoda.scheduling``; of a simulated step, in ``kvpagoda.replay``",
     "Encoding": "of rows, in ``kvpagoda.schema``; of events, in ``kvpagoda.events``",
     "Group": "of a schema, in ``kvpagoda.schema``; of a replayed engine, in ``kvpagoda.replay``",

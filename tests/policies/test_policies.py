@@ -200,6 +200,29 @@ def test_every_policy_survives_pins_clears_and_refills(policy: str) -> None:
     assert policy == "lru" or tree._order._keys.take(1)[0] < 400, "keys leak"
 
 
+def test_the_age_of_lfuda_never_falls() -> None:
+    """A leaf that was held is evicted late, with a rank below those of earlier victims."""
+    tree, names = PrefixTree(2, 1, "lfuda", capacity=8), iter(range(1, 9))
+
+    def cached(text: list[int]) -> object:
+        return tree.insert(
+            tree.match(np.array(text, np.int32)), np.array(text, np.int32), np.array([[next(names)]], np.int32), pin=True
+        ).lease
+
+    held, often = cached([1, 1]), cached([2, 2])
+    for _ in range(9):
+        tree.touch(often)
+    tree.unpin(often)
+    tree.evict(1)
+    new = cached([3, 3])
+    tree.unpin(held)
+    tree.evict(1)
+    tree.touch(new)
+    tree.unpin(new)
+    tree.check()
+    assert tree.num_cached == 1
+
+
 def test_names_and_sizes_of_policies() -> None:
     with raises(BadInput, needed="best", available=ANY):
         as_policy("best", 10)

@@ -45,7 +45,9 @@ class Sanitizer:
     """The provenance of all rows of a cache with ``plan``. ``memory``: what the cache uses instead of ``own``, its memory."""
 
     def __init__(self, plan: Plan, own: NoMemory) -> None:
-        ahead = min((tokens for _, _, tokens in plan.rewinds), default=0)  # a state in one place is taken back by so many
+        ahead = min(
+            (tokens for _, _, tokens in plan.rewinds), default=0
+        )  # a state in one place is taken back by so many
         num_states = 1 if any(group.places > 1 for group in plan.groups) else 1 + ahead
         self._words = [
             np.zeros((group.num_rows, num_states if group.growth.is_state else plan.block_size), WORD)

@@ -134,7 +134,11 @@ class Follower:
         return lost
 
     def replay_ended(self, start: int) -> None:
-        """Do nothing: a replay from ``start`` has all that is missing, or a snapshot."""
+        """Do nothing: a replay has all that is missing, or a snapshot.
+
+        Args:
+            start: the number from which on was replayed.
+        """
 
     def resumable(
         self,

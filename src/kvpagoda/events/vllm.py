@@ -58,8 +58,12 @@ class VllmFollower:
         return len(self._index)
 
     def feed(self, sequence: int, payload: bytes) -> list[Name]:
-        """Take batch number ``sequence``, live or replayed. A number that came before, in a batch that is newer, is that of
-        an engine that has started again.
+        """Take a batch, live or replayed. A number that came before, in a batch that is newer, is that of an engine that has
+        started again.
+
+        Args:
+            sequence: its number.
+            payload: as vLLM's publisher sent it.
 
         Returns:
             ``[]``: vLLM does not tell which positions are lost with a block.
@@ -82,8 +86,12 @@ class VllmFollower:
         return []
 
     def replay_ended(self, start: int) -> None:
-        """Take note that all batches from ``start`` on which the publisher has were fed: those that are missing when this
-        comes twice are lost."""
+        """Take note that a replay has ended: all batches that the publisher has were fed. Those that are missing when this
+        comes twice are lost.
+
+        Args:
+            start: the number from which on was replayed.
+        """
         if self.wanted != start:
             return
         if self._asked == start:
@@ -108,7 +116,8 @@ class VllmFollower:
             media: offset of the first placeholder -> the hash by which vLLM identifies it, bytes of its hexadecimal.
 
         Raises:
-            BadInput: a wrong argument, or a namespace that vLLM does not have.
+            BadInput: ``token_ids`` are no vector of integers, ``media`` lie outside of the text, or vLLM has no such
+                namespace: one with weights or an epoch, or whose parts are no text.
         """
         tokens = as_tokens(token_ids)
         places = {at: digest.hex() for at, digest in checked_media(media, len(tokens)).items()}

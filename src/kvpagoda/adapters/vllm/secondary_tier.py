@@ -56,12 +56,16 @@ class KvpagodaTier(SecondaryTierManager):  # type: ignore[misc]
     """A secondary tier of vLLM over one of our tiers. vLLM makes it, in the scheduler's process.
 
     Args:
+        offloading_spec: vLLM's.
+        primary_kv_view: vLLM's CPU tier, a row for each chunk.
+        tier_type: how vLLM's options name this tier.
+        backpressure_detector: vLLM's.
         tier: as ``kvpagoda.tiers.tier_from_text`` reads it: ``disk:FOLDER:50GiB``, ``redis://HOST:PORT``,
             ``mooncake://HOST:PORT``, ``host:4GiB``.
         weights: a name of the weights; None: a digest of the model's files, or its name if it is no folder here.
         staging: host memory for records on their way.
         locality: ``LOCAL`` or ``REMOTE``, for vLLM's events.
-        settings: those of ``TierSpec``: ``timeout``, the most seconds of a transfer, and ``workers``.
+        **settings: those of ``TierSpec``: ``timeout``, the most seconds of a transfer, and ``workers``.
 
     Raises:
         BadInput: a tier or a setting that is wrong, or ``staging`` for less than one record a worker.
@@ -98,23 +102,27 @@ class KvpagodaTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups = _Lookups(self, tier_type)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether there is a record, or RETRY while that is being looked up."""
+        """As vLLM's: return whether there is a record, or RETRY while that is being looked up."""
         is_found = self._lookups.lookup(key, req_context)
         if is_found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if is_found else LookupResult.MISS
 
     def are_there(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return of which ``keys`` there are records, which are held for some seconds. Waits, at most ``timeout``."""
+        """Return of which keys there are records, which are held for some seconds. Waits, at most ``timeout``.
+
+        Args:
+            keys: vLLM's.
+        """
         lease = self._tier.lookup(self._names(keys), monotonic() + self._timeout).result()
         return [status is Status.OK for status in lease.statuses]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Copy chunks to the tier in a thread."""
+        """As vLLM's: copy chunks to the tier in a thread."""
         self._submit(job_metadata, self._store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Copy records to chunks in a thread."""
+        """As vLLM's: copy records to chunks in a thread."""
         self._submit(job_metadata, self._load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -128,15 +136,15 @@ class KvpagodaTier(SecondaryTierManager):  # type: ignore[misc]
         return results
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Leave to vLLM what is offloaded."""
+        """As vLLM's: leave to vLLM what is offloaded."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what the request has looked up."""
+        """As vLLM's: forget what the request has looked up."""
         self._lookups.cleanup(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Begin the lookups of this step."""
+        """As vLLM's: begin the lookups of this step."""
         self._lookups.flush()
 
     def drain_jobs(self) -> None:

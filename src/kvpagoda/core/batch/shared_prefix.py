@@ -134,7 +134,7 @@ def levels_to_read(tree: SharingTree, num_levels: int) -> list[int]:
     return path[::-1]
 
 
-class Level(NamedTuple):
+class CascadeLevel(NamedTuple):
     """The arrays of one level, int32; see ``SharedPrefix``."""
 
     qo_indptr: Array
@@ -145,14 +145,14 @@ class Level(NamedTuple):
 
 def levels_of(
     tree: SharingTree, cells: Cells, slots: Array, counts: Array, lengths: Array, page_size: int, num_levels: int
-) -> list[Level]:
+) -> list[CascadeLevel]:
     """Return ``num_levels`` levels of ``tree`` over the table ``cells``; if it has fewer, the first ones are empty.
 
     ``slots``, ``counts``, ``lengths`` int64 ``[B]``: of each row of the step its row of the table, its new tokens, and the
     tokens in its last page. ``page_size``: tokens in a page."""
     slots, indptr = slots[tree.order], np.append(0, np.cumsum(counts[tree.order]))
     path, begin = levels_to_read(tree, num_levels), tree.first
-    nothing = Level(np.array([0, indptr[-1]], np.int32), *(np.zeros(n, np.int32) for n in (2, 0, 1)))
+    nothing = CascadeLevel(np.array([0, indptr[-1]], np.int32), *(np.zeros(n, np.int32) for n in (2, 0, 1)))
     levels = [nothing] * (num_levels - len(path))
     for number in path:
         part, end = tree.parts[number], tree.ends[number]
@@ -162,7 +162,9 @@ def levels_of(
     return levels
 
 
-def _level(cells: Cells, slots: Array, part: Array, begin: Array, end: Array, indptr: Array, lengths: Array) -> Level:
+def _level(
+    cells: Cells, slots: Array, part: Array, begin: Array, end: Array, indptr: Array, lengths: Array
+) -> CascadeLevel:
     """Return the level in which the rows of each ``part`` read their columns ``begin .. end - 1``."""
     is_first = np.ones(len(part), np.bool_)
     is_first[1:] = part[1:] != part[:-1]
@@ -171,4 +173,4 @@ def _level(cells: Cells, slots: Array, part: Array, begin: Array, end: Array, in
     rows, columns = cells_between(begin, end)
     kv_indptr, last = np.append(0, np.cumsum(end - begin)), np.where(end > begin, lengths[at], 0)
     arrays = np.append(indptr[at], indptr[-1]), kv_indptr, cells[slots[at][rows], columns], last
-    return Level(*(array.astype(np.int32) for array in arrays))
+    return CascadeLevel(*(array.astype(np.int32) for array in arrays))
