@@ -55,7 +55,7 @@ def test_a_device_with_memory_of_its_own_reads_its_own_bytes(schema: str, monkey
 @pytest.mark.parametrize(
     ("kind", "schema", "seed"),
     [
-        ("block", "full", 1), ("state", "wide", 2), ("move", "mixed", 0), ("reset", "mixed", 1), ("swap_out", "mixed", 1),
+        ("block", "full", 1), ("state", "wide", 2), ("move", "mixed", 3), ("reset", "mixed", 1), ("swap_out", "mixed", 1),
         ("swap_in", "mixed", 1),
     ],
 )  # fmt: skip

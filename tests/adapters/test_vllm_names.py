@@ -318,6 +318,8 @@ def test_what_moved_is_named(source: Path, release: str, tmp_path: Path) -> None
     files = {file for file, _ in (*CALLS, *MEMORY[release], *VALUES)} | {
         "__init__.py", "v1/core/sched/async_scheduler.py", "model_executor/layers/mamba/abstract.py",
     }  # fmt: skip
+    found = (file_of(source, module) for module, _ in imported(release))
+    files |= {str(one.relative_to(source)) for one in found if one is not None}
     for file in files | {str(Path(file).parent / "__init__.py") for file in files}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / file, tmp_path / file)
