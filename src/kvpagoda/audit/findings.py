@@ -11,6 +11,7 @@ from typing import Any
 from kvpagoda.audit.judge import Audit, Miscount, Results, Trial, until
 from kvpagoda.audit.probes import KINDS, PLAIN
 from kvpagoda.audit.prompts import Case, Draw
+from kvpagoda.audit.prompts import one as steps
 from kvpagoda.audit.server import OutOfRequests, ServerAnswer, ServerProfile, Unanswered
 from kvpagoda.audit.verdict import distance
 from kvpagoda.errors import BadInput
@@ -157,7 +158,8 @@ def _of_counters(audit: Audit) -> Iterator[Finding]:
         return
     who, found = sure[0], by_who[sure[0]]
     rows = _answers_of(audit, found)
-    most = max(found, key=lambda one: (one.answer.cached or 0) - (one.answer.common or 0))
+    plain = [one for one in found if not one.ask.answers] or found  # those that need no answer of a step before
+    most = max(plain, key=lambda one: (one.answer.cached or 0) - (one.answer.common or 0))
     text = (
         f"{WHO[who]} reports cached tokens in {len(found)} requests: {most.answer.cached:,} of {most.answer.num_prompt:,}, "
         f"where at most {most.answer.common or 0:,} can be"
@@ -165,10 +167,9 @@ def _of_counters(audit: Audit) -> Iterator[Finding]:
     text += f"; {rows}" if rows else ""
     also = [f"{WHO[other]}: {len(by_who[other])}" for other in sure[1:]]
     case = until(most.case, most.number) if most.case.steps else Case("never sent", ())
-    if not any(ask.key == most.ask.key for ask in [*case.asks()][-1:]):  # a cold twin, or what an audit begins with
-        from kvpagoda.audit.prompts import one as steps
-
-        case = Case("never sent", steps(*[one.ask for one in found[-3:-1]], most.ask))
+    is_last = any(ask.key == most.ask.key for ask in [*case.asks()][-1:])
+    if not is_last and not most.ask.answers:  # a cold twin, or what an audit begins with
+        case = Case("never sent", steps(*[one.ask for one in plain[-3:-1]], most.ask))
     finding = Finding("counter", who, text[0].upper() + text[1:], len(found), results.num_counted, None, case, also)
     finding.lines = _lines(audit, case, most.answers, "see how many tokens are said to be cached")
     yield finding
