@@ -138,9 +138,8 @@ def test_a_server_finds_its_prompt_and_after_a_restart_on_the_disk(model: str, t
     assert "`vllm:prefix_cache_hits_total` is 256" in PAGE and "`vllm:prefix_cache_queries_total` 600" in PAGE
     first, second = ((tmp_path / f"log {number}").read_text() for number in (0, 1))
     groups = "groups of layers: 4 of FullAttentionSpec in blocks of 128 tokens"
-    decides = (
-        f"decides what stays in vLLM's cache: Options(policy='lfuda', checkpoint_every=4096, promised=0.5); {groups}"
-    )
+    options = "Options(policy='lfuda', checkpoint_every=4096, promised=0.5, memory=None)"
+    decides = f"decides what stays in vLLM's cache: {options}; {groups}"
     keeps = f"keeps vLLM's cache in tiers (kv_both): host, disk; records of 128 tokens of {groups}"
     assert re.findall(r"kvpagoda \d\S+ (.*)", first) == [keeps, decides]
     assert re.findall(r"kvpagoda \d\S+ (.*)", second) == [keeps]
