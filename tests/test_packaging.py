@@ -125,7 +125,7 @@ def test_the_wheel_is_small_and_whole(built: Path) -> None:
     files = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
     files = {name for name in files if "__pycache__" not in name} | {"kvpagoda/commit.txt"}
     assert names == files
-    assert wheel.stat().st_size < 2_150_000
+    assert wheel.stat().st_size < 2_250_000
 
 
 def test_what_is_built_says_its_commit(built: Path, tmp_path: Path) -> None:
