@@ -501,7 +501,7 @@ class CacheView(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Changes that are not told yet, the one that is being told included. Any thread may ask."""
+        """Changes of what is cached that are not told yet, the one that is being told included. Any thread may ask."""
 
     def texts(self) -> list[CachedText]:
         """Return everything that is cached and can be found, parents before their children. O(blocks)."""

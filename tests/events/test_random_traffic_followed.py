@@ -66,6 +66,11 @@ def test_random_traffic_is_followed(schema: str, monkeypatch: pytest.MonkeyPatch
     assert line.num_events > 10 and line.num_hits > 10
 
 
+def test_a_restart_does_not_wait_for_what_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights are invalidated, and the last that observers are told is of blocks that another one hears of."""
+    assert follow("deepseek_v4", 2, OPERATIONS, monkeypatch).num_events > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8, 18))
 @pytest.mark.parametrize("schema", SCHEMA_NAMES)

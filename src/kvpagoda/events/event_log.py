@@ -203,6 +203,8 @@ class EventLog(CacheObserver):
                 self._put(self._raw(request, blocks, first))
             except MemoryError:
                 self._is_broken = True
+        elif self._is_due:
+            self._restart_last()
 
     def on_evicted(self, blocks: tuple[BlockIds, ...], reason: str, namespaces: frozenset[bytes]) -> None:
         """See ``CacheObserver``."""

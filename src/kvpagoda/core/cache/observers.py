@@ -250,7 +250,7 @@ class Observers:
     @property
     def num_waiting(self) -> int:
         """See ``CacheView``."""
-        return len(self._noted)
+        return sum(event in (2, 3) for event, _ in [*self._noted])
 
     def texts(self) -> list[CachedText]:
         """See ``CacheView``."""
