@@ -80,7 +80,7 @@ def test_a_clean_server_has_no_findings(seed: int) -> None:
 
 
 def test_faults_that_no_list_names_are_found() -> None:
-    """Missed are chats that differ in roles alone, and one text that two requests compute at the same time."""
+    """What needs two requests in one step, or a tier that is read, is missed by chance."""
     found = [
         name
         for name, make in UNLISTED.items()

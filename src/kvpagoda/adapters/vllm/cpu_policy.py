@@ -90,12 +90,7 @@ class _OurPolicy(CachePolicy):  # type: ignore[misc]
         """Count a use of the chunks of ``keys`` that are known, from the begin of a text to its end."""
         known = [key for key in keys if key in self._number]
         if known:
-            leaves = [self._number[key] for key in known if key in self._leaves]
-            for number in leaves:  # a use may lower the rank of a leaf, after others with higher ones were held
-                self._order.set_leaf(number, False)
             self._order.touch(np.array([self._number[key] for key in known], np.int32), 0)
-            for number in leaves:
-                self._order.set_leaf(number, True)
 
     def on_request_finished(
         self,
