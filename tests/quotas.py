@@ -22,11 +22,12 @@ def cached_nbytes(core: Any) -> Counter[bytes]:
 
 
 def unused(core: Any, own: bytes) -> list[str]:
-    """Return what of the namespace could be evicted now."""
+    """Return what of the namespace has bytes and could be evicted now: a text whose windows are gone has none."""
     prefix, found = core.prefix, list[str]()
     for key, root in prefix.tree._roots.items():
         for node in nodes_below(root) if owner_of(key) == own else ():
-            if node.is_evictable:
+            has_bytes = prefix.full is not None or any(len(group.cached_in(node.ids)) for group in prefix.windows)
+            if node.is_evictable and has_bytes:
                 found.append(f"blocks {node.num_pinned} to {node.num_blocks} of a text")
             for group in prefix.windows:
                 ids = group.cached_in(node.ids)
