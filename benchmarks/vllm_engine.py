@@ -294,21 +294,26 @@ def step_time(model: str, quick: bool) -> list[Row]:
     ]
 
 
-def _measured(case: str, quick: bool) -> list[Row]:
-    """Return the rows of ``case``, from a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.vllm_engine", "--one", case, *["--quick"] * quick]
+def options_of(question: str, name: str) -> argparse.Namespace:
+    """Return the options of the benchmark ``name``. ``one``: the case to measure in this process, see ``measured_apart``."""
+    parser = argparse.ArgumentParser(description=question)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/{name}.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measured_apart(name: str, case: str, quick: bool) -> list[Row]:
+    """Return the rows of a case of the benchmark ``name``, from a process of its own: vLLM's engine cannot be made twice."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--one", case, *["--quick"] * quick]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/vllm_engine.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: vLLM's engine cannot be made twice
-    said = parser.parse_args()
+    said = options_of(QUESTION, "vllm_engine")
     if said.one:
         what, model, *unit = said.one.split(":")
         rows = step_time(model, said.quick) if what == "time" else found(model, said.quick, *map(int, unit))
@@ -318,9 +323,10 @@ def main() -> None:
     rows = []
     for case in cases:
         if said.only in case:
-            measured = _measured(case, said.quick)
+            measured = measured_apart("vllm_engine", case, said.quick)
             if case in [f"found:{model}" for model in STATES]:
-                for row, more in zip(measured, _measured(f"{case}:{UNIT}", said.quick), strict=True):
+                with_unit = measured_apart("vllm_engine", f"{case}:{UNIT}", said.quick)
+                for row, more in zip(measured, with_unit, strict=True):
                     row |= {name: value for name, value in more.items() if "unit" in name}
             for row in measured:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
