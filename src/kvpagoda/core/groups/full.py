@@ -57,7 +57,9 @@ class FullGroup(CacheGroup):
         return self.tree.oldest()
 
     def evict(self, n: int) -> Freed | None:
-        return self.removed(self.tree.evict(n + self.num_ahead))
+        evicted = self.tree.evict(n + self.num_ahead)
+        self.num_evicted += evicted.ids.shape[1]
+        return self.removed(evicted)
 
     def cached_in(self, rows: Ids) -> BlockNames:
         return BlockNames(rows[self.row])

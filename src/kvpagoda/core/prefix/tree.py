@@ -199,11 +199,12 @@ class Leases:
         return lease
 
     def extend(self, lease: Lease, node: Node, depth: int) -> None:
-        """Extend ``lease`` to end at ``depth`` in ``node``, at or below its present end."""
+        """Extend ``lease`` to end at ``depth`` in ``node``, at or below its present end. The caller marks ``node``."""
         old, lease.num_blocks = lease.node, depth
         if node is old:
-            if depth - node.start > node.num_pinned:
-                self._cover(node, depth - node.start)
+            if (covered := depth - node.start) > node.num_pinned:
+                self.num_pinned += covered - node.num_pinned
+                node.num_pinned = covered
             return
         lease.node = node
         old.leases.remove(lease)
