@@ -21,8 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from kvpagoda.abc import Status
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockGroup, BlockPlaces
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.sequence import Fence

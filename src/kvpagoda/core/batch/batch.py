@@ -14,8 +14,7 @@ import numpy as np
 from kvpagoda.core.batch.shared_prefix import SharedPrefix, SharingTree, levels_of, sharing_tree
 from kvpagoda.core.batch.step import Step, StepRows
 from kvpagoda.core.batch.step_buffers import Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockNames
+from kvpagoda.core.blocks.group import BlockGroup, BlockNames
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import RequestState, State

@@ -34,7 +34,7 @@ import numpy as np
 
 from kvpagoda.abc import observable
 from kvpagoda.arrays import Tokens
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.abc import observable
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockPlaces
 from kvpagoda.core.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.guard import Guard

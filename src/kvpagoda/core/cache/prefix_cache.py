@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.cache.options import Retention
 from kvpagoda.core.cache.quota import Account, Quota
 from kvpagoda.core.groups.base import NO_IDS, Added, CachedPart, CacheGroup, Freed, Holding, ToCache

@@ -23,8 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces, places_for
+from kvpagoda.core.blocks.group import BlockGroup, BlockNames, BlockPlaces, places_for
 from kvpagoda.core.prefix.node import Inserted, Lease
 from kvpagoda.core.prefix.order import Entry
 from kvpagoda.core.prefix.tree import PrefixTree

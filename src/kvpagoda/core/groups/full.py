@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import CacheGroup, Freed, ToCache
 from kvpagoda.core.prefix.node import Evicted, Inserted, Lease
 

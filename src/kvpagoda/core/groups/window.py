@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import NO_IDS, CacheGroup, Freed, Leaving, Running, ToCache
 from kvpagoda.core.prefix.node import Inserted, Lease, Match
 from kvpagoda.core.prefix.tree import PrefixTree
