@@ -298,8 +298,9 @@ class Watched:
             for index, cell in enumerate(self._cells(group, len(ids), table, rows)):
                 self._swapped[cell] = words[index]
         elif self._own.has_memory:
-            if layer is not None:  # the last layer's copy finds the whole record as it is handed over
-                table, rows = np.zeros((len(ids), self._nbytes[group]), np.uint8), range(len(ids))
+            if layer is not None:  # the last such copy finds the whole record, before its tokens are committed
+                words, rows = _unknown(words), range(len(ids))
+                table = np.zeros((len(ids), self._nbytes[group]), np.uint8)
                 self._own.to_host(group, ids, table, rows)
             self._own.wait_for_copies()
             for index, digest in enumerate(self._digests(group, len(ids), table, rows)):
