@@ -2,7 +2,7 @@
 own, and read by every step after it.
 
 The text of a request is a token 0 for each position of its encoder's input, up to a whole block, and then the tokens of the
-decoder. ``Source`` is such an input; its digest at the first of these tokens keeps texts with other inputs apart.
+decoder. ``EncoderInput`` is such an input; its digest at the first of these tokens keeps texts with other inputs apart.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvpagoda.hf.paged import GroupGather, PagedLayer, StepCache, StepContext, i
 from kvpagoda.hf.runner import ModelRunner, Tensor, Work
 from kvpagoda.schema.fields import FULL
 
-TEXT, FEATURES = "input_ids", "input_features"
-"""What the ``forward`` of a model calls the input of its encoder."""
+FEATURES = "input_features"
+"""The ``main_input_name`` of models whose encoder reads a sound; the others read token ids."""
 
 
-class Source:
-    """The input of an encoder: token ids, or the features of one sound ``[bins, frames]``. Raises BadInput, NeverFits.
+class EncoderInput:
+    """The input of an encoder: token ids without padding, or the features of one sound ``[bins, frames]``. Raises BadInput, NeverFits.
 
     ``inputs``: the arguments of the model's ``forward``. ``num_positions``: of the encoder's output, each of which has a row
     in every layer. ``num_tokens``: how many tokens stand for them in the text, whole blocks.
@@ -63,9 +63,9 @@ class Source:
 class EncoderContext(StepContext):
     """One forward pass of the decoder over rows that are equally long without their encoder's inputs."""
 
-    def __init__(self, batch: Batch, runner: EncoderDecoderRunner, sources: Many[Source]) -> None:
+    def __init__(self, batch: Batch, runner: EncoderDecoderRunner, encoder_inputs: Many[EncoderInput]) -> None:
         super().__init__(batch, runner.cache.schema, {}, True, {}, 0)
-        counts = [source.num_positions for source in sources]
+        counts = [encoder_input.num_positions for encoder_input in encoder_inputs]
         cross, own, positions = batch.encoder_parts(counts)
         self.past = int(positions[0])
         starts, ends = torch.zeros_like(own.cache_seqlens), cross.cache_seqlens
@@ -137,38 +137,37 @@ class EncoderDecoderRunner(ModelRunner):
     the encoder, and one of the decoder over a single token, in which transformers makes the rows of all layers.
     """
 
-    _sources: dict[Sequence, Source]
+    _encoder_inputs: dict[Sequence, EncoderInput]
 
     @torch.no_grad()
     def step(
         self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None,
-        firsts: Many[int] | None = None, sources: Many[Source] = (),
+        firsts: Many[int] | None = None, encoder_inputs: Many[EncoderInput] = (),
     ) -> Tensor:  # fmt: skip
-        """See ``Runner``. ``sources``: the encoder's input of each sequence. The logits of a step that computes rows of an
-        input are 0."""
+        """See ``Runner``. ``encoder_inputs``: of each sequence. The logits of a step that computes rows of an input are 0."""
         kept = [1] * len(work) if kept is None else kept
         rows: dict[int, Tensor] = {}
         decoding: list[int] = []
-        for at, ((sequence, tokens), source) in enumerate(zip(work, sources, strict=True)):
-            if sequence.length < source.num_tokens:
-                self._encode(sequence, len(tokens), source)
+        for at, ((sequence, tokens), encoder_input) in enumerate(zip(work, encoder_inputs, strict=True)):
+            if sequence.length < encoder_input.num_tokens:
+                self._encode(sequence, len(tokens), encoder_input)
                 vocab = self.cache.schema.vocab_size or 1
                 rows[at] = torch.zeros(kept[at], vocab, device=self.cache.device)
             else:
                 decoding.append(at)
         if decoding:
-            self._sources = {work[at][0]: sources[at] for at in decoding}
-            starts = [work[at][0].length - sources[at].num_tokens for at in decoding]
+            self._encoder_inputs = {work[at][0]: encoder_inputs[at] for at in decoding}
+            starts = [work[at][0].length - encoder_inputs[at].num_tokens for at in decoding]
             counts = [kept[at] for at in decoding]
             with self._attending():
                 found = self._step([work[at] for at in decoding], counts, [0] * len(decoding), starts, False)
             rows.update(zip(decoding, torch.split(found, counts)))
         return torch.cat([rows[at] for at in range(len(work))])
 
-    def _encode(self, sequence: Sequence, num_tokens: int, source: Source) -> None:
-        """Write the rows of ``source`` that ``sequence`` lacks, and 0 in those up to a whole block."""
+    def _encode(self, sequence: Sequence, num_tokens: int, encoder_input: EncoderInput) -> None:
+        """Write the rows of ``encoder_input`` that ``sequence`` lacks, and 0 in those up to a whole block."""
         start = torch.zeros(1, 1, dtype=torch.int64, device=self.cache.device)
-        kept = self.model(**source.inputs, decoder_input_ids=start, use_cache=True).past_key_values
+        kept = self.model(**encoder_input.inputs, decoder_input_ids=start, use_cache=True).past_key_values
         batch, begin = self.cache.batch([sequence], [num_tokens]), sequence.length
         context = StepContext(batch, self.cache.schema, {}, True, {}, 0)
         for layer, made in zip(self.cache.schema.layers, kept.cross_attention_cache.layers):
@@ -179,7 +178,7 @@ class EncoderDecoderRunner(ModelRunner):
     def _forward(self, work: Many[Work], kept: int, firsts: Many[int] | None) -> Tensor:
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
-        context = EncoderContext(batch, self, [self._sources[sequence] for sequence, _ in work])
+        context = EncoderContext(batch, self, [self._encoder_inputs[sequence] for sequence, _ in work])
         mask = context.encoder_mask
         hidden = torch.zeros(1, 1, 1, dtype=self.model.dtype, device=mask.device).expand(*mask.shape, 1)
         with in_step(context, lambda _: EncoderStepCache(context, self.model.dtype)) as past:
@@ -190,14 +189,14 @@ class EncoderDecoderRunner(ModelRunner):
         return out.logits[:, -kept:].float()  # type: ignore[no-any-return]
 
 
-def check_source(model: Any, cache: KVCache, given: Any) -> Source | None:
+def encoder_input_of(model: Any, cache: KVCache, given: Any) -> EncoderInput | None:
     """Return the input of the encoder that ``given`` is; None for a model without one. Raises BadInput, NeverFits."""
     if (cache.schema.encoder_positions is None) != (given is None):
         text = (
             f"{type(model).__name__} {'has no' if given is not None else 'has an'} encoder, got {shown(given)} for it"
         )
         raise BadInput(text, needed="encoder_input", available=type(given).__name__)
-    return None if given is None else Source(model, cache, given)
+    return None if given is None else EncoderInput(model, cache, given)
 
 
 def check_length(cache: KVCache, num_tokens: int) -> None:

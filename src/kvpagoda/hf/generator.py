@@ -12,7 +12,7 @@ from kvpagoda import Breakpoint, CacheStats, Sequence
 from kvpagoda.arrays import TokenIds, Tokens, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.drafter import Drafter
-from kvpagoda.hf.encoder_decoder import EncoderDecoderRunner, Source, check_length, check_source
+from kvpagoda.hf.encoder_decoder import EncoderDecoderRunner, EncoderInput, check_length, encoder_input_of
 from kvpagoda.hf.model_cache import commit_step, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
@@ -41,7 +41,7 @@ class Answer(Job):
     ) -> None:
         super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace, checkpoints)
         self.request, self.done = request, False
-        self.media = {} if request.source is None else request.source.media
+        self.media = {} if request.encoder_input is None else request.encoder_input.media
         self.passed = 0
         """The switch of position encodings that the text has passed, 0 for none: see ``rope_switch``."""
         self.stream = request.sampling.stream(number)
@@ -64,9 +64,9 @@ class Request:
         namespace: str | bytes | None,
         change: Change | None = None,
         checkpoints: TokenIds | None = None,
-        source: Source | None = None,
+        encoder_input: EncoderInput | None = None,
     ) -> None:
-        self.source, self.begin = source, 0 if source is None else source.num_tokens
+        self.encoder_input, self.begin = encoder_input, 0 if encoder_input is None else encoder_input.num_tokens
         """``begin``: how many tokens at the beginning of the prompt stand for the input of an encoder."""
         self.prompt, self.max_new_tokens, self.sampling, self.change = prompt, max_new_tokens, sampling, change
         self.answers = tuple(Answer(self, number, namespace, checkpoints) for number in range(n))
@@ -232,7 +232,7 @@ class Generator:
             namespace: see ``KVCache.open``.
             checkpoints: positions of the prompt, in tokens, at which other texts should be able to resume, such as the
                 end of a system prompt; ``Request.checkpoints`` says what became of each.
-            encoder_input: for a model with an encoder, what that reads: token ids, or the features of one sound
+            encoder_input: for a model with an encoder, what that reads: token ids without padding, or the features of one sound
                 ``[bins, frames]``. ``prompt`` has the first tokens of the decoder then, from its start token on. Equal
                 inputs share rows.
 
@@ -245,16 +245,16 @@ class Generator:
         if len(ids) == 0:
             raise BadInput("a request needs at least one token, got none", needed=1, available=0)
         max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
-        source, total = check_source(self._model, self.cache, encoder_input), len(ids) + max_new_tokens
-        if source is None:
+        given, total = encoder_input_of(self._model, self.cache, encoder_input), len(ids) + max_new_tokens
+        if given is None:
             changes, room = changes_of(self._model, ids, total), min(self._chunk, len(ids))
         else:
             check_length(self.cache, total - 1)
-            changes, room = changes_of(self._model, ids, total, source.ids), source.num_tokens
-            ids, total = source.text(ids), source.num_tokens + total
+            changes, room = changes_of(self._model, ids, total, given.ids), given.num_tokens
+            ids, total = given.text(ids), given.num_tokens + total
         self.cache.plan.blocks_wanted(total - 1, room, self.cache.max_context)
-        request = Request(ids, max_new_tokens, n, sampling, namespace, changes, checkpoints, source)
-        if source is None:
+        request = Request(ids, max_new_tokens, n, sampling, namespace, changes, checkpoints, given)
+        if given is None:
             for answer in request.answers:
                 answer.pass_switch(self._runner.switch.passed(len(ids)))
         self._queue.enter(*request.answers)
@@ -280,8 +280,8 @@ class Generator:
             lengths = [len(piece.answer.text) for piece in pieces]
             work = [(piece.sequence, piece.tokens) for piece in pieces]
             if isinstance(self._runner, EncoderDecoderRunner):
-                sources = [piece.answer.request.source for piece in pieces]
-                logits = self._runner.step(work, kept, sources=[source for source in sources if source is not None])
+                inputs = [piece.answer.request.encoder_input for piece in pieces]
+                logits = self._runner.step(work, kept, encoder_inputs=[one for one in inputs if one is not None])
             else:
                 logits = self._runner.step(work, kept, lengths)
             best, end = logits.argmax(dim=-1).tolist(), 0
