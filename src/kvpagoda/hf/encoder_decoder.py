@@ -28,7 +28,8 @@ FEATURES = "input_features"
 
 
 class EncoderInput:
-    """The input of an encoder: token ids without padding, or the features of one sound ``[bins, frames]``. Raises BadInput, NeverFits.
+    """The input of an encoder: token ids without padding, or the features of one sound ``[bins, frames]``. Raises BadInput,
+    NeverFits.
 
     ``inputs``: the arguments of the model's ``forward``. ``num_positions``: of the encoder's output, each of which has a row
     in every layer. ``num_tokens``: how many tokens stand for them in the text, whole blocks.

@@ -232,9 +232,9 @@ class Generator:
             namespace: see ``KVCache.open``.
             checkpoints: positions of the prompt, in tokens, at which other texts should be able to resume, such as the
                 end of a system prompt; ``Request.checkpoints`` says what became of each.
-            encoder_input: for a model with an encoder, what that reads: token ids without padding, or the features of one sound
-                ``[bins, frames]``. ``prompt`` has the first tokens of the decoder then, from its start token on. Equal
-                inputs share rows.
+            encoder_input: for a model with an encoder, what that reads: token ids without padding, or the features of
+                one sound ``[bins, frames]``. ``prompt`` has the first tokens of the decoder then, from its start token
+                on. Equal inputs share rows.
 
         Raises:
             BadInput: a prompt without tokens or with ids outside of the vocabulary, ``n`` or ``max_new_tokens`` below
