@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from hashlib import blake2b
 from typing import Any
 
@@ -12,7 +13,8 @@ torch = pytest.importorskip("torch")
 
 from kvpagoda import KVCache, Limits, OutOfBlocks, RetryLater, Schema, Sequence  # noqa: E402
 from kvpagoda.core.batch.encoder_parts import PartArrays  # noqa: E402
-from kvpagoda.errors import BadInput, StaleHandle  # noqa: E402
+from kvpagoda.errors import BadInput, StaleHandle, TicketRefused  # noqa: E402
+from kvpagoda.handover import SharedMemory  # noqa: E402
 from kvpagoda.schema import Attention, Growth, Layer, Recurrent, Rows  # noqa: E402
 from late_device import Apart  # noqa: E402
 from raises import raises  # noqa: E402
@@ -227,6 +229,30 @@ def test_a_persistent_batch_has_both_parts_in_fixed_shapes() -> None:
         assert parts.positions.tolist()[:2] == [2 + step] * 2
         rows.commit(np.array([5, 6], np.int32))
     assert shapes == {(3, 8, 3, 8)}
+
+
+def test_a_request_goes_on_in_another_cache_and_its_input_with_it() -> None:
+    key, one, two = bytes(32), cache_of(), cache_of(num_blocks=20)
+    with closing(SharedMemory("1MiB")) as sent, closing(SharedMemory(0)) as received:
+        sender = one.sender(sent, key=key)
+        text = Text(one, 3, 21, [7, 8])
+        text.open()
+        for _ in range(3):
+            compute(one, [text])
+            text.tokens = text.tokens if text.missing() else np.append(text.tokens, np.int32(9))
+        ticket = text.sequence.hand_over(30.0).to_json()
+        with pytest.raises(TicketRefused):  # the decoder's text would begin inside of a block
+            cache_of(block_size=16).receive(ticket, received, key=key)
+        text.sequence, text.cache = two.receive(ticket, received, key=key), two
+        for _ in range(9):
+            assert compute(two, [text]) == [text]
+            text.tokens = np.append(text.tokens, np.int32(5))
+        assert text.num_encoded == 24 and len(text.tokens) == 24 + 2 + 2 + 9
+        again = Text(two, 3, 21, [7, 8, 4])
+        again.open()
+        assert again.sequence.cached_tokens == 26
+        two.check()
+        sender.close()
 
 
 def test_what_does_not_suit_is_refused() -> None:
