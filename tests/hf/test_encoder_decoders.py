@@ -228,6 +228,16 @@ def test_inputs_that_were_evicted_are_found_in_a_tier(name: str) -> None:
     generator.cache.close()
 
 
+@pytest.mark.parametrize("kv_format", ["fp8", "fp8_per_token_head"])
+def test_rows_of_an_input_have_the_format_of_the_others(kv_format: str) -> None:
+    """K and V apart, with a scale for each layer; and packed into one row."""
+    own, lengths = model_of("t5", d_kv=16), SHORT[:3]
+    generator = Generator(own, num_blocks=20, max_requests=4, block_size=8, kv_format=kv_format)
+    found = [generator.generate(PROMPTS[:3], 6, encoder_inputs=inputs_of(own, lengths)) for _ in range(2)]
+    assert found[0] == found[1] == [greedy(own, x, p, 6)[0] for x, p in zip(inputs_of(own, lengths), PROMPTS)]
+    assert generator.cache.schema.bytes_per_token < 3 * 2 * 4 * 16 * 4 / 3
+
+
 def test_weights_that_change_are_noticed() -> None:
     own, (given,) = model_of("t5"), inputs_of(model("t5"), (20,))
     generator = Generator(own, num_blocks=40, max_requests=2)
