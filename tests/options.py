@@ -35,7 +35,7 @@ def is_suspended(sequence: Sequence) -> bool:
 def evict(cache: KVCache, n: int) -> None:
     """Evict ``n`` blocks of the first group of ``cache``, and everything that is evicted with them."""
     core = cache.core
-    core.capacity.forget(lambda: core.prefix.evict(core.groups[0], n), is_evicted=True)
+    core.capacity.forget(core.groups[0].evict, n, is_evicted=True)
 
 
 def move_blocks(cache: KVCache, group: BlockGroup, sources: Ids) -> None:

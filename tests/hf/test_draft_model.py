@@ -86,7 +86,7 @@ def test_what_an_optional_group_lacks_is_computed_again(name: str) -> None:
         if round_number == 2:
             core = generator.cache._core
             assert window.num_cold
-            core.capacity.forget(core.prefix.evict, window, window.num_cold)
+            core.capacity.forget(window.evict, window.num_cold)
             assert not window.num_cached
         hits, before = generator.stats().cached_tokens, generator.num_accepted
         (answer,) = generator.generate([text], NEW)
