@@ -65,7 +65,8 @@ class Sanitizer:
         """Watch the requests of ``core``, whose memory is ``memory``."""
         self._core = core
         core.sanitizer = self
-        self.memory.is_swap = core.swap.is_table
+        self.memory.is_swap, levels = core.swap.is_table, core.tiers.levels
+        self.memory.is_tier = lambda table: any(np.may_share_memory(table, one.buffer.payloads) for one in levels)
 
     def _follow_all(self) -> None:
         """Note what running requests committed since the last call."""
@@ -259,6 +260,8 @@ class Watched:
         self._own, self._words, self._follow = own, words, follow
         self._nbytes = [group.layout.nbytes for group in plan.groups]
         self.is_swap: Callable[[Bytes], bool] = lambda _: False
+        # not what is handed over: it is cut anew, so that equal bytes name nobody
+        self.is_tier: Callable[[Bytes], bool] = self.is_swap
         self._swapped: dict[tuple[int, int], Words] = {}  # row of the swap, block in it -> provenance of a block
         self._records: dict[bytes, Words] = {}  # digest of a record below the device -> its provenance
 
@@ -297,11 +300,7 @@ class Watched:
         if self.is_swap(table):
             for index, cell in enumerate(self._cells(group, len(ids), table, rows)):
                 self._swapped[cell] = words[index]
-        elif self._own.has_memory:
-            if layer is not None:  # the last such copy finds the whole record, before its tokens are committed
-                words, rows = _unknown(words), range(len(ids))
-                table = np.zeros((len(ids), self._nbytes[group]), np.uint8)
-                self._own.to_host(group, ids, table, rows)
+        elif self.is_tier(table):
             self._own.wait_for_copies()
             for index, digest in enumerate(self._digests(group, len(ids), table, rows)):
                 known = self._records.setdefault(digest, words[index])
@@ -325,7 +324,7 @@ class Watched:
         words[ids] = _unknown(words[ids])
         if self.is_swap(table):
             known = [self._swapped.get(cell) for cell in self._cells(group, len(ids), table, rows)]
-        elif self._own.has_memory:
+        elif self.is_tier(table):
             known = [self._records.get(digest) for digest in self._digests(group, len(ids), table, rows)]
         else:
             return
