@@ -292,14 +292,17 @@ class Steps:
     def _computes_for_next(self, due: list[tuple[AdmittedRequest, int]]) -> bool:
         """Return whether a request of ``due`` computes in this step a block of the prompt of the request that waits longest,
         which finds it in the next step. O(due + prompt) array work."""
+        computed = [(request, end) for request, end in due if request.sequence.length < min(end, request.num_prompt)]
+        if not computed:
+            return False
         text, num_prompt = self.batching.text(self.batching.waiting[0])
-        for request, end in due:
-            begin = request.sequence.length
-            until = begin + request.block_size
-            if begin < request.num_prompt and until <= min(end, num_prompt - 1):
-                is_next = np.array_equal(text[begin:until], request.text[begin:until])
-                if is_next and np.array_equal(text[:begin], request.text[:begin]):
-                    return True
+        for request, end in computed:
+            begin, until = request.sequence.length, request.sequence.length + request.block_size
+            if until > min(end, num_prompt - 1):
+                continue
+            is_next = np.array_equal(text[begin:until], request.text[begin:until])
+            if is_next and np.array_equal(text[:begin], request.text[:begin]):
+                return True
         return False
 
     def _due(self, request: AdmittedRequest) -> int:
