@@ -199,7 +199,9 @@ def measure(options: Options) -> list[Row]:
 
 def ours(engine: str, source: dict[str, Any], wanted: dict[str, Any]) -> EngineResult:
     """Serve one run with our profile of ``engine``."""
-    names = ("block_size", "at_once", "step_tokens", "shared", "retention", "match_unit")
+    names = (
+        "block_size", "at_once", "step_tokens", "shared", "retention", "match_unit", "memory_ratio", "states_per_path"
+    )  # fmt: skip
     settings = {name: wanted[name] for name in names if name in wanted}
     groups = Group.from_text(wanted.get("groups", "full"))
     return replay_engine(trace_of(**source), engine, wanted["num_blocks"], groups=groups, **settings)

@@ -1,15 +1,18 @@
 """What do hybrid models find of the prompts of coding agents, and of chats, in the steps of an engine?
 
 An engine's step computes at most so many tokens of *all* requests (vLLM's ``max_num_batched_tokens``, 8,192 for its server on
-an H100), those that run longest first, and one token of each output. In ``hybrid_peers`` a step computes 2,048 tokens of
-*every* request, so that 64 prompts grow at the same time; requests of one conversation that follow each other then start
-together, and none finds what another is about to compute. Here both sides are served in an engine's steps ("of all"), and
-a few cases in those of ``hybrid_peers`` ("of each"), to tell what the cache finds from what admission lets it find.
+an H100), those that run longest first, and one token of each output. A request waits for the next step while a running one
+computes a block of its prompt, as vLLM's manager of states has it (``serve(batch_tokens=)``). In ``hybrid_peers`` a step
+computes 2,048 tokens of *every* request, so that 64 prompts grow at the same time; requests of one conversation that follow
+each other then start together, and none finds what another is about to compute. Here both sides are served in an engine's
+steps ("of all"), and a few cases in those of ``hybrid_peers`` ("of each"), to tell what the cache finds from what admission
+lets it find.
 
-The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), the chats the first
-3,000 of the conversation trace. Requests are admitted in their order, as soon as there is room: their times are not used, so
-a request does not wait for the answer to the one before it. "agent cut": prompts end with a whole id of the trace, 64 tokens;
-what follows it in a prompt is in no later one of the trace, though in the conversation it is.
+The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), or as many as a
+name says; the chats are the first 3,000 of the conversation trace. Requests are admitted in their order, as soon as there is
+room: their times are not used, so a request does not wait for the answer to the one before it. "agent cut": prompts end with
+a whole id of the trace, 64 tokens; what follows it in a prompt is in no later one of the trace, though in the conversation it
+is.
 
 vLLM is its own ``KVCacheManager`` (``peers/vllm_hybrid.py``). ``again_percent`` is what it computes again after preemptions,
 in percent of the prompt tokens; ours reserves room for outputs and preempts nothing. "bound": no cache finds more in the
@@ -29,7 +32,7 @@ from kvpagoda.replay import Trace, hit_bound, serve, synthetic
 from kvpagoda.units import parse_bytes
 
 QUESTION = "What do hybrid models find of the prompts of coding agents, and of chats, in the steps of an engine?"
-LIMITS = {"agent": 1500, "agent 400": 400, "agent cut": 1500, "conversation": 3000}
+LIMITS = {"agent": 1500, "agent 400": 400, "agent 600": 600, "agent cut": 1500, "conversation": 3000}
 ALL, EACH = "8192 of all", "2048 of each"
 UNIT, EVERY = {"prefix_match_unit": 16}, {"prefix_cache_retention_interval": 4096}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -40,16 +43,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "every 4096, watermark 0.3": EVERY | {"watermark": 0.3},
 }  # fmt: skip
 """vLLM's options, by the names of a row; ``unit``: its ``--prefix-match-unit``, which only models with states can use."""
+OURS: dict[str, dict[str, Any]] = {
+    "checkpoints every 32768": {"checkpoint_every": 2048}, "checkpoints every 8192": {"checkpoint_every": 512},
+}  # fmt: skip
+"""Options of ours, by the names of a row, in blocks of 16 tokens."""
 PLAIN, STATES = ("defaults", "every 4096"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
+OFTEN = tuple(OURS)
 CHATS = ("defaults", "every 8192", "unit 16", "every 8192 and unit 16")
 CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, "8 at once")),
-    ("agent", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
+    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, "8 at once", OFTEN[0])),
+    ("agent", "Qwen3-Next-80B", "200GiB", ALL, (*STATES[:2], OFTEN[0])),
     ("agent cut", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
     ("agent cut", "Qwen3-Next-80B", "50GiB", ALL, STATES[:2]),
     ("agent", "gpt-oss-120b", "50GiB", ALL, PLAIN),
-    ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN[:1]),
+    ("agent 600", "gpt-oss-120b", "200GiB", ALL, PLAIN),
+    ("agent 600", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], OFTEN[1])),
+    ("agent 600", "Nemotron-H-8B", "200GiB", ALL, (*STATES[:1], OFTEN[1])),
     ("agent 400", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "watermark 0.1")),
+    ("agent 400", "Gemma-3-27B", "200GiB", ALL, PLAIN[:1]),
     ("agent", "Qwen3-Next-80B", "50GiB", EACH, (*STATES, "8 at once", "every 4096, 8 at once", "every 4096, watermark 0.3")),
     ("conversation", "Qwen3-Next-80B", "400GiB", ALL, CHATS),
     ("conversation", "gpt-oss-120b", "400GiB", ALL, ("defaults", "every 1024")),
@@ -63,15 +74,15 @@ def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
     for trace, model, budget, steps, settings in CASES[:: 4 if options.quick else 1]:
         title = f"{trace}, {model}, {budget}, {steps}"
-        for setting in ("", *(name for name in settings if "at once" in name and "every" not in name)):
+        for setting in ("", *(name for name in settings if name in OURS or name == "8 at once")):
             if "ours" in options.peers and options.only in f"{title}, ours {setting}|":
                 case = f"{title}, ours {setting}".strip()
-                figures = ours(trace, model, budget, steps, SETTINGS.get(setting, {}), is_quick=options.quick)
+                figures = ours(trace, model, budget, steps, (SETTINGS | OURS).get(setting, {}), is_quick=options.quick)
                 rows.append({"case": case, "who": "ours", **_of(title, setting or "defaults"), **figures})
         if "ours" in options.peers and options.only in f"{title}, bound|":
             figures = bound(trace, model, budget, steps, is_quick=options.quick)
             rows.append({"case": f"{title}, bound", "who": "bound", **_of(title, "defaults"), **figures})
-        asked = [name for name in settings if options.only in f"{title}, {name}|"]
+        asked = [name for name in settings if name not in OURS and options.only in f"{title}, {name}|"]
         if "vllm" not in options.peers or not asked:
             continue
         try:
@@ -90,6 +101,7 @@ def ours(
 ) -> dict[str, Any]:
     """Serve ``trace`` with the cache of this library."""
     requests, schema, arguments = _given(trace, model, steps, setting, is_quick)
+    arguments |= {name: setting[name] for name in ("checkpoint_every",) if name in setting}
     served = serve(requests, schema, budget, **arguments)
     return {
         "hit_percent": 100 * served.hit_rate, "preempted": 0, "again_percent": 0.0, "mean_running": served.mean_running,

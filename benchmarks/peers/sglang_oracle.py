@@ -72,23 +72,35 @@ class Peer:
     is to find the same.
 
     ``core``: "rust" (what it serves with) or "python" of its unified tree; "old": the older ``RadixCache``. ``groups``: as
-    ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows or states. The memory of a step is allocated
+    ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows or states. ``memory_ratio``,
+    ``states_per_path``: see ``replay_engine``. The memory of a step is allocated
     for all its requests together, as ``alloc_for_extend`` does."""
 
     finds_all = False
 
-    def __init__(self, chains: Chains, num_blocks: int, *, core: str = "rust", groups: str = "full") -> None:
+    def __init__(
+        self,
+        chains: Chains,
+        num_blocks: int,
+        *,
+        core: str = "rust",
+        groups: str = "full",
+        memory_ratio: float | None = None,
+        states_per_path: int | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         self.chains, self.page = chains, chains.block_size
         kinds, longest = Group.from_text(groups), int(chains.totals.max()) + 1
         self.has_states = Group("state") in kinds
+        ratio = () if memory_ratio is None else (memory_ratio,)
         blocks, window_blocks, size = (
-            (*state_slots(num_blocks, kinds), 0) if self.has_states else pools(num_blocks, kinds)
+            (*state_slots(num_blocks, kinds, *ratio), 0) if self.has_states else pools(num_blocks, kinds, *ratio)
         )
         self.window = size - 1 if size else 0  # as its models give it: the tokens before the newest that are read
         self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page if size else 0
         settings = MODEL if self.has_states else None
-        model = sglang_settings.publish(settings, self.page, attention="torch_native")  # calls no kernel
+        most = {} if states_per_path is None else {"mamba_max_states_per_path": states_per_path}
+        model = sglang_settings.publish(settings, self.page, attention="torch_native", **most)  # calls no kernel
         self.most = sglang_states.most_requests(self.tokens, window_blocks) if self.has_states else AT_ONCE
         self.rows = (
             sglang_states.States(AT_ONCE, longest, window_blocks)

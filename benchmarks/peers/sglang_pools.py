@@ -23,9 +23,11 @@ class Peer:
     """See the top of this file."""
 
     @staticmethod
-    def divide(config: dict[str, Any], budget: int, block_size: int) -> dict[str, Any]:
-        """Return the blocks of full attention, of windows, and the slots for states in ``budget`` bytes."""
-        model = sglang_settings.publish(config, block_size)
+    def divide(config: dict[str, Any], budget: int, block_size: int, ratio: float | None = None) -> dict[str, Any]:
+        """Return the blocks of full attention, of windows, and the slots for states in ``budget`` bytes. ``ratio``: of what
+        is set apart; None: the default."""
+        options = {} if ratio is None else {"mamba_full_memory_ratio": ratio, "swa_full_tokens_ratio": ratio}
+        model = sglang_settings.publish(config, block_size, **options)
         plain = SimpleNamespace(
             is_none=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False
         )

@@ -69,6 +69,23 @@ def test_all_requests_of_a_step_share_its_tokens() -> None:
         serve(records, schema, "1MiB", batch_tokens=0)
 
 
+@pytest.mark.parametrize("steps, has_states", [(3, False), (4, True)])
+def test_a_request_waits_while_a_step_computes_its_prompt(steps: int, has_states: bool) -> None:
+    """Prompts of 48 tokens and answers of 1, in steps of 100 tokens of all. The second text, equal to the first but for its
+    end, waits for the end of the first step, and finds 32, also with states, for which a step ends there. The third, another
+    text, waits behind it. Where less than a block can be found, nobody waits."""
+    chains = ([1, 2, 3], [1, 2, 4], [5, 6, 7])
+    records = [{"timestamp": 0, "input_length": 48, "output_length": 1, "hash_ids": chain} for chain in chains]
+    layers = [Layer(0, "full_attention", (Attention(1, 1, 8, "float16"),))]
+    if has_states:
+        layers.append(Layer(1, "state", (Recurrent((Rows("r", (4, 8), "float32"),)),)))
+    schema, arguments = Schema(tuple(layers), "small"), {"tokens_per_id": 16, "step_tokens": 100, "block_size": 16}
+    served = serve(records, schema, "1MiB", batch_tokens=100, **arguments)  # type: ignore[arg-type]
+    assert (served.each[:, 2].tolist(), served.steps) == ([0, 32, 0], steps)
+    short = [{**record, "input_length": 16, "hash_ids": [1]} for record in records]
+    assert serve(short, schema, "1MiB", batch_tokens=100, **arguments).steps == 2  # type: ignore[arg-type]
+
+
 def test_what_is_counted() -> None:
     """Two requests of 40 tokens that share 32, by hand: 16 of blocks of 16, and what a checkpoint needs."""
     records = [

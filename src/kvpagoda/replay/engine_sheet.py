@@ -17,6 +17,7 @@ from kvpagoda.replay.report import Sheet, Source, order_of
 _SETTINGS: dict[str, Callable[[str], Any]] = {
     "block_size": int, "at_once": int, "step_tokens": int, "shared": lambda text: bool(int(text)), "groups": Group.from_text,
     "retention": lambda text: None if text == "none" else int(text), "match_unit": int,
+    "memory_ratio": float, "states_per_path": int,
 }  # fmt: skip
 
 

@@ -121,7 +121,8 @@ def serve(
         max_requests: the most that run at once.
         step_tokens: the most of each request in a step.
         batch_tokens: the most of all requests in a step together, those that run longest first, and one of an output, as
-            engines do (vLLM's ``max_num_batched_tokens``); None: no such limit.
+            engines do (vLLM's ``max_num_batched_tokens``). A request then waits for the next step while a running one
+            computes a block of its prompt, as in vLLM for models with states. None: neither.
         policy: see ``kvpagoda.replay.setup.Setup``.
         tiers: below the cache; without memory behind the cache a record is one page.
         part: the numbers of the requests to serve; None: all.
@@ -274,6 +275,8 @@ class Steps:
         """Open the waiting requests that there is room for, and tokens of this step, and add them to ``due`` with where
         their first pieces end. Return whether one has to wait for memory."""
         while self.batching.waiting and self.left and len(due) < self.batching.cache.plan.max_requests:
+            if self.batch_tokens and self._computes_for_next(due):
+                return False
             try:
                 _, request = self.batching.open_next()
             except RetryLater:
@@ -284,6 +287,22 @@ class Steps:
                 due.append((request, self._due(request)))
                 sequence = request.sequence
                 self.each.append((request.num_prompt, sequence.match.num_tokens, sequence.cached_tokens))
+        return False
+
+    def _computes_for_next(self, due: list[tuple[AdmittedRequest, int]]) -> bool:
+        """Return whether a request of ``due`` computes in this step a block of the prompt of the request that waits longest,
+        which finds it in the next step. O(due + prompt) array work."""
+        computed = [(request, end) for request, end in due if request.sequence.length < min(end, request.num_prompt)]
+        if not computed:
+            return False
+        text, num_prompt = self.batching.text(self.batching.waiting[0])
+        for request, end in computed:
+            begin, until = request.sequence.length, request.sequence.length + request.block_size
+            if until > min(end, num_prompt - 1):
+                continue
+            is_next = np.array_equal(text[begin:until], request.text[begin:until])
+            if is_next and np.array_equal(text[:begin], request.text[:begin]):
+                return True
         return False
 
     def _due(self, request: AdmittedRequest) -> int:

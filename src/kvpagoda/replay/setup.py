@@ -66,6 +66,8 @@ class Fleet:
     tiers: Mapping[str, int | str] = field(default_factory=dict)
     seed: int = 0
     match_unit: int | None = None
+    memory_ratio: float | None = None
+    states_per_path: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", whole_number(self.workers, "workers", at_least=1, below=10_001))

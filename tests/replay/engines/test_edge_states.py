@@ -61,6 +61,25 @@ def test_the_state_that_was_used_longest_ago_leaves_first() -> None:
     assert found("a", "b", "ax", "c", "d", "ay", "bx", blocks=14) == [0, 0, 1, 0, 0, 1, 0]
 
 
+def test_more_of_the_memory_for_states_leaves_less_for_texts() -> None:
+    assert slots(14, STATE, 0.4) == (10, 4)
+    with raises(BadInput, needed=SGLANG, available=0.5):
+        replay(trace("ab"), 20, engine=SGLANG, memory_ratio=0.5)
+    with raises(BadInput, needed="vllm-0.33", available=2):
+        replay(trace("ab"), 20, engine="vllm-0.33", groups=STATE, states_per_path=2)
+    with raises(BadInput, field="states_per_path", needed=0, available=1):
+        replay(trace("ab", size=64), 20, engine=SGLANG, block_size=64, groups=STATE, states_per_path=0)
+
+
+def test_a_new_state_evicts_the_first_of_its_text() -> None:
+    """Chunks of a block leave a state after each of "abcd". With two a path, those after "a" and "b" are gone: "abx" finds
+    nothing, and leaves one where it parts. That one stays, though "abcde" has a third then."""
+    once = {"step_tokens": 64}
+    assert found("abcd", "abx", **once) == [0, 2]
+    texts = "abcd", "abcdy", "abx", "aby", "abcdez", "abw"
+    assert found(*texts, states_per_path=2, **once) == [0, 4, 0, 2, 4, 2]
+
+
 class Checked(StateLRU):
     """Counts all blocks and slots in every step."""
 
@@ -99,6 +118,17 @@ of_the_engine = partial(agreement, {"name": "long branches", "limit": 100})
 def test_the_engine_itself(sglang: Process, size: int, groups: str, mode: str) -> None:
     row = of_the_engine(sglang, size, mode, groups, size)
     assert row["unequal"] == 0 and row["requests"] == 200 and row["hit_percent"] > 1
+
+
+@pytest.mark.parametrize("setting", [{"states_per_path": 1}, {"states_per_path": 3}, {"memory_ratio": 0.3}])
+def test_its_settings(sglang: Process, setting: dict[str, float]) -> None:
+    mode = "16 share a budget"
+    for seed in (1, 2):
+        source, schedule = {"name": "long branches", "limit": 200, "seed": seed}, oracle.SCHEDULES[mode]
+        plain = oracle.asked(64, 288, schedule) | {"groups": "full+3*state"}
+        row = oracle.agreements(sglang, SGLANG, mode, [(source, plain | setting)])
+        assert row["unequal"] == 0 and row["hit_percent"] > 1
+        assert row["hit_percent"] != oracle.agreements(sglang, SGLANG, mode, [(source, plain)])["hit_percent"]
 
 
 def test_its_tree_in_python(sglang: Process) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,14 @@ def layers(*counts: tuple[int, str]) -> Schema:
     return Schema(tuple(Layer(i, name, kinds[name]) for i, name in enumerate(names)), "layers")
 
 
-def pool(schema: Schema, budget: int | str, block_size: int | None = None, engine: str = VLLM) -> EnginePool:
-    return pool_of(engine, schema, cache_for(None, schema, "1GiB", 64).plan, budget, block_size)
+def pool(
+    schema: Schema,
+    budget: int | str,
+    block_size: int | None = None,
+    engine: str = VLLM,
+    ratio: float | None = None,
+) -> EnginePool:
+    return pool_of(engine, schema, cache_for(None, schema, "1GiB", 64).plan, budget, block_size, ratio)
 
 
 def test_groups_have_as_many_layers_each_and_share_the_blocks() -> None:
@@ -132,11 +139,37 @@ def test_the_numbers_of_the_documents() -> None:
     assert (made.num_apart, made.num_blocks) == (130, 28_871)  # docs/simulate.md
 
 
-@pytest.mark.parametrize(("budget", "block_size"), [("20GiB", 16), ("33GiB", 64)])
-def test_sglang_plans_the_same(sglang: Process, budget: str, block_size: int) -> None:
+def test_the_ratio_of_what_sglang_sets_apart_is_a_setting() -> None:
+    """As above, with half as much for windows, and as much for states as for texts."""
+    found = pool(layers((3, "full"), (1, "window")), 64 * 1024, engine=SGLANG, ratio=0.5)
+    assert (found.num_blocks, found.num_apart) == (36, 18)  # of 65,536 // (96 + 16) tokens
+    found = pool(layers((1, "full"), (3, "state")), 96_000, 64, SGLANG, 1.0)
+    assert (found.num_blocks, found.num_apart) == (23, 15)
+    for kinds, engine, ratio in (
+        ("window", SGLANG, 1.1),
+        ("state", SGLANG, 0.0),
+        ("full", SGLANG, 0.5),
+        ("window", VLLM, 0.5),
+    ):
+        with raises(BadInput, needed=ANY, available=ratio):
+            pool(layers((1, "full"), (2, kinds)), "64KiB", 64 if engine == SGLANG else None, engine, ratio)
+
+
+def test_windows_that_sglang_keeps_like_full_attention() -> None:
+    found = pool(replace(layers((3, "full"), (1, "window")), name="gemma-3-27b"), 128 * 1024, engine=SGLANG)
+    assert found == EnginePool(Group.from_text("full"), 16, 64, 64 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("budget", "block_size", "ratio"), [("20GiB", 16, None), ("33GiB", 64, None), ("33GiB", 64, 0.4)]
+)
+def test_sglang_plans_the_same(sglang: Process, budget: str, block_size: int, ratio: float | None) -> None:
     for config in MODELS.values():
-        if config["model_type"] in ("gpt_oss", "qwen3_next", "nemotron_h", "llama"):
-            planned = sglang.ask("divide", config=config, budget=parse_bytes(budget), block_size=block_size)
-            ours = pool(schema_of(config), budget, block_size, SGLANG)
+        if config["model_type"] in ("gpt_oss", "qwen3_next", "nemotron_h", "llama", "gemma3_text"):
+            planned = sglang.ask(
+                "divide", config=config, budget=parse_bytes(budget), block_size=block_size, ratio=ratio
+            )
+            has_apart = config["model_type"] in ("gpt_oss", "qwen3_next", "nemotron_h")
+            ours = pool(schema_of(config), budget, block_size, SGLANG, ratio if has_apart else None)
             assert (planned["blocks"], planned["windows"] + planned["slots"]) == (ours.num_blocks, ours.num_apart)
             assert (planned["slots"] > 0) == (config["model_type"] in ("qwen3_next", "nemotron_h"))

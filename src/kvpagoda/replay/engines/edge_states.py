@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.engines.chains import Chains
@@ -20,15 +21,16 @@ from kvpagoda.replay.trace import Ints
 from kvpagoda.units import ceil_div
 
 RATIO = 0.9
-"""Memory for states, as a multiple of that for blocks (``--mamba-full-memory-ratio``)."""
+"""Memory for states, as a multiple of that for blocks: the default of ``--mamba-full-memory-ratio``."""
 CHUNK, INTERVAL, OWN, LEAST = 64, 256, 3, 5
 """Tokens of a chunk of the kernel, tokens of an output from one copy to the next, slots of a running request, and slots that
 there must be for each request that runs."""
 
 
-def slots(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int]:
+def slots(num_blocks: int, groups: Sequence[Group], ratio: float = RATIO) -> tuple[int, int]:
     """Return how many of ``num_blocks``, which all groups share, are blocks of texts, and how many slots the rest is, each a
-    block of every group with states. Raises BadInput for other groups than full attention and states.
+    block of every group with states; ``ratio``: see ``RATIO``. Raises BadInput for other groups than full attention and
+    states.
 
     >>> slots(1_900, Group.from_text("full+3*state"))
     (1000, 300)
@@ -38,15 +40,20 @@ def slots(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int]:
     if not full or not states or full + states < len(kinds):
         text = f"SGLang's profile has full attention, and windows of one size or states, got {', '.join(kinds)}"
         raise BadInput(text, needed=tuple(kinds))
-    blocks = round(num_blocks * 10) // round(full * (1 + RATIO) * 10)
-    return blocks, int(blocks * full * 9 / (10 * states))
+    exact = Fraction(str(ratio))
+    blocks = int(num_blocks / (full * (1 + exact)))
+    return blocks, int(blocks * full * exact / states)
 
 
 class StateTree(WindowTree):
-    """A ``WindowTree`` whose edges have a state in place of windows: ``has_window`` says so, and each counts as one."""
+    """A ``WindowTree`` whose edges have a state in place of windows: ``has_window`` says so, and each counts as one.
 
-    def __init__(self) -> None:
+    ``per_path``: a new state evicts the first of its text that are more than so many, but those where texts part and
+    those that are held. None: none."""
+
+    def __init__(self, per_path: int | None = None) -> None:
         super().__init__(1)
+        self.per_path = per_path
 
     def resume(self, blocks: Ints) -> tuple[Edge, int]:
         """See ``WindowTree``: at the deepest state."""
@@ -70,6 +77,12 @@ class StateTree(WindowTree):
         if is_new:
             self._keep(edge)
         self._use_windows(edge)
+        if is_new and self.per_path is not None:
+            kept = [on for on in edge.path if on.has_window]
+            excess = len(kept) - self.per_path
+            can_go = [on for on in kept[:-1] if not on.window_locks and len(on.children) == 1]
+            for on in can_go[: max(0, excess)]:
+                self._lose(on)
         return found, edge, is_new
 
     def lock_windows(self, edge: Edge) -> int:
@@ -106,8 +119,8 @@ class _Stateful(EdgeRequest):
 
 
 class StateLRU(EdgeLRU):
-    """Serves requests of ``chains`` with ``num_blocks`` blocks and ``num_slots`` states. See ``driver.Manager`` and
-    ``EdgeLRU``.
+    """Serves requests of ``chains`` with ``num_blocks`` blocks and ``num_slots`` states. See ``driver.Manager``,
+    ``EdgeLRU`` and ``StateTree``.
 
     A look-up that finds a state takes a slot for a copy of it; a request has ``OWN`` once it runs, and one more for a moment
     when it publishes a state."""
@@ -115,9 +128,9 @@ class StateLRU(EdgeLRU):
     tree: StateTree
     running: dict[int, _Stateful]  # type: ignore[assignment]
 
-    def __init__(self, chains: Chains, num_blocks: int, num_slots: int) -> None:
+    def __init__(self, chains: Chains, num_blocks: int, num_slots: int, per_path: int | None = None) -> None:
         super().__init__(chains, num_blocks)
-        self.tree = StateTree()
+        self.tree = StateTree(per_path)
         self.grid = max(CHUNK, self.size)
         self.num_slots = self.free_slots = num_slots
         self._branch = self._copied = 0
@@ -205,8 +218,9 @@ class StateLRU(EdgeLRU):
             return
         if request != complete:
             self._take(1)
-        keys = one.keys[: one.tracked // self.size]
+        keys, states = one.keys[: one.tracked // self.size], self.tree.num_windows
         found, edge, is_new = self.tree.publish_state(keys)
+        self.free_slots += states + is_new - self.tree.num_windows
         if request == complete:
             one.slots -= is_new
         else:

@@ -21,14 +21,15 @@ from kvpagoda.replay.trace import Ints
 from kvpagoda.units import ceil_div
 
 RATIO = 0.8
-"""Blocks of a layer with a window for a block of one with full attention (``--swa-full-tokens-ratio``)."""
+"""Blocks of a layer with a window for a block of one with full attention: the default of ``--swa-full-tokens-ratio``."""
 INTERVAL = 128
 """An output frees what left its window after so many tokens (``SGLANG_SWA_EVICTION_INTERVAL``)."""
 
 
-def pools(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int, int]:
+def pools(num_blocks: int, groups: Sequence[Group], ratio: float = RATIO) -> tuple[int, int, int]:
     """Return how many of ``num_blocks``, which all groups share, are blocks of texts in full attention, and in windows, and
-    the size of a window in tokens (0: no windows). Raises BadInput for other groups than SGLang has here.
+    the size of a window in tokens (0: no windows); ``ratio``: see ``RATIO``. Raises BadInput for other groups than SGLang has
+    here.
 
     >>> pools(1_000, Group.from_text("full+5*window:1024"))
     (200, 160, 1024)
@@ -40,8 +41,8 @@ def pools(num_blocks: int, groups: Sequence[Group]) -> tuple[int, int, int]:
         raise BadInput(text, needed=tuple(kinds))
     if not sizes:
         return num_blocks // len(kinds), 0, 0
-    full = int(num_blocks / (kinds.count("full") + RATIO * kinds.count("window")))
-    return full, int(full * RATIO), sizes.pop()
+    full = int(num_blocks / (kinds.count("full") + ratio * kinds.count("window")))
+    return full, int(full * ratio), sizes.pop()
 
 
 class WindowTree(TextTree):

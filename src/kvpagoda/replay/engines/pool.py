@@ -18,6 +18,10 @@ if TYPE_CHECKING:  # a replay of blocks needs no models
     from kvpagoda.schema.plan import Plan
 
 _LEAST_BLOCK = 16
+_KEPT_WHOLE = (
+    "afmoe", "cohere2", "exaone4", "exaonemoe", "gemma2", "gemma3", "qwen2moe",
+)  # fmt: skip
+"""How names of models with windows begin, without signs, that are not in SGLang's list ``is_hybrid_swa_model``."""
 
 
 class EnginePool(NamedTuple):
@@ -33,26 +37,36 @@ class EnginePool(NamedTuple):
     num_apart: int = 0
 
 
-def divided(engine: str, groups: Sequence[Group], block_size: int, num_blocks: int) -> EnginePool:
-    """Return what ``engine`` makes of the memory of ``num_blocks`` blocks of one group each. Raises BadInput for groups, and
-    blocks of so many tokens with states, that SGLang does not have.
+def divided(
+    engine: str, groups: Sequence[Group], block_size: int, num_blocks: int, ratio: float | None = None
+) -> EnginePool:
+    """Return what ``engine`` makes of the memory of ``num_blocks`` blocks of one group each; ``ratio``: see ``pool_of``.
+    Raises BadInput for groups, and blocks of so many tokens with states, that SGLang does not have, and for a ratio that has
+    no effect or is out of range.
 
     >>> pool = divided("sglang-0.5.23", Group.from_text("full+3*state"), 64, 1_900)
     >>> pool.num_blocks, pool.num_apart
     (1000, 300)
     """
-    apart = 0
+    ratio, apart = _ratio(engine, groups, ratio), 0
     if profile(engine).store == "edges" and Group("state") in groups:
-        num_blocks, apart = edge_states.slots(num_blocks, groups)
+        num_blocks, apart = edge_states.slots(num_blocks, groups, ratio)
         if edge_states.INTERVAL % block_size:
             text = f"with states SGLang's blocks divide {edge_states.INTERVAL} tokens, got {block_size}"
             raise BadInput(text, needed=block_size, available=edge_states.INTERVAL)
     elif profile(engine).store == "edges":
-        num_blocks, apart, _ = edge_windows.pools(num_blocks, groups)
+        num_blocks, apart, _ = edge_windows.pools(num_blocks, groups, ratio)
     return EnginePool(tuple(groups), block_size, num_blocks, 0, apart)
 
 
-def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_size: int | None = None) -> EnginePool:
+def pool_of(
+    engine: str,
+    schema: Schema,
+    plan: Plan,
+    budget: int | str,
+    block_size: int | None = None,
+    ratio: float | None = None,
+) -> EnginePool:
     """Return what ``engine`` makes of ``budget`` bytes. ``plan``: ours for ``schema``, which says what layers take.
 
     vLLM's rules: a group is that many layers of one kind as there are of the rarest kind, or of the most frequent one if
@@ -60,9 +74,10 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
     group's layers (None: 16); with states the fewest tokens, a multiple of 16, that take as many bytes as a state. One block
     holds nothing.
 
-    SGLang's: a block holds ``block_size`` tokens of all layers with full attention. Blocks of all layers with windows hold 0.8
-    times as many tokens. With states, 9/19 of the memory are slots, each of a state of every layer, of which one holds
-    nothing; the rest is blocks. Raises BadInput, also for layers that no profile has, and NeverFits.
+    SGLang's: a block holds ``block_size`` tokens of all layers with full attention. Blocks of all layers with windows hold
+    ``ratio`` times as many tokens (None: 0.8), but windows of models that SGLang does not list, as Gemma-3, are kept like
+    full attention. With states, slots have ``ratio`` times the memory of blocks (None: 0.9), each of a state of every layer,
+    of which one holds nothing. Raises BadInput, also for layers that no profile has, and NeverFits.
     """
     size, memory = whole_number(block_size or _LEAST_BLOCK, "block_size", at_least=1), parse_bytes(budget)
     taken: dict[Growth, int] = {}
@@ -72,7 +87,8 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
             raise BadInput(f"no profile of an engine has layers like {part.name} of {plan.schema_name}")
         taken[growth] = payload if growth.is_state else payload // part.block_size
     if profile(engine).store == "edges":
-        return _sglang(engine, taken, size, memory)
+        return _sglang(engine, _as_sglang_keeps(schema.name, taken), size, memory, ratio)
+    _ratio(engine, (), ratio)  # raises BadInput
     counts = Counter(layer.growth for layer in schema.layers if layer.growth is not None)
     for growth in (growth for growth in taken if growth.is_state):
         counts[growth] = sum(bool(layer.state_rows()) for layer in schema.layers)
@@ -102,16 +118,41 @@ def pool_of(engine: str, schema: Schema, plan: Plan, budget: int | str, block_si
     return EnginePool(tuple(groups), size, memory // block - 1, memory // block * block)
 
 
-def _sglang(engine: str, taken: Mapping[Growth, int], size: int, memory: int) -> EnginePool:
+def _ratio(engine: str, groups: Sequence[Group], given: float | None) -> float:
+    """Return SGLang's ratio for ``groups``, the default of its option if none is given. Raises BadInput."""
+    kinds = {group.kind for group in groups}
+    if given is None:
+        return edge_states.RATIO if "state" in kinds else edge_windows.RATIO
+    if profile(engine).store != "edges" or not kinds & {"state", "window"}:
+        text = f"{engine} with memory_ratio={given}: it is SGLang's, for what it sets apart for states or windows"
+        raise BadInput(text, needed=engine, available=given)
+    if not 0 < given < float("inf") or ("window" in kinds and given > 1):
+        text = f"memory_ratio must be above 0, and of windows at most 1, got {given}"
+        raise BadInput(text, needed=0, available=given)
+    return given
+
+
+def _as_sglang_keeps(name: str, taken: dict[Growth, int]) -> dict[Growth, int]:
+    """Return ``taken`` of the model ``name``: with the windows in full attention, if SGLang has no pool for them."""
+    full = next((growth for growth in taken if _group(growth) == Group()), None)
+    plain = "".join(sign for sign in name.lower() if sign.isalnum())
+    if full is None or not plain.startswith(_KEPT_WHOLE):
+        return taken
+    merged = {growth: nbytes for growth, nbytes in taken.items() if growth.window is None}
+    merged[full] += sum(nbytes for growth, nbytes in taken.items() if growth.window is not None)
+    return merged
+
+
+def _sglang(engine: str, taken: Mapping[Growth, int], size: int, memory: int, given: float | None = None) -> EnginePool:
     """Return SGLang's blocks of ``size`` tokens and what it sets apart in ``memory`` bytes. ``taken``: the bytes of a token,
-    or of a state, of all layers of a kind."""
+    or of a state, of all layers of a kind. ``given``: the ratio."""
     groups = tuple(_group(growth) for growth in taken)
-    divided(engine, groups, size, 0)  # raises BadInput
+    divided(engine, groups, size, 0, given)  # raises BadInput
     of = {group.kind: nbytes for group, nbytes in zip(groups, taken.values())}
     token, window, state = of["full"], of.get("window", 0), of.get("state", 0)
-    least, apart, ratio = 0, 0, edge_windows.RATIO
+    least, apart, ratio = 0, 0, _ratio(engine, groups, given)
     if state:
-        ratio, least = edge_states.RATIO, edge_states.LEAST
+        least = edge_states.LEAST
         apart, unit = int(memory * ratio / (1 + ratio) // state) - 1, state
         spent = (apart + 1) * state
         blocks = (memory - spent) // (token * size)

@@ -83,6 +83,8 @@ def replay_engine(
     groups: Sequence[Group] = FULL,
     retention: int | None = 0,
     match_unit: int | None = None,
+    memory_ratio: float | None = None,
+    states_per_path: int | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> EngineResult:
     """Serve a trace with the cache of an engine, and count what each prompt finds.
@@ -106,11 +108,16 @@ def replay_engine(
             a prompt ends, where texts part, and after multiples of so many tokens (0: nowhere else; None: all).
         match_unit: vLLM's ``prefix_match_unit``, for states beside full attention: the last whole unit of so many tokens of
             a prompt can be found too, within a block. None: its default, whole blocks alone.
+        memory_ratio: SGLang's ``mamba_full_memory_ratio``, the memory of states as a multiple of that of blocks (None: 0.9);
+            with windows its ``swa_full_tokens_ratio``, at most 1, blocks of a layer with a window for one of full attention
+            (None: 0.8).
+        states_per_path: SGLang's ``mamba_max_states_per_path``: a new state evicts the first ones of its text beyond so many,
+            but those where texts part and those of running requests. None: its default, no limit.
         on_request: called after each step with the number of finished requests.
 
     Raises:
-        BadInput: an unknown engine, a number below 1, groups or a ``retention`` that the engine does not have or that
-            are no multiple of ``block_size``, or a trace without blocks; before anything runs.
+        BadInput: an unknown engine, a number below 1, groups, a ``retention`` or another setting that the engine does not
+            have or that is out of range or no multiple of ``block_size``, or a trace without blocks; before anything runs.
 
     Examples:
         >>> chains = [1, 2], [1, 2], [1, 3]
@@ -123,8 +130,8 @@ def replay_engine(
     capacity = whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31 - 1)
     columns = readable(trace)
     chains = Chains(columns, block_size)
-    pool = divided(engine, groups, chains.block_size, capacity)
-    manager = manager_of(engine, chains, pool, schedule, retention, match_unit)
+    pool = divided(engine, groups, chains.block_size, capacity, memory_ratio)
+    manager = manager_of(engine, chains, pool, schedule, retention, match_unit, states_per_path)
     served = serve_with(manager, chains, schedule, on_request)
     return EngineResult(
         columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
@@ -139,18 +146,24 @@ def manager_of(
     schedule: Schedule,
     retention: int | None,
     match_unit: int | None = None,
+    states_per_path: int | None = None,
 ) -> Manager:
     """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``. Raises BadInput."""
     known, groups = profile(engine), pool.groups
     _check_groups(engine, groups, retention, chains.block_size)
     _check_unit(engine, groups, match_unit, chains.block_size)
+    if states_per_path is not None:
+        whole_number(states_per_path, "states_per_path", at_least=1)
+        if known.store != "edges" or Group("state") not in groups:
+            text = f"{engine} with states_per_path={states_per_path}: it is SGLang's, for groups with states"
+            raise BadInput(text, needed=engine, available=states_per_path)
     if known.store == "tree":
         from kvpagoda.replay.engines.own_manager import OwnManager  # imports a whole cache
 
         return OwnManager(chains, pool.num_blocks, schedule.at_once)
     if known.store == "edges":
         if Group("state") in groups:
-            return StateLRU(chains, pool.num_blocks, pool.num_apart)
+            return StateLRU(chains, pool.num_blocks, pool.num_apart, states_per_path)
         window = max(group.size for group in groups)
         return (
             WindowLRU(chains, pool.num_blocks, pool.num_apart, window) if window else EdgeLRU(chains, pool.num_blocks)

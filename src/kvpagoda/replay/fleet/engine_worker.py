@@ -110,12 +110,14 @@ def engine_workers(trace: Trace, setup: Setup, fleet: Fleet, costs: Costs, outco
     """Return workers with the cache that the engine of ``fleet`` has in the budget of ``setup``. Raises BadInput,
     NeverFits."""
     plan = replace(setup, block_size=None).cache(None).plan
-    pool = pool_of(fleet.engine, setup.schema, plan, setup.budget, setup.block_size)
+    pool = pool_of(fleet.engine, setup.schema, plan, setup.budget, setup.block_size, fleet.memory_ratio)
     chains = Chains(replace(trace, block_size=setup.tokens_per_id), pool.block_size)
     schedule, ticks = Schedule(setup.max_requests, setup.step_tokens, True), Ticks(costs, plan)
     workers = list[EngineWorker]()
     for index in range(fleet.workers):
-        manager = manager_of(fleet.engine, chains, pool, schedule, fleet.retention, fleet.match_unit)
+        manager = manager_of(
+            fleet.engine, chains, pool, schedule, fleet.retention, fleet.match_unit, fleet.states_per_path
+        )
         run = EngineRun(chains, manager, schedule, hits=outcomes.cached)
         workers.append(EngineWorker(index, run, ticks, outcomes, pool.nbytes))
     return workers

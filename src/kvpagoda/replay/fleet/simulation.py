@@ -120,6 +120,8 @@ def simulate(
     engine: str = OWN,
     retention: int | None = 0,
     match_unit: int | None = None,
+    memory_ratio: float | None = None,
+    states_per_path: int | None = None,
     tiers: Mapping[str, int | str] | None = None,
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
@@ -142,6 +144,8 @@ def simulate(
             its own rules, and has no policy, tiers or other settings but ``block_size``.
         retention: see ``replay_engine``.
         match_unit: see ``replay_engine``.
+        memory_ratio: see ``replay_engine``.
+        states_per_path: see ``replay_engine``.
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
         seed: of random routing.
         on_request: called with the number of requests that ended.
@@ -162,7 +166,9 @@ def simulate(
         (50, 0.71, True)
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
-    fleet = Fleet(costs, workers, routing, engine, retention, tiers or {}, seed, match_unit)
+    fleet = Fleet(
+        costs, workers, routing, engine, retention, tiers or {}, seed, match_unit, memory_ratio, states_per_path
+    )  # fmt: skip
     made = Simulation(trace, setup, fleet)
     try:
         made.run(on_request)
