@@ -50,6 +50,8 @@ def workload(llm: Any) -> dict[str, Any]:
                 if output.finished and name not in aborted:
                     ended[name] = [*output.outputs[0].token_ids]
                     cached += output.num_cached_tokens or 0
+            if hasattr(getattr(scheduler, "kv_cache_manager", None), "check"):
+                scheduler.kv_cache_manager.check()
             steps += 1
             if steps == 3:
                 engine.abort_request(aborted)
