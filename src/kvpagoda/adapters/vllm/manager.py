@@ -71,7 +71,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self.options = options or Options()
         managers = self.coordinator.single_type_managers
         self._bounded = [manager for manager in managers if self._is_bounded(manager)]
-        units = units_per_state(self.kv_cache_config.kv_cache_groups)
+        config = self.kv_cache_config
+        units = units_per_state(config.kv_cache_groups) if config.kv_cache_tensors else 1  # placed by us, or not at all
         self._spans = Spans(self.coordinator, units, self.max_model_len) if units > 1 else None
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         self._hashed = [

@@ -26,8 +26,8 @@ from kvpagoda.units import ceil_div
 
 _EMPTY, _HELD = -(1 << 62), 1 << 62
 """Since when a unit is free, in the queue's clock: it has no content, it is in use."""
-_SPARE = 1
-"""Sectors that stay free when a request begins: one that runs needs a second state for a moment, at the end of a block."""
+_STEPS = 2
+"""Steps at the end of a block in which a request that decodes holds two states: the one it reads, and the one it writes."""
 _ALONE = 3
 """Sectors that a request which runs alone takes at most for states: the last ones of two steps, and a new one."""
 
@@ -264,7 +264,9 @@ class Spans:
         hits = [block for block in chain.from_iterable(new_computed_blocks) if not block.is_null]
         found = sum(block.ref_cnt == 0 and not block.is_null for block in new_computed_blocks[0])
         new = max(0, self._asked - found)
-        spare = _SPARE if request_id not in self._states.num_cached_block else 0
+        spare = 0
+        if request_id not in self._states.num_cached_block:  # it begins: so many sectors stay free for those that run
+            spare = 1 + _STEPS * len(self._states.num_cached_block) // self._block_size
         if new and self._pool.free_block_queue.num_sectors(hits) < new + spare:
             return never
         return total - self._asked + int(new + found) * self.units
