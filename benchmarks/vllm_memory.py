@@ -95,8 +95,8 @@ TRAFFIC = {
 }
 AT_ONCE = {"short": 64, "chats": 16, "long chats": 6}
 BUDGETS = {
-    "Qwen3-Next-like": {"short": (20,), "chats": (30, 90), "long chats": (30,)},
-    "GLM-like": {"short": (80,), "chats": (120, 360), "long chats": ()},
+    "Qwen3-Next-like": {"short": (20, 60), "chats": (30, 90), "long chats": (30,)},
+    "GLM-like": {"short": (160,), "chats": (80, 240), "long chats": ()},
     "Gemma-3-like": {"short": (4,), "chats": (6, 18), "long chats": ()},
     "gpt-oss-like": {"short": (2,), "chats": (4,), "long chats": ()},
 }  # fmt: skip
@@ -314,7 +314,7 @@ def served(model: str, setting: str, unit: int | None, quick: bool) -> list[Row]
     if setting == "exact":
         asked["scheduler_cls"] = SCHEDULER
     if model in STATES:
-        ids = {"default": 1000, "groups": 3000, "exact": 40000}[setting]
+        ids = {"default": 400, "groups": 1000, "exact": 25000}[setting]
         asked |= dict(mamba_cache_mode="align", num_gpu_blocks_override=ids, dtype="bfloat16")
     engine = Engine(model, SERVED[model], max_model_len=8192, **asked)
     config = engine._said["kv_cache_config"]

@@ -26,8 +26,9 @@ from kvpagoda.units import ceil_div
 
 _EMPTY, _HELD = -(1 << 62), 1 << 62
 """Since when a unit is free, in the queue's clock: it has no content, it is in use."""
-_STEPS = 2
-"""Steps at the end of a block in which a request that decodes holds two states: the one it reads, and the one it writes."""
+_STEPS = 3
+"""A request that decodes holds two states in a step at the end of a block, the one it reads and the one it writes. So many
+steps' room is kept for it: with less, more are preempted than room is won."""
 _ALONE = 3
 """Sectors that a request which runs alone takes at most for states: the last ones of two steps, and a new one."""
 
