@@ -95,7 +95,7 @@ TRAFFIC = {
 }
 AT_ONCE = {"short": 64, "chats": 16, "long chats": 6}
 BUDGETS = {
-    "Qwen3-Next-like": {"short": (20, 60), "chats": (30, 90), "long chats": (30,)},
+    "Qwen3-Next-like": {"short": (20,), "chats": (30, 90), "long chats": (30,)},
     "GLM-like": {"short": (160,), "chats": (80, 240), "long chats": ()},
     "Gemma-3-like": {"short": (4,), "chats": (6, 18), "long chats": ()},
     "gpt-oss-like": {"short": (2,), "chats": (4,), "long chats": ()},

@@ -107,8 +107,7 @@ class SpanQueue(EvictionQueue):
             youngest = self._due(np.where(since == _HELD, _EMPTY, since).max(1))
             youngest[since.min(1) == _HELD] = _HELD
             sector = int(youngest.argmin())
-            if self._is_state[sector]:
-                self._evict(self._blocks[sector * self._units])
+            if self._is_state[sector]:  # its first id is handed out first, by a call that evicts what it names
                 self._is_state[sector] = self._is_cold[sector] = False
                 since[sector] = _EMPTY
             units = np.flatnonzero(since[sector] != _HELD)
