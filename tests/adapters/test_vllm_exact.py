@@ -144,7 +144,9 @@ def test_a_request_waits_while_no_sector_is_free_though_blocks_are() -> None:
     manager = manager_of(8, longest=64)
     held = [Asked(manager, words(seed, SIZE)) for seed in range(6)]
     begun = [one.begin() for one in held]
-    assert begun == [0] * 3 + [None] * 3  # three states, their attention in one sector, three sectors for those that run
+    assert (
+        begun == [0] * 3 + [None] * 3
+    )  # three states, their attention in one sector, three sectors for those that run
     free = manager.block_pool.get_num_free_blocks()
     assert free > 2 * UNITS
     assert held[0].go(2 * SIZE)  # over two ends of blocks

@@ -67,7 +67,7 @@ def workload(llm: Any) -> dict[str, Any]:
 
 def plant(fault: str) -> None:
     """Plant "overlap": states lie half as far apart as they are large; "short": a state takes fewer ids than its bytes
-    need; "hashes": nothing refuses hashes inside of blocks; "copies": nor the copies of blocks that they make."""
+    need; "hashes": nothing refuses hashes inside of blocks."""
     from kvpagoda.adapters.vllm import manager, memory, spans
 
     if fault == "overlap":
@@ -76,11 +76,9 @@ def plant(fault: str) -> None:
     elif fault == "short":
         units = manager.units_per_state
         manager.units_per_state = lambda groups: units(groups) - 9
-    if fault in ("hashes", "copies"):
+    elif fault == "hashes":
         memory.refuse_beside_exact = lambda *_: None
         spans.Spans._check_hashes = lambda *_: None
-    if fault == "copies":
-        del manager.KVCacheManager.take_kv_cache_block_copies
 
 
 def main() -> None:

@@ -46,6 +46,10 @@ class SpanQueue(EvictionQueue):
         self._since = np.full((number, units), _EMPTY, np.int64)
         self._since[0] = _HELD  # the null block is a state, too
         self._by_id = self._since.reshape(-1)
+        self._youngest = np.full(number, _EMPTY, np.int64)  # of each sector's units: the last that became free, ..
+        self._oldest = self._youngest.copy()  # .. the first, ..
+        self._youngest_free = self._youngest.copy()  # .. and the last of those that are free; HELD if none is
+        self._changed = {0}  # sectors of which these are to be counted again
         self._is_state = np.arange(number) == 0
         self._is_cold = np.zeros(number, np.bool_)
         self._filling: list[
@@ -64,6 +68,7 @@ class SpanQueue(EvictionQueue):
 
     def _give(self, block: KVCacheBlock, since: int) -> None:
         sector, unit = divmod(block.block_id, self._units)
+        self._changed.add(sector)
         if not self._is_state[sector]:
             self._since[sector, unit] = since
             self.num_free_blocks += 1
@@ -75,6 +80,7 @@ class SpanQueue(EvictionQueue):
 
     def remove(self, block: KVCacheBlock) -> None:
         sector, unit = divmod(block.block_id, self._units)
+        self._changed.add(sector)
         if self._is_state[sector]:
             self._since[sector], self._is_cold[sector] = _HELD, False
             self.num_free_blocks -= self._units
@@ -91,32 +97,34 @@ class SpanQueue(EvictionQueue):
             number, since = self._filling.pop()
             if self._by_id[number] == since:
                 self._by_id[number] = _HELD
+                self._changed.add(number // self._units)
                 self._kept[number] = 0
                 self.num_free_blocks -= 1
                 taken.append(self._blocks[number])
         return taken
 
     def _next_units(self) -> list[tuple[int, int]]:
-        """Return the free units of the sector to fill next, the one to hand out first last. O(units of memory), in numpy."""
+        """Return the free units of the sector to fill next, the one to hand out first last. O(sectors), in numpy."""
+        self._count_again()
         since = self._since
-        is_begun = (since.max(1) == _HELD) & (since.min(1) == _EMPTY)
+        is_begun = (self._youngest == _HELD) & (self._oldest == _EMPTY)
         if is_begun.any():  # without taking content from anyone
             sector = int(is_begun.argmax())
             units = np.flatnonzero(since[sector] == _EMPTY)
         else:
-            youngest = self._due(np.where(since == _HELD, _EMPTY, since).max(1))
-            youngest[since.min(1) == _HELD] = _HELD
-            sector = int(youngest.argmin())
+            sector = int(self._due(self._youngest_free).argmin())
             if self._is_state[sector]:  # its first id is handed out first, by a call that evicts what it names
                 self._is_state[sector] = self._is_cold[sector] = False
                 since[sector] = _EMPTY
+                self._changed.add(sector)
             units = np.flatnonzero(since[sector] != _HELD)
         units = units[np.argsort(since[sector, units], kind="stable")][::-1]
         return [*zip((sector * self._units + units).tolist(), since[sector, units].tolist())]
 
     def pop_state(self) -> KVCacheBlock:
         """Hand out a sector, whose content was used longest ago; return its first block. One is free as a whole."""
-        due = self._due(self._since.max(1))
+        self._count_again()
+        due = self._due(self._youngest)
         sector = int(due.argmin())
         assert due[sector] != _HELD, "no sector is free as a whole: the caller asks num_sectors"
         first = sector * self._units
@@ -126,19 +134,31 @@ class SpanQueue(EvictionQueue):
                 self._kept[first + unit] = 0
         self._since[sector], self._is_state[sector], self._is_cold[sector] = _HELD, True, False
         self._kept[first] = 0
+        self._changed.add(sector)
         self.num_free_blocks -= self._units
         block: KVCacheBlock = self._blocks[first]
         return block
 
+    def _count_again(self) -> None:
+        """Bring what is known of each sector up to date. O(units of those that changed)."""
+        if self._changed:
+            sectors = [*self._changed]
+            since = self._since[sectors]
+            self._youngest[sectors], self._oldest[sectors] = since.max(1), since.min(1)
+            free = np.where(since == _HELD, _EMPTY, since).max(1)
+            self._youngest_free[sectors] = np.where(self._oldest[sectors] == _HELD, _HELD, free)
+            self._changed.clear()
+
     def _due(self, since: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Let cold states age as much faster as ``cold_aging`` says. ``since``: of each sector; changed in place."""
-        cold = np.flatnonzero(self._is_cold)
-        since[cold] = self.clock - (self.cold_aging.factor * (self.clock - since[cold])).astype(np.int64)
-        return since
+        """Return ``since``, of each sector, in which cold states are as much older as ``cold_aging`` says."""
+        due, cold = since.copy(), np.flatnonzero(self._is_cold)
+        due[cold] = self.clock - (self.cold_aging.factor * (self.clock - since[cold])).astype(np.int64)
+        return due
 
     def num_sectors(self, without: Iterable[KVCacheBlock] = ()) -> int:
         """Return how many sectors are free as a whole when the blocks ``without`` are held."""
-        is_free = self._since.max(1) != _HELD
+        self._count_again()
+        is_free = self._youngest != _HELD
         is_free[[block.block_id // self._units for block in without]] = False
         return int(np.count_nonzero(is_free))
 
@@ -163,6 +183,9 @@ class SpanQueue(EvictionQueue):
         counted = int(np.count_nonzero(self._by_id != _HELD))
         if counted != self.num_free_blocks:
             raise CheckFailed(f"{counted} units are free, {self.num_free_blocks} are counted", needed=counted)
+        self._count_again()
+        if (self._youngest != self._since.max(1)).any() or (self._oldest != self._since.min(1)).any():
+            raise CheckFailed("what is known of sectors is not what their units say")
         starts = np.repeat(self._is_state, self._units)
         starts[:: self._units] = False
         wrong = [number for number in np.flatnonzero(starts).tolist() if self._blocks[number].block_hash is not None]
