@@ -151,7 +151,8 @@ class SpanQueue(EvictionQueue):
 
     def _due(self, since: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return ``since``, of each sector, in which cold states are as much older as ``cold_aging`` says."""
-        due, cold = since.copy(), np.flatnonzero(self._is_cold)
+        due: npt.NDArray[np.int64] = since.copy()
+        cold = np.flatnonzero(self._is_cold)
         due[cold] = self.clock - (self.cold_aging.factor * (self.clock - since[cold])).astype(np.int64)
         return due
 
