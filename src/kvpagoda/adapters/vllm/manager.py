@@ -176,6 +176,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             added = super().allocate_slots(*args, **more)
         if added is None:
             return None
+        if spans is not None:
+            spans.goes_to(name, computed + num_new_computed_tokens + num_new_tokens)
         if new_computed_blocks is not None and getattr(request, "kv_hints", None) is not None:
             self.promises.began(request)
         if self._has_order:
@@ -327,6 +329,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         """As vLLM's. The blocks of all groups are in the order of their positions; those of windows are kept."""
         name = request.request_id
         self._unchanged.pop(name, None)
+        if self._spans is not None:
+            self._spans.goes_to(name, 0)
         if self._positions.pop(name, None) is None or self._seen is None:
             blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
             return blocks

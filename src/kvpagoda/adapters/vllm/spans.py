@@ -26,9 +26,6 @@ from kvpagoda.units import ceil_div
 
 _EMPTY, _HELD = -(1 << 62), 1 << 62
 """Since when a unit is free, in the queue's clock: it has no content, it is in use."""
-_STEPS = 3
-"""A request that decodes holds two states in a step at the end of a block, the one it reads and the one it writes. So many
-steps' room is kept for it: with less, more are preempted than room is won."""
 _ALONE = 3
 """Sectors that a request which runs alone takes at most for states: the last ones of two steps, and a new one."""
 
@@ -242,6 +239,7 @@ class Spans:
             )  # fmt: skip
         self._pool.num_gpu_blocks = (sectors - 1) * units + 1  # the null block counts as one
         self._asked = 0
+        self._at_end = set[str]()  # requests whose next token begins a block, for which they need a second state
         self._own, self._own_of_states = coordinator.get_num_blocks_to_allocate, states.get_num_blocks_to_allocate
         coordinator.get_num_blocks_to_allocate = self._num_units
         states.get_num_blocks_to_allocate = self._note_states
@@ -275,6 +273,13 @@ class Spans:
         self._pool.evict_blocks({block.block_id for block in hits})
         return False
 
+    def goes_to(self, name: str, num_tokens: int) -> None:
+        """Note that request ``name`` has room for its first ``num_tokens`` tokens; 0: that it has none any more."""
+        if num_tokens and num_tokens % self._block_size == 0:
+            self._at_end.add(name)
+        else:
+            self._at_end.discard(name)
+
     def _note_states(self, *args: Any, **kwargs: Any) -> int:
         self._asked = int(self._own_of_states(*args, **kwargs))
         return self._asked
@@ -290,7 +295,7 @@ class Spans:
         new = max(0, self._asked - found)
         spare = 0
         if request_id not in self._states.num_cached_block:  # it begins: so many sectors stay free for those that run
-            spare = 1 + _STEPS * len(self._states.num_cached_block) // self._block_size
+            spare = 1 + len(self._at_end) + len(self._states.num_cached_block) // self._block_size
         if new and self._pool.free_block_queue.num_sectors(hits) < new + spare:
             return never
         return total - self._asked + int(new + found) * self.units
