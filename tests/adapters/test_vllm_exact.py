@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_run import MODULES, Run
+from vllm_run import EXACT, MODULES, Run
 
 from kvpagoda import BadInput, CheckFailed
 from raises import raises
@@ -34,7 +34,6 @@ from kvpagoda.adapters.vllm.spans import SpanQueue
 init_none_hash(sha256)
 
 PROJECT = SimpleNamespace(**{name.rpartition(".")[2]: importlib.import_module(f"vllm.{name}") for name in MODULES})
-SHAPE = "state in blocks, full"
 
 
 class Checked(KVCacheManager):
@@ -48,7 +47,7 @@ class Checked(KVCacheManager):
 @pytest.mark.parametrize("seed", range(12))
 def test_random_traffic(seed: int) -> None:
     """Every row that a step reads is that of its text, and a state is whole."""
-    done = Run(PROJECT, seed, SHAPE, Checked).run()
+    done = Run(PROJECT, seed, EXACT, Checked).run()
     manager = done.scheduler.kv_cache_manager
     manager.check()
     queue = manager.block_pool.free_block_queue

@@ -20,9 +20,13 @@ SHAPES: dict[str, list[Kind]] = {
     "window alone": [("window", 9)],
     "full, chunk": [("chunk", 8), ("full", 0)],
     "full, state": [("state", 0), ("full", 0)],
-    "state in blocks, full": [("state", 5), ("full", 0)],
     "everything": [("full", 0), ("window", 5), ("state", 0), ("full", 0), ("chunk", 8)],
 }
+
+
+EXACT = "state in blocks, full"
+_KINDS = {**SHAPES, EXACT: [("state", 5), ("full", 0)]}
+"""And a memory whose states take five blocks each, which our manager alone can hand out."""
 
 
 class ModelConfig(SimpleNamespace):
@@ -40,7 +44,7 @@ class Run:
     def __init__(self, project: Any, seed: int, shape: str, manager: Any = None, scheduler: Any = None) -> None:
         self.project, self.shape, self.random = project, shape, np.random.default_rng(seed)
         random, self.longest = self.random, 160
-        self.size, kinds = int(random.choice([1, 4, 16])), SHAPES[shape]
+        self.size, kinds = int(random.choice([1, 4, 16])), _KINDS[shape]
         blocks = (int(random.integers(1.1 * self.longest, 4 * self.longest)) // self.size + 2) * len(kinds)
         scheduling = project.config.SchedulerConfig(
             max_num_seqs=int(random.integers(2, 12)), max_num_batched_tokens=int(random.integers(16, 90)),
@@ -92,7 +96,7 @@ class Run:
             "full": (interface.FullAttentionSpec, {}), "window": (interface.SlidingWindowSpec, {"sliding_window": span}),
             "chunk": (interface.ChunkedLocalAttentionSpec, {"attention_chunk_size": span}),
         }[name]  # fmt: skip
-        width = 16 if ("state", 5) in SHAPES[self.shape] else 1  # a token has the bytes of 32 elements of a state
+        width = 16 if self.shape == EXACT else 1  # a token has the bytes of 32 elements of a state
         return make(block_size=self.size, num_kv_heads=1, head_size=width, dtype=caching_dtype(), **more)
 
     def request(self, name: str, text: list[int], sampling: Any) -> Any:
