@@ -307,7 +307,7 @@ def test_blocks_of_qwen3_next_have_176_tokens() -> None:
     assert chosen == (176, 2, 18)
     groups = memory.groups_of(settings(), qwen3_next(176, None), lambda *_: pytest.fail("vLLM's own was asked"))
     assert [len(group.layer_names) for group in groups] == [2] * 18 + [12]
-    assert memory.is_packed(groups)
+    assert memory.is_packed(groups) and memory.units_per_state(groups) == 1
     config = memory.config_of(settings(), groups, 1000)
     stride = 176 * 12 * 2048
     assert {tensor.size for tensor in config.kv_cache_tensors} == {1000 * stride} and config.num_blocks == 1000

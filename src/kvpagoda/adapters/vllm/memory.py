@@ -97,7 +97,7 @@ def refuse_beside_exact(vllm_config: Any, block_size: int) -> None:
 def _is_ours(scheduler: Any) -> bool:
     """Return whether ``scheduler``, a class or its name, has our manager."""
     if isinstance(scheduler, str):
-        return scheduler in (_SCHEDULER, _SCHEDULER.replace(".Scheduler", ".AsyncScheduler"))
+        return scheduler.startswith("kvpagoda.adapters.vllm.")
     return any(base.__module__ == "kvpagoda.adapters.vllm.scheduler" for base in getattr(scheduler, "__mro__", ()))
 
 
