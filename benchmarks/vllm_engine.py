@@ -44,6 +44,14 @@ _SMALL = dict(
     hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=512,
     max_position_embeddings=4096, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = dict(
+    architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", num_hidden_layers=4,
+    layer_types=["linear_attention"] * 3 + ["full_attention"], linear_num_key_heads=1, linear_num_value_heads=2,
+    linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, num_experts=2,
+    num_experts_per_tok=1, moe_intermediate_size=64, shared_expert_intermediate_size=64, partial_rotary_factor=0.25,
+    tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
+    full_attention_interval=4,
+)  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "full attention": dict(_SMALL, architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=2),
     "windows alone": dict(
@@ -57,24 +65,19 @@ MODELS: dict[str, dict[str, Any]] = {
         _SMALL, architectures=["GptOssForCausalLM"], model_type="gpt_oss", num_hidden_layers=4, sliding_window=128,
         num_local_experts=2, num_experts_per_tok=1, layer_types=["sliding_attention", "full_attention"] * 2,
     ),
-    "Qwen3-Next-like": dict(
-        _SMALL | dict(num_attention_heads=8, num_key_value_heads=8, head_dim=256),
-        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"], linear_num_key_heads=1, linear_num_value_heads=2,
-        linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, num_experts=2,
-        num_experts_per_tok=1, moe_intermediate_size=64, shared_expert_intermediate_size=64, partial_rotary_factor=0.25,
-        tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
-        full_attention_interval=4,
-    ),
+    "Qwen3-Next-like": _SMALL | _QWEN3_NEXT | dict(num_attention_heads=8, num_key_value_heads=8, head_dim=256),
+    "Qwen3-Next, real ratio": _SMALL | _QWEN3_NEXT | dict(max_position_embeddings=16384),
     "LFM2-like": dict(
         _SMALL, architectures=["Lfm2ForCausalLM"], model_type="lfm2", num_hidden_layers=4, conv_L_cache=3,
         layer_types=["conv", "full_attention"] * 2, conv_bias=False, block_dim=64, block_ff_dim=64, conv_dim=64,
         conv_dim_out=64, norm_eps=1e-5, block_auto_adjust_ff_dim=False,
     ),
 }  # fmt: skip
-"""Configs of models. The last two keep states, in vLLM's "align" mode."""
+"""Configs of models. A state of "real ratio" has the bytes of 1,056 rows of a layer of attention, as in Qwen3-Next-80B."""
 TIMED = ("full attention", "Gemma-3-like")
-STATES = ("Qwen3-Next-like", "LFM2-like")
+BFLOAT16 = ("Qwen3-Next-like", "Qwen3-Next, real ratio")
+STATES = (*BFLOAT16, "LFM2-like")
+"""Models with states, in vLLM's "align" mode."""
 
 
 class Chats(NamedTuple):
@@ -109,6 +112,10 @@ class Chats(NamedTuple):
                 del left[number]
 
 
+LONG = {"Qwen3-Next, real ratio": (Chats(12, 3, 3, 6, 16, (1100, 2600), (200, 600)), (20, 40), (4,))}
+"""Workloads of the models that have others, of texts of several of their blocks; blocks; requests at once."""
+
+
 class Engine:
     """vLLM's engine with a model of ``MODELS``, or the one that ``config`` says. ``options``: of vLLM's, over those here."""
 
@@ -127,9 +134,10 @@ class Engine:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config or MODELS[model]))
             said = dict(
-                load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
-                dtype="bfloat16" if model in STATES[:1] else "float32", block_size=BLOCK, max_num_seqs=96,
-                num_gpu_blocks_override=9000 if model in STATES else 20000, max_num_batched_tokens=16384,
+                load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
+                max_model_len=16384 if model in LONG else 2048, max_num_seqs=96, max_num_batched_tokens=16384,
+                dtype="bfloat16" if model in BFLOAT16 else "float32", block_size=BLOCK,
+                num_gpu_blocks_override=1000 if model in LONG else 9000 if model in STATES else 20000,
                 enable_prefix_caching=True, async_scheduling=False, seed=0,
                 **({"mamba_cache_mode": "align"} if model in STATES else {}),
             )  # fmt: skip
@@ -259,18 +267,20 @@ def found(model: str, quick: bool, unit: int | None = None) -> list[Row]:
     """Return a row for each cell: tokens found by each manager, and how many requests have the tokens of one without a cache.
     ``unit``: of vLLM's managers alone, in whose names it stands."""
     rows: list[Row] = []
-    chats = Chats(conversations=8, turns=3) if quick else Chats()
+    chats, sizes, rates = LONG.get(model, (Chats(), BLOCKS, AT_ONCE))
+    if quick:
+        chats, sizes, rates = chats._replace(conversations=8, turns=3), sizes[:1], rates[1:2] or rates
     engine = Engine(model, **({} if unit is None else {"prefix_match_unit": unit}))
     size = engine.block_size
-    managers = ["vLLM", "vLLM, all", f"vLLM, {8 * size}", *["ours"] * (unit is None)]
+    managers = ["vLLM", "vLLM, all", f"vLLM, {(2 if model in LONG else 8) * size}", *["ours"] * (unit is None)]
     if model == "full attention":
         managers = ["vLLM", "ours"]
-    for at_once in AT_ONCE if not quick else AT_ONCE[1:2]:
+    for at_once in rates:
         engine.exchange("vLLM, all", None, caching=False)
         _, cold, _ = engine.run(chats, at_once)
         engine.exchange("vLLM, all", None)
         unlimited, _, _ = engine.run(chats, at_once)
-        for blocks in BLOCKS if not quick else BLOCKS[:1]:
+        for blocks in sizes:
             row: Row = {"case": model, "blocks": blocks, "at once": at_once, "unlimited": unlimited}
             for who in managers:
                 engine.exchange(who, blocks)
@@ -296,21 +306,26 @@ def step_time(model: str, quick: bool) -> list[Row]:
     ]
 
 
-def _measured(case: str, quick: bool) -> list[Row]:
-    """Return the rows of ``case``, from a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.vllm_engine", "--one", case, *["--quick"] * quick]
+def options_of(question: str, name: str) -> argparse.Namespace:
+    """Return the options of the benchmark ``name``. ``one``: the case to measure in this process, see ``measured_apart``."""
+    parser = argparse.ArgumentParser(description=question)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/{name}.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measured_apart(name: str, case: str, quick: bool) -> list[Row]:
+    """Return the rows of a case of the benchmark ``name``, from a process of its own: vLLM's engine cannot be made twice."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--one", case, *["--quick"] * quick]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/vllm_engine.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: vLLM's engine cannot be made twice
-    said = parser.parse_args()
+    said = options_of(QUESTION, "vllm_engine")
     if said.one:
         what, model, *unit = said.one.split(":")
         rows = step_time(model, said.quick) if what == "time" else found(model, said.quick, *map(int, unit))
@@ -320,9 +335,10 @@ def main() -> None:
     rows = []
     for case in cases:
         if said.only in case:
-            measured = _measured(case, said.quick)
+            measured = measured_apart("vllm_engine", case, said.quick)
             if case in [f"found:{model}" for model in STATES]:
-                for row, more in zip(measured, _measured(f"{case}:{UNIT}", said.quick), strict=True):
+                with_unit = measured_apart("vllm_engine", f"{case}:{UNIT}", said.quick)
+                for row, more in zip(measured, with_unit, strict=True):
                     row |= {name: value for name, value in more.items() if "unit" in name}
             for row in measured:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)

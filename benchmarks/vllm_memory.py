@@ -11,11 +11,8 @@ same bytes of memory, and the tokens of every answer are compared with those wit
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -26,8 +23,8 @@ from typing import Any, NamedTuple
 from benchmarks import vllm_engine
 from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, NEMOTRON_H_8B, QWEN3_NEXT_80B
 from benchmarks.peers.hybrid_layers import heads_of, kinds_of, states_of
-from benchmarks.timing import RESULTS, Row, machine, save
-from benchmarks.vllm_engine import Chats, Engine
+from benchmarks.timing import Row, machine, save
+from benchmarks.vllm_engine import Chats, Engine, measured_apart, options_of
 from kvpagoda.units import ceil_div
 
 QUESTION = "What do smaller groups of layers save in vLLM's memory?"
@@ -344,12 +341,7 @@ def served(model: str, setting: str, unit: int | None, quick: bool) -> list[Row]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/vllm_memory.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: vLLM's engine cannot be made twice
-    said = parser.parse_args()
+    said = options_of(QUESTION, "vllm_memory")
     if said.one:
         kind, name, *more = said.one.split(":")
         if kind == "planned":
@@ -366,9 +358,7 @@ def main() -> None:
     rows = []
     for case in cases:
         if said.only in case:
-            command = [sys.executable, "-m", "benchmarks.vllm_memory", "--one", case, *["--quick"] * said.quick]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            measured = json.loads(done.stdout.splitlines()[-1])
+            measured = measured_apart("vllm_memory", case, said.quick)
             for row in measured:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows += measured

@@ -12,8 +12,7 @@ import numpy as np
 import kvpagoda.core.groups.base
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockPlaces, PlaceTable
+from kvpagoda.core.blocks.group import BlockGroup, BlockPlaces, PlaceTable
 from kvpagoda.core.cache.request import State
 
 

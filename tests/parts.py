@@ -47,6 +47,10 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "hf/test_draft_model.py::test_tokens_stay_those_of_plain_decoding_cold_and_warm": (
         "llama-mistral",
     ),
+    "hf/test_encoder_decoders.py::test_tokens_and_logits_are_those_of_transformers_own_cache": ("mvp", "t5", "whisper"),
+    "hf/test_encoder_decoders.py::test_tokens_stay_the_same_while_requests_are_preempted": ("whisper-PreemptionMode.PART",),
+    "hf/test_encoder_decoders.py::test_inputs_that_were_evicted_are_found_in_a_tier": ("t5",),
+    "hf/test_encoder_decoders.py::test_answers_share_what_was_encoded": ("t5",),
     "hf/test_generator.py::test_tokens_equal_full_recomputation": KINDS[1:],
     "hf/test_generator_pressure.py::test_tokens_equal_full_recomputation_while_requests_are_preempted": KINDS[1:2],
     "hf/test_generator_sleep.py::test_tokens_stay_the_same_while_the_cache_sleeps_between_steps": KINDS[1:2],

@@ -252,7 +252,7 @@ def test_a_driver_that_fails_is_a_miss(kind: str, name: str, most: int | None) -
 )
 def test_a_signal_while_a_request_is_only_asked_something_needs_no_reset(kind: str, name: str) -> None:
     """What a request says of itself is asked before the first change."""
-    asked = "text", "to_publish", "lacking_from", "entry", "keys", "committed_keys", "last_keys"
+    asked = "text", "added", "lacking_from", "keys", "committed_keys", "last_keys"
     questions = {f"RequestState.{one}" for one in asked}
 
     def is_asked(frame: FrameType, event: str, argument: Any) -> str:
@@ -270,7 +270,7 @@ def test_a_signal_while_a_request_is_only_asked_something_needs_no_reset(kind: s
                 scene.end()
         assert found.outcome != "reset", found
         outcomes[found.outcome] += 1
-    assert n > 2
+    assert n > 1
 
 
 def test_the_list_of_calls_that_can_fail_names_functions() -> None:

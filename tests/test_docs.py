@@ -58,6 +58,8 @@ FIGURES: list[dict[str, str]] = json.loads((ROOT / "docs" / "figures.json").read
 """Each ``figure`` stands on a ``page``, in the paragraph or table that begins with ``text``, and is the value at ``path``: a
 file of ``benchmarks/results`` and a place in it."""
 
+RESULTS = "docs/speed.md"
+
 
 def value_of(file: str, path: str) -> float:
     """Return the value at ``path`` in the file of results: ``rows[a=b;c=d].field``, or ``min .field`` or ``max .field`` of
@@ -90,8 +92,11 @@ def test_figures_are_those_of_the_benchmarks(pin: dict[str, str]) -> None:
     assert abs(abs(value) - shown) <= 0.5000001 * 10.0**-digits, f"{pin['path']} is {value}"
 
 
-def test_there_are_figures() -> None:
+def test_results_stand_in_the_readme_and_on_one_page() -> None:
+    """Other pages say what a result means, and link to it."""
     assert len(FIGURES) >= 180 and all(pin["text"] for pin in FIGURES)
+    assert {pin["page"] for pin in FIGURES} == {"README.md", RESULTS}
+    assert {name for name in PAGES if "benchmarks/results" in (ROOT / name).read_text()} == {RESULTS}
 
 
 # ---- pages ----

@@ -296,6 +296,22 @@ def test_fenced_blocks_do_not_move() -> None:
         cache.check()
 
 
+def test_windows_near_the_end_of_a_prompt_stay_while_it_is_computed() -> None:
+    """Prompts that extend another one often part from it a little before its end: its windows there are kept from the moment
+    when they slide out."""
+    cache, text = books(FULL, WINDOW, num_blocks=500), np.arange(1200)
+    (window,) = cache.core.prefix.windows
+    with cache.open(text, capacity=0) as sequence:
+        for begin in range(0, 1040, 40):
+            sequence.extend(40)
+            sequence.commit(text[begin : begin + 40])
+        cache.core.capacity.forget(window.evict, window.num_cold)  # what nothing keeps
+        sequence.extend(160)
+        sequence.commit(text[1040:])
+    parted = [np.where(text < end, text, text + 5_000) for end in (400, 800, 1000, 1160)]
+    assert [cache.lookup(one).resumable for one in parted] == [0, 800, 1000, 1160]
+
+
 def test_blocks_of_high_priority_stay_cached() -> None:
     cache = books(num_blocks=12, policy="priority")
     leave(cache, range(16), priority=5)

@@ -14,7 +14,7 @@ import kvpagoda
 from kvpagoda import KVCache, Limits
 from kvpagoda.core.batch.persistent import PersistentBatch
 from kvpagoda.core.batch.step_buffers import TableSnapshot
-from kvpagoda.core.blocks.places import BlockNames
+from kvpagoda.core.blocks.group import BlockNames
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.groups import WindowGroup
 from kvpagoda.schema import Attention, Growth, Layer, Schema

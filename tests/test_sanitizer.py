@@ -257,3 +257,20 @@ def test_a_state_in_one_place_may_be_taken_back() -> None:
         alone.rewind(1)
         compute(cache, alone, text[:20])
     cache.close()
+
+
+def test_equal_bytes_of_a_hand_over_by_layers_name_nobody() -> None:
+    """A record that is copied out layer by layer counts as one: its bytes may be those of another text's block."""
+    cache = cache_of(WINDOW)
+    texts = [tokens(1, 40), tokens(2, 40)]
+    sequences = [cache.open(text) for text in texts]
+    for sequence, text in zip(sequences, texts):
+        compute(cache, sequence, text)  # writes no rows: all blocks have the same bytes
+    memory, group = cache.core.memory, cache.core.full
+    first, second = (group.held_places(one._request.slot)[:1] for one in sequences)
+    table = np.zeros((1, memory.record_nbytes(group.index)), np.uint8)
+    memory.to_host(group.index, first, table, [0])
+    memory.to_host(group.index, second, table, [0], 1)
+    memory.from_host(group.index, second, table, [0])
+    step(cache, sequences[1])
+    cache.close()

@@ -6,7 +6,8 @@
     CacheObserver     KVCache(observers=[..])     is told what happens
     Backing           KVCache(memory=..)          provides the memory, and takes it back while the cache sleeps
 
-``kvpagoda.PreemptionPolicy`` is the one of a queue of jobs. ``kvpagoda.testing`` has tests for drivers.
+``kvpagoda.PreemptionPolicy`` is the one of a queue of jobs. ``kvpagoda.testing`` has tests for drivers. What a request starts
+from is a contract between parts of the core alone: ``StartSource`` in ``core/cache/admission.py``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpagoda import KVCache, Schema
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces, FixedPlaces, PlaceTable, places_for
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces, FixedPlaces, PlaceTable, places_for
 from kvpagoda.errors import CheckFailed
 from options import move_blocks, shuffled_places
 from raises import raises

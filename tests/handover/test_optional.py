@@ -59,7 +59,7 @@ def forget_optional(cache: KVCache) -> None:
     core = cache.core
     for group in core.prefix.optional:
         while group.num_cold:
-            core.capacity.forget(core.prefix.evict, group, group.num_cold)
+            core.capacity.forget(group.evict, group.num_cold)
 
 
 def goes_on(side: Side, received: Any, text: Any) -> None:

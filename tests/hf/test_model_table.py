@@ -19,6 +19,7 @@ from test_every_family import TEXT_PARTS  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from vllm_specs import EXPLAINED, RESULT, ours  # noqa: E402
 
+from encoder_decoders import ENCODERS  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
@@ -68,13 +69,23 @@ Generated tokens equal those of the model's own forward pass without a cache. Th
 - Mamba-2 layers with `time_step_limit` or `time_step_min` (Nemotron-H, Zamba2 and others): transformers clamps the time
   steps of a prompt, but not those of a single token, so its own cache differs from recomputation. Here both are
   clamped.
-- Text only: images and sounds of multimodal models are not supported.
+- Text only: images and sounds of multimodal models are not supported, except the sounds of Whisper.
 """
 OTHERS = """
 Types of multimodal models and of published configs are refused with a reason too:
 
 | type | because |
 |---|---|"""
+WITH_ENCODER = """
+## With an encoder: {count}
+
+Configs of whole encoder-decoders (`is_encoder_decoder`): a text begins with the positions of the encoder's input, whose rows
+cross-attention reads, in the same blocks as those of the decoder's tokens
+([how](step-loop.md#what-a-model-with-an-encoder-reads)). `kvpagoda.hf.Generator` runs them; those requests share a pass whose
+decoders are equally far. `tests/schema/test_encoder_decoders.py` compares the rows with transformers' `EncoderDecoderCache`.
+
+| type | keeps | longest input of the encoder |
+|---|---|---|"""
 BESIDE = """
 ## Beside vLLM's own specs
 
@@ -203,10 +214,26 @@ def table() -> str:
                 for name, why in refused().items()
                 if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
             ),
+            *with_encoder(),
             beside_vllm(),
             "",
         ]
     )
+
+
+def with_encoder() -> list[str]:
+    """The section of models with an encoder."""
+    named = {name: row["family"] for name, row in sorted(known_types().items()) if row["family"].encoder is not None}
+    rows = []
+    for name, family in named.items():
+        kinds = {kept(kind) for layer in Schema.from_hf_config(encoder_decoder(name)).layers for kind in layer.kinds}
+        rows.append(f"| {name} | {', '.join(kinds)} | {f'`{family.encoder}`' if family.encoder else 'any'} |")
+    return [WITH_ENCODER.format(count=len(rows)), *rows]
+
+
+def encoder_decoder(name: str) -> Any:
+    """A tiny config of a whole encoder-decoder."""
+    return transformers.CONFIG_MAPPING[name](**ENCODERS[name])
 
 
 def beside_vllm() -> str:

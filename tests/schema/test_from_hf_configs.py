@@ -621,7 +621,11 @@ LLAMA = dict(LLAMA_8B, num_hidden_layers=1)
         ({"thinker_config": {"is_causal": False, "text_config": LLAMA}}, {"field": "is_causal", "needed": False}),
         (dict(LLAMA, is_causal=False), {"field": "is_causal", "needed": False}),
         (
-            dict(LLAMA, model_type="bart", decoder_layers=2, decoder_attention_heads=8),
+            dict(LLAMA, model_type="trocr", decoder_layers=2, decoder_attention_heads=8, is_encoder_decoder=True),
+            {"field": "is_encoder_decoder", "needed": True},
+        ),
+        (
+            dict(LLAMA, model_type="bigbird_pegasus", decoder_layers=2, decoder_attention_heads=8),
             {"field": "is_encoder_decoder", "needed": True},
         ),
         (

@@ -15,9 +15,11 @@ from kvpagoda.schema.families import RULES, Family, heads, layer_types, model_ty
 
 TABLE = json.loads(files("kvpagoda.schema.families").joinpath("model_types.json").read_text("utf-8"))
 SERVED = json.loads(files("kvpagoda.schema.families").joinpath("served_types.json").read_text("utf-8"))
-ROWS = {**TABLE["model_types"], **SERVED["model_types"]}
+ENCODERS = json.loads(files("kvpagoda.schema.families").joinpath("encoder_decoders.json").read_text("utf-8"))
+ROWS = {**TABLE["model_types"], **SERVED["model_types"], **ENCODERS["model_types"]}
+FAMILIES = {**TABLE["families"], **ENCODERS["families"]}
 INLINE = {name: row["family"] for name, row in ROWS.items() if not isinstance(row["family"], str)}
-SPELLED = {**TABLE["families"], **INLINE}
+SPELLED = {**FAMILIES, **INLINE}
 PARTS = {"conv", "delta", "recurrent", "inner_channels", "has_rope", "_blocks_of_a_layer"}
 """Functions that rules are made of."""
 
@@ -30,23 +32,24 @@ def rules_of(family: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def test_the_file_says_where_its_figures_come_from() -> None:
-    assert TABLE["source"].startswith("transformers ")
-    assert TABLE["about"]
+    for table in (TABLE, ENCODERS):
+        assert table["source"].startswith("transformers ")
+        assert table["about"]
 
 
 def test_rows_are_sorted_and_have_a_family_and_defaults() -> None:
-    for table in (TABLE, SERVED):
+    for table in (TABLE, SERVED, ENCODERS):
         assert list(table["model_types"]) == sorted(table["model_types"])
-    assert not TABLE["model_types"].keys() & SERVED["model_types"].keys()
+    assert len(ROWS) == sum(len(table["model_types"]) for table in (TABLE, SERVED, ENCODERS))
     for name, row in ROWS.items():
         assert row.keys() - {"remark"} == {"family", "defaults"}, name
         assert all(type(value) in (int, float, str, bool, list) for value in row["defaults"].values()), name
-        assert isinstance(row["family"], dict) or row["family"] in TABLE["families"], name
+        assert isinstance(row["family"], dict) or row["family"] in FAMILIES, name
 
 
 def test_a_family_that_has_a_name_is_used_by_several_model_types() -> None:
-    used = [row["family"] for row in TABLE["model_types"].values() if isinstance(row["family"], str)]
-    assert {name: used.count(name) >= 2 for name in TABLE["families"]} == dict.fromkeys(TABLE["families"], True)
+    used = [row["family"] for row in ROWS.values() if isinstance(row["family"], str)]
+    assert {name: used.count(name) >= 2 for name in FAMILIES} == dict.fromkeys(FAMILIES, True)
 
 
 @pytest.mark.parametrize("name", SPELLED)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvpagoda.abc import Backing, Transfer
     from kvpagoda.core.handover.receiver import Receiver
     from kvpagoda.core.handover.sender import Sender
-    from kvpagoda.core.offload.hit import Prefetch
+    from kvpagoda.core.offload.reader import Prefetch
     from kvpagoda.core.sleeping import Keep, Slept
     from kvpagoda.events.event_log import EventLog
     from kvpagoda.handover.ticket import Ticket
@@ -309,7 +309,7 @@ class KVCache:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = whole_number(priority, "priority", -(2**63), below=2**63)
         if prefetch is not None:
-            from kvpagoda.core.offload.hit import Prefetch as Made
+            from kvpagoda.core.offload.reader import Prefetch as Made
 
             instance_of(prefetch, Made, "prefetch, what KVCache.prefetch returned,")
         if {type(layerwise), type(lookup), type(publish)} != {bool}:

@@ -45,9 +45,8 @@ class Sanitizer:
     """The provenance of all rows of a cache with ``plan``. ``memory``: what the cache uses instead of ``own``, its memory."""
 
     def __init__(self, plan: Plan, own: NoMemory) -> None:
-        ahead = min(
-            (tokens for _, _, tokens in plan.rewinds), default=0
-        )  # a state in one place is taken back by so many
+        # a state in one place is taken back by so many
+        ahead = min((tokens for _, _, tokens in plan.rewinds), default=0)
         num_states = 1 if any(group.places > 1 for group in plan.groups) else 1 + ahead
         self._words = [
             np.zeros((group.num_rows, num_states if group.growth.is_state else plan.block_size), WORD)
@@ -298,7 +297,11 @@ class Watched:
         if self.is_swap(table):
             for index, cell in enumerate(self._cells(group, len(ids), table, rows)):
                 self._swapped[cell] = words[index]
-        elif layer is None and self._own.has_memory:
+        elif self._own.has_memory:
+            if layer is not None:  # the last such copy finds the whole record, before its tokens are committed
+                words, rows = _unknown(words), range(len(ids))
+                table = np.zeros((len(ids), self._nbytes[group]), np.uint8)
+                self._own.to_host(group, ids, table, rows)
             self._own.wait_for_copies()
             for index, digest in enumerate(self._digests(group, len(ids), table, rows)):
                 known = self._records.setdefault(digest, words[index])

@@ -32,7 +32,7 @@ from kvpagoda.core.cache.request import Breakpoint, breakpoints_of, positions_of
 from kvpagoda.core.cache.sequence import Sequence, published_request
 from kvpagoda.core.cache.swap import Rate
 from kvpagoda.core.kv_cache import KVCache
-from kvpagoda.core.offload.hit import Prefetch
+from kvpagoda.core.offload.reader import Prefetch
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
 from kvpagoda.tiers.health import Histogram, Latencies
 from kvpagoda.units import ceil_div

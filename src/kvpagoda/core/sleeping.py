@@ -21,8 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from kvpagoda.abc import Status
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockGroup, BlockPlaces
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.sequence import Fence
@@ -154,7 +153,7 @@ def _evict_coldest(core: Core, most: int) -> None:
             n = ceil_div(excess, group.plan.layout.nbytes)
             if len(core.groups) > 1:
                 n = min(n, ceil_div(group.num_evictable, _SHARE))
-            if core.capacity.forget(core.prefix.evict, group, n):
+            if core.capacity.forget(group.evict, n):
                 break
         else:
             return  # the rest is held
@@ -186,7 +185,7 @@ def _evict_all(core: Core, deadline: float | None = None) -> None:
         if left >= before:
             break
     for group in prefix.windows:
-        while group.num_cold and forget(prefix.evict, group, group.num_cold, is_evicted=stores):
+        while group.num_cold and forget(group.evict, group.num_cold, is_evicted=stores):
             pass
 
 

@@ -124,17 +124,18 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(map(_int, values))
 
 
-def content_of(schema: Schema) -> str:
+def content_of(schema: Schema, block_size: int) -> str:
     """Return 16 bytes of BLAKE2b, in hex, over what the layers of ``schema`` keep that are not optional, whatever the layout
     and the number of ranks, and how far a window or a state can go back (``slack``): equal for caches that can hand requests
-    over."""
+    over. With an encoder also over ``block_size``: the decoder's text begins at a whole block."""
     kept = (layer for layer in schema.layers if not (layer.growth and layer.growth.is_optional))
     rows = [
         (layer.index, layer.growth and replace(layer.growth, slack=0), [_whole(one) for one in layer.block_rows()],
          [_whole(one) for one in layer.state_rows()])
         for layer in kept
     ]  # fmt: skip
-    return _digest([rows, replace(schema.state_growth, slack=0)])
+    whole = [] if schema.encoder_positions is None else [block_size]
+    return _digest([rows, replace(schema.state_growth, slack=0), *whole])
 
 
 def _digest(content: Any) -> str:

@@ -12,6 +12,7 @@ from kvpagoda import Breakpoint, CacheStats, Sequence
 from kvpagoda.arrays import TokenIds, Tokens, as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.drafter import Drafter
+from kvpagoda.hf.encoder_decoder import EncoderDecoderRunner, EncoderInput, check_length, encoder_input_of
 from kvpagoda.hf.model_cache import commit_step, next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
@@ -40,6 +41,7 @@ class Answer(Job):
     ) -> None:
         super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace, checkpoints)
         self.request, self.done = request, False
+        self.media = {} if request.encoder_input is None else request.encoder_input.media
         self.passed = 0
         """The switch of position encodings that the text has passed, 0 for none: see ``rope_switch``."""
         self.stream = request.sampling.stream(number)
@@ -62,7 +64,10 @@ class Request:
         namespace: str | bytes | None,
         change: Change | None = None,
         checkpoints: TokenIds | None = None,
+        encoder_input: EncoderInput | None = None,
     ) -> None:
+        self.encoder_input, self.begin = encoder_input, 0 if encoder_input is None else encoder_input.num_tokens
+        """``begin``: how many tokens at the beginning of the prompt stand for the input of an encoder."""
         self.prompt, self.max_new_tokens, self.sampling, self.change = prompt, max_new_tokens, sampling, change
         self.answers = tuple(Answer(self, number, namespace, checkpoints) for number in range(n))
         self.unforked = list(self.answers[1:])
@@ -112,9 +117,9 @@ class Generator:
     past a switch of the model's position encodings (``rope_switch``) is computed again and counts as preempted too.
 
     Args:
-        model: a transformers causal language model. It is put in eval mode and otherwise not changed between steps.
-            Where an answer ends, and what changes its logits (``repetition_penalty`` and others), is read from its
-            ``generation_config``, as its own ``generate`` does.
+        model: a transformers causal language model, or an encoder-decoder such as Whisper, T5 or BART. It is put in eval
+            mode and otherwise not changed between steps. Where an answer ends, and what changes its logits
+            (``repetition_penalty`` and others), is read from its ``generation_config``, as its own ``generate`` does.
         budget: memory of the cache, bytes or text; ignored if ``cache_arguments`` have ``num_blocks``.
         prefill_chunk: the most prompt tokens of one request in one step.
         lookup: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass;
@@ -212,6 +217,7 @@ class Generator:
         sampling: Sampling = GREEDY,
         namespace: str | bytes | None = None,
         checkpoints: TokenIds | None = None,
+        encoder_input: Any = None,
     ) -> Request:
         """Queue a prompt. It starts in a later ``step``, when there is room.
 
@@ -226,21 +232,31 @@ class Generator:
             namespace: see ``KVCache.open``.
             checkpoints: positions of the prompt, in tokens, at which other texts should be able to resume, such as the
                 end of a system prompt; ``Request.checkpoints`` says what became of each.
+            encoder_input: for a model with an encoder, what that reads: token ids without padding, or the features of
+                one sound ``[bins, frames]``. ``prompt`` has the first tokens of the decoder then, from its start token
+                on. Equal inputs share rows.
 
         Raises:
             BadInput: a prompt without tokens or with ids outside of the vocabulary, ``n`` or ``max_new_tokens`` below
-                1, or a checkpoint outside of the prompt.
-            NeverFits: the prompt and its answer do not fit into the empty cache.
+                1, a checkpoint outside of the prompt, or an ``encoder_input`` that does not suit the model.
+            NeverFits: the prompt and its answer do not fit into the empty cache, or pass the positions of the model.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
         if len(ids) == 0:
             raise BadInput("a request needs at least one token, got none", needed=1, available=0)
         max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
-        total = len(ids) + max_new_tokens
-        self.cache.plan.blocks_wanted(total - 1, min(self._chunk, len(ids)), self.cache.max_context)
-        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, ids, total), checkpoints)
-        for answer in request.answers:
-            answer.pass_switch(self._runner.switch.passed(len(ids)))
+        given, total = encoder_input_of(self._model, self.cache, encoder_input), len(ids) + max_new_tokens
+        if given is None:
+            changes, room = changes_of(self._model, ids, total), min(self._chunk, len(ids))
+        else:
+            check_length(self.cache, total - 1)
+            changes, room = changes_of(self._model, ids, total, given.ids), given.num_tokens
+            ids, total = given.text(ids), given.num_tokens + total
+        self.cache.plan.blocks_wanted(total - 1, room, self.cache.max_context)
+        request = Request(ids, max_new_tokens, n, sampling, namespace, changes, checkpoints, given)
+        if given is None:
+            for answer in request.answers:
+                answer.pass_switch(self._runner.switch.passed(len(ids)))
         self._queue.enter(*request.answers)
         return request
 
@@ -262,7 +278,12 @@ class Generator:
                 pieces = self._drafted(self._drafter, pieces)
             kept, started = [1 + len(piece.proposed) for piece in pieces], perf_counter()
             lengths = [len(piece.answer.text) for piece in pieces]
-            logits = self._runner.step([(piece.sequence, piece.tokens) for piece in pieces], kept, lengths)
+            work = [(piece.sequence, piece.tokens) for piece in pieces]
+            if isinstance(self._runner, EncoderDecoderRunner):
+                inputs = [piece.answer.request.encoder_input for piece in pieces]
+                logits = self._runner.step(work, kept, encoder_inputs=[one for one in inputs if one is not None])
+            else:
+                logits = self._runner.step(work, kept, lengths)
             best, end = logits.argmax(dim=-1).tolist(), 0
             count = sum(len(piece.tokens) for piece in pieces)
             if count > len(pieces):  # only such steps measure what computing a text again costs
@@ -285,6 +306,7 @@ class Generator:
         n: int = 1,
         sampling: Sampling = GREEDY,
         namespace: str | bytes | None = None,
+        encoder_inputs: Iterable[Any] | None = None,
     ) -> list[list[int]]:
         """Return the new tokens for every prompt, in the order given. Prompts that do not fit wait.
 
@@ -298,9 +320,10 @@ class Generator:
             n: see ``submit``.
             sampling: see ``submit``.
             namespace: see ``submit``.
+            encoder_inputs: ``encoder_input`` of ``submit`` for each prompt.
 
         Raises:
-            BadInput: as ``submit``.
+            BadInput: as ``submit``; or there are more or fewer ``encoder_inputs`` than prompts.
             NeverFits: as ``submit``.
         """
         if not isinstance(prompts, Iterable):
@@ -309,8 +332,17 @@ class Generator:
             )
         requests: list[Request] = []
         try:
-            for prompt in prompts:
-                requests.append(self.submit(prompt, max_new_tokens, n=n, sampling=sampling, namespace=namespace))
+            prompts = list(prompts)
+            inputs = [None] * len(prompts) if encoder_inputs is None else list(encoder_inputs)
+            if len(inputs) != len(prompts):
+                text = f"{len(prompts)} prompts need as many encoder_inputs, got {len(inputs)}"
+                raise BadInput(text, needed=len(prompts), available=len(inputs))
+            for prompt, given in zip(prompts, inputs):
+                requests.append(
+                    self.submit(
+                        prompt, max_new_tokens, n=n, sampling=sampling, namespace=namespace, encoder_input=given
+                    )
+                )
             while not all(request.done for request in requests):
                 self.step()
                 if on_step is not None:
@@ -364,13 +396,17 @@ class Generator:
             room = switch.room(len(text))
             most = min(self._lookup, answer.total - len(text) - 1)
             most = most if room is None else min(most, room)
-            proposed = propose(text, most) if self._drafter is None else np.full(max(0, most), NOT_YET, np.int32)
+            own = text[answer.request.begin :]
+            proposed = propose(own, most) if self._drafter is None else np.full(max(0, most), NOT_YET, np.int32)
             try:
                 sequence.extend(1 + len(proposed))
                 return AnswerPiece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
             except OutOfBlocks:
                 pass  # do not preempt another request for tokens that may be rejected
-        tokens = next_piece(self._runner, sequence, text, self._chunk)
+        if begin < answer.request.begin:
+            tokens = text[begin : answer.request.begin]
+        else:
+            tokens = next_piece(self._runner, sequence, text, self._chunk)
         return AnswerPiece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
 
     def _drafted(self, drafter: Drafter, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
@@ -415,7 +451,7 @@ class Generator:
         for row, token in enumerate(best):
             scores = logits[row]
             if change is not None:
-                scores = change(np.concatenate((answer.text, proposed[:row])), scores)
+                scores = change(np.concatenate((answer.text[answer.request.begin :], proposed[:row])), scores)
                 token = int(scores.argmax())
             if sampling.temperature:
                 token = sampling.draw(scores.cpu().numpy(), answer.stream)

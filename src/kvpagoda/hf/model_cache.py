@@ -11,6 +11,7 @@ from kvpagoda.arrays import Tokens
 from kvpagoda.errors import BadInput, shown
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.drafter import Drafter, check_draft
+from kvpagoda.hf.encoder_decoder import EncoderDecoderRunner
 from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.weights import weights_digest
@@ -99,6 +100,8 @@ def runner_of(
 
 def runner_over(model: Any, cache: KVCache) -> Runner:
     """Return a runner of ``model`` over ``cache``, which has the model's schema. Raises SchemaError."""
+    if cache.schema.encoder_positions is not None:
+        return EncoderDecoderRunner(model, cache)
     compressed = any(isinstance(kind, Compressed) for layer in cache.schema.layers for kind in layer.kinds)
     return (CompressedRunner if compressed else ModelRunner)(model, cache)
 

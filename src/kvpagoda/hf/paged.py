@@ -24,6 +24,19 @@ ATTENTION = "kvpagoda"
 """The name under which ``attend`` is registered with transformers' attention interface."""
 
 
+class PageRuns(Protocol):
+    """Which pages each row of a step reads: ``GroupArrays`` of the batch, or one part of its ``encoder_parts``."""
+
+    @property
+    def kv_indptr(self) -> Tensor: ...
+
+    @property
+    def kv_indices(self) -> Tensor: ...
+
+    @property
+    def cache_seqlens(self) -> Tensor: ...
+
+
 class GroupGather:
     """The index tensors with which one group's rows are gathered, for a step of ``B`` rows with ``S`` new tokens each.
 
@@ -31,20 +44,18 @@ class GroupGather:
     are padding. ``first``: the position of the first gathered row of the first request.
     """
 
-    def __init__(self, view: LayerView, growth: Growth) -> None:
-        arrays, step = view.arrays, view.step
-        assert step is not None
+    def __init__(self, arrays: PageRuns, starts: Tensor, positions: Tensor, growth: Growth) -> None:
+        """``starts`` ``[B]``: the position of the first row of each request. ``positions`` ``[B * S]``: of the new tokens."""
         counts = arrays.kv_indptr[1:] - arrays.kv_indptr[:-1]
-        most, self.first = int(counts.max()), int(arrays.kv_start[0])
-        self.length = int((arrays.cache_seqlens - arrays.kv_start).max())
+        most, self.first = int(counts.max()), int(starts[0])
+        self.length = int((arrays.cache_seqlens - starts).max())
         """The number of rows that are read, of the longest request."""
         column = torch.arange(most, device=counts.device)
         index = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
         self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[index.long()], 0).long()
-        rows, queries = len(counts), len(step.positions) // len(counts)
-        kv = arrays.kv_start[:, None].long() + torch.arange(self.length, device=counts.device)
+        kv = starts[:, None].long() + torch.arange(self.length, device=counts.device)
         self.absent = kv >= arrays.cache_seqlens[:, None]
-        query = step.positions.long().view(rows, queries, 1)
+        query = positions.long().view(len(counts), -1, 1)
         self.visible: Tensor = growth.reads(query, kv[:, None]) & ~self.absent[:, None]
         """bool ``[B, S, T]``: whether each new token attends to each gathered row."""
 
@@ -81,6 +92,8 @@ class StepContext:
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.masked_layer = 0
         """The layer for which ``get_mask_sizes`` was called last: models call it before they make a mask."""
+        self.reads_encoder = False
+        """Whether the rows that a layer read last are those of an encoder's input, so that it attends to them."""
         self.last_stored = -1
         """The layer that stored rows last: an attention module that several layers share does not know its layer."""
         self._gathers: dict[Growth, GroupGather] = {}
@@ -95,7 +108,9 @@ class StepContext:
         growth = view.layer.growth
         assert growth is not None
         if growth not in self._gathers:
-            self._gathers[growth] = GroupGather(view, growth)
+            arrays, step = view.arrays, view.step
+            assert step is not None
+            self._gathers[growth] = GroupGather(arrays, arrays.kv_start, step.positions, growth)
         return self._gathers[growth]
 
 
@@ -133,16 +148,28 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store rows ``[B, H, S, D]``; return all rows of the step's requests, contiguous ``[B, H, T, D]``."""
+        self._context.reads_encoder = False
+        stored = self._store(**self.joined(key_states, value_states))
+        return self.apart(stored, key_states.shape[-1])
+
+    def joined(self, key_states: Tensor, value_states: Tensor) -> dict[str, Tensor]:
+        """Return rows ``[B, H, S, D]`` as the pool has them, by name."""
         first, second = self._row_names[0], self._row_names[:2][-1]
         keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if first == "kv":
-            (both,) = self._store(**{first: torch.stack((keys, values), dim=2)})
-            keys, values = both.unbind(2)
-        elif first == "latent" and second != "k_rope":  # latent and RoPE key are packed into one row
-            (both,) = self._store(**{first: torch.cat((keys, values), dim=-1)})
-            keys, values = both.tensor_split([keys.shape[-1]], dim=-1)
+            return {first: torch.stack((keys, values), dim=2)}
+        if first == "latent" and second != "k_rope":  # latent and RoPE key are packed into one row
+            return {first: torch.cat((keys, values), dim=-1)}
+        return {first: keys, second: values}
+
+    def apart(self, stored: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of ``joined``, read again, as keys of ``width`` elements and values: contiguous ``[B, H, T, D]``."""
+        if len(stored) == 2:
+            keys, values = stored
         else:
-            keys, values = self._store(**{first: keys, second: values})
+            keys, values = (
+                stored[0].unbind(2) if self._row_names[0] == "kv" else stored[0].tensor_split([width], dim=-1)
+            )
         return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -156,15 +183,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _store(self, **rows: Tensor) -> list[Tensor]:
         """Store the step's rows; return, for each name in this order, all rows of the step's requests."""
-        gather, view = self._context.gather(self._index), self._context.view(self._index)
         self._context.last_stored = self._index
-        view.write(**rows)
-        assert view.blocks is not None
-        stored = []
-        for name, given in rows.items():
-            found: Tensor = view.blocks.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(given.dtype)
-            stored.append(found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0))
-        return stored
+        self._context.view(self._index).write(**rows)
+        return [self._read(name, given.dtype) for name, given in rows.items()]
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the rows ``name`` of the step's requests."""
+        gather, blocks = self._context.gather(self._index), self._context.view(self._index).blocks
+        assert blocks is not None
+        found: Tensor = blocks.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(dtype)
+        return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the memory is allocated already."""
@@ -486,10 +514,13 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask for a model: bool ``[B, 1, S, T]`` if all layers share one mask or an indexer reads it, else
     None.
 
-    ``attend`` masks by position itself, so only indexers depend on this mask.
+    ``attend`` masks by position itself, so only indexers depend on this mask. A model with an encoder asks for one of its
+    own tokens and one of its encoder's input, by calls that look alike.
     """
     context = _step.get()
     layer = context.schema.by_index[context.masked_layer]
+    if context.schema.encoder_positions is not None:
+        return None
     if len(context.schema.groups) == 1:
         layer = context.schema.groups[0].layers[0]
     elif all(rows.name != "index_key" for rows in layer.block_rows()):

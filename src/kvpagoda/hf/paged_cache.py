@@ -71,8 +71,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         **cache_arguments: all other arguments of ``KVCache``.
 
     Raises:
-        BadInput: ``prefill_chunk`` is below 1, ``model`` is no transformers model, or an argument that ``KVCache``
-            refuses.
+        BadInput: ``prefill_chunk`` is below 1, ``model`` is no transformers model or has an encoder, or an argument that
+            ``KVCache`` refuses.
         SchemaError: a model with unknown layers.
         NeverFits: a budget too small for one request.
 
@@ -103,6 +103,10 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise BadInput(f"need prefill_chunk >= 1 tokens, got {prefill_chunk}", needed=prefill_chunk, available=1)
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         check_model(model)
+        if getattr(model.config, "is_encoder_decoder", False):
+            text = f"{type(model).__name__} has an encoder, whose input generate() passes beside the texts"
+            hint = "use kvpagoda.hf.Generator, whose submit takes encoder_input"
+            raise BadInput.with_hint(text, hint, needed=type(model).__name__)
         _route(model)
         self._runner, _ = runner_of(model, prefill_chunk, 0, kv_format, sizes, kv_scales=kv_scales)
         self.model, self.cache = model, self._runner.cache

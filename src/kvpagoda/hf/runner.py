@@ -4,7 +4,9 @@ each."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +20,7 @@ from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.hf.state_modules import StateModules
 from kvpagoda.hf.time_steps import TimeSteps
 from kvpagoda.schema import Attention, Latent, Schema
-from kvpagoda.schema.families import model_types
+from kvpagoda.schema.families import known_types
 
 Tensor = torch.Tensor
 Work = tuple[Sequence, Tokens]
@@ -68,7 +70,7 @@ class ModelRunner:
         self._time_steps = TimeSteps(model)
         before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
-        family = model_types()[schema.name]["family"]
+        family = known_types()[schema.name]["family"]
         through_interface = model.config._attn_implementation == ATTENTION and not family.own_attention
         model.set_attn_implementation(before)
         accepted = inspect.signature(model.forward).parameters
@@ -103,11 +105,17 @@ class ModelRunner:
         self._has_run = True
         lengths = [start + len(tokens) for start, (_, tokens) in zip(starts, work)] if lengths is None else lengths
         sides = [self.switch.passed(length) for length in lengths]
+        with self._attending():
+            return self._step(work, [1] * len(work) if kept is None else kept, sides, starts, firsts is not None)
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        """Replace the model's attention implementation inside this context."""
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             config._attn_implementation = self._attention or config._attn_implementation
         try:
-            return self._step(work, [1] * len(work) if kept is None else kept, sides, starts, firsts is not None)
+            yield
         finally:
             for config, implementation in zip(self._configs, before):
                 config._attn_implementation = implementation

@@ -80,10 +80,10 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def changes_of(model: Any, prompt: Tokens, total: int) -> Change | None:
+def changes_of(model: Any, prompt: Tokens, total: int, encoder_ids: Tokens | None = None) -> Change | None:
     """Return what ``model.generate`` would do to the logits of a greedy answer to ``prompt`` before it chooses a token;
-    None for nothing. ``total``: the most tokens of the text. Raises BadInput for ``guidance_scale``, which needs a
-    second text."""
+    None for nothing. ``total``: the most tokens of the text. ``encoder_ids``: what its encoder reads, if it has one. Raises
+    BadInput for ``guidance_scale``, which needs a second text."""
     config = getattr(model, "generation_config", None)
     if config is None or not hasattr(model, "_get_logits_processor"):
         return None
@@ -94,7 +94,7 @@ def changes_of(model: Any, prompt: Tokens, total: int) -> Change | None:
     config.do_sample, config.num_beams, config.max_length = False, 1, total
     config.pad_token_id = config.pad_token_id or 0  # nothing is padded; without one transformers logs a warning
     model._prepare_special_tokens(config, device=model.device)
-    ids = torch.from_numpy(prompt.astype(np.int64)).to(model.device)[None]
+    ids = torch.from_numpy((prompt if encoder_ids is None else encoder_ids).astype(np.int64)).to(model.device)[None]
     processors = model._get_logits_processor(
         config, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device=model.device
     )

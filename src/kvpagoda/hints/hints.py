@@ -26,7 +26,7 @@ from kvpagoda.hints.promises import Promise, Promises
 from kvpagoda.hints.sessions import Session, Sessions
 
 if TYPE_CHECKING:
-    from kvpagoda.core.offload.hit import Prefetch
+    from kvpagoda.core.offload.reader import Prefetch
 
 
 _GRANTED = ("due", "kept", "cached", "always")

@@ -23,7 +23,7 @@ from kvpagoda.abc import wrap_calls
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.kv_cache import KVCache
-from kvpagoda.core.offload.hit import TierHit
+from kvpagoda.core.offload.reader import TierHit
 from kvpagoda.errors import Exhausted, HandoverMiss, MissingExtra
 from kvpagoda.units import whole_number
 

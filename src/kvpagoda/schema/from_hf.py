@@ -33,13 +33,15 @@ from kvpagoda.schema.kv_scheme import kv_scheme
 from kvpagoda.schema.layers import Layer
 
 NOT_CAUSAL: dict[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (True,),
     "use_bidirectional_attention": (True, "all"),
     "is_causal": (False,),
     "attn_config.prefix_lm": (True,),
 }
 """Config field -> the values with which a token also attends to later tokens, so that the model is not causal. They count on
 every level of a nested config. ("vision": the tokens of one image, which a request has all or none of.)"""
+
+ENCODER = {"is_encoder_decoder": (True,)}
+"""The same for models with an encoder, which a family must know."""
 
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 """Fields in which the config of a multimodal model holds that of its text, perhaps one inside the other."""
@@ -64,8 +66,8 @@ NO_ATTENTION = (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS)
 
 def read_config(
     config: Any, *, dtype: str | None, kv_format: KVFormatNames
-) -> tuple[tuple[Layer, ...], str, int | None, int | None, str | None]:
-    """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size, kv_scheme).
+) -> tuple[tuple[Layer, ...], str, int | None, int | None, str | None, int | None]:
+    """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size, kv_scheme, encoder_positions).
 
     Raises SchemaError."""
     kv_format, scheme = format_of(config, kv_format)
@@ -77,6 +79,7 @@ def read_config(
         again = looped(c, family, len(types))
         check_requirements(c, family)
         max_positions = family.max_positions(c)
+        of_encoder = None if family.encoder is None else encoder_positions(c, family.encoder)
         vocab_size = None if c.get("vocab_size") is None else c.size("vocab_size")
     except SchemaError as error:
         raise error.within(f"{name} config") from None
@@ -93,7 +96,7 @@ def read_config(
         check_used(
             kv_format, Counter(word for layer in layers for kind in layer.kinds if (word := kind_of(kind))), name
         )
-    return tuple(layers), name, max_positions, vocab_size, scheme
+    return tuple(layers), name, max_positions, vocab_size, scheme, of_encoder
 
 
 def format_of(config: Any, kv_format: KVFormatNames) -> tuple[KVFormatNames, str | None]:
@@ -184,8 +187,9 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
         raise SchemaError(unknown_type(name), field="model_type", needed=name)
     name = str(name)
     defaults: Mapping[str, Any] = known[name]["defaults"]
+    has_encoder = known[name]["family"].encoder is not None
     for level in levels:
-        check_causal(Config(level, defaults if level is inner else {}), name)
+        check_causal(Config(level, defaults if level is inner else {}), name, has_encoder=has_encoder)
     if len(levels) == 1:
         defaults = {field: value for field, value in defaults.items() if field not in REQUIRED}
     spellings = (source.get(field) for source in reversed(levels) for field in ("dtype", "torch_dtype"))
@@ -205,9 +209,10 @@ def levels_of(config: Any) -> list[Mapping[str, Any]]:
     return levels
 
 
-def check_causal(c: Config, name: str) -> None:
-    """Raise SchemaError if a field of ``c``, one level of the config of a ``name`` model, says that it is not causal."""
-    for field, values in NOT_CAUSAL.items():
+def check_causal(c: Config, name: str, *, has_encoder: bool) -> None:
+    """Raise SchemaError if a field of ``c``, one level of the config of a ``name`` model, says that it is not causal.
+    ``has_encoder``: it may have an encoder, which is not."""
+    for field, values in (NOT_CAUSAL if has_encoder else {**ENCODER, **NOT_CAUSAL}).items():
         table, _, key = field.rpartition(".")
         value = c.get(key) if not table else c.raw[table].get(key) if isinstance(c.raw.get(table), Mapping) else None
         if isinstance(value, bool | str) and value in values:
@@ -216,6 +221,15 @@ def check_causal(c: Config, name: str) -> None:
                 f"token by token, or not that alone",
                 field=field, needed=value,
             )  # fmt: skip
+
+
+def encoder_positions(c: Config, field: str) -> int | None:
+    """Return the most positions of an encoder's input, which ``field`` names; 0 if the config names none, None without an
+    encoder. Raises SchemaError."""
+    if not c.get("is_encoder_decoder"):
+        return None
+    own = Config(c.raw, {}, c.fields)
+    return 0 if not field or own.get(field) is None else own.size(field)
 
 
 def check_requirements(c: Config, family: Family) -> None:

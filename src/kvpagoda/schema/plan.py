@@ -114,7 +114,7 @@ class Plan:
     Args:
         schema_name: the schema's.
         layers: the schema's.
-        max_positions: the longest context in tokens, the schema's; None: no known limit.
+        max_positions: the longest context in tokens, the schema's with those of an encoder; None: no known limit.
         block_size: tokens of one block.
         max_requests: the most requests that run at once.
         num_checkpoints: the most checkpoints that are kept.
@@ -128,6 +128,7 @@ class Plan:
         kernel_notes: what was chosen for the kernels given to ``Schema.plan``.
         checkpoint_format: of the copies of states in checkpoints; None: that of running requests.
         kv_scheme: the schema's.
+        encoder_positions: the schema's.
 
     Examples:
         >>> from kvpagoda.schema import Attention, Layer, Schema
@@ -154,6 +155,7 @@ class Plan:
     kernel_notes: tuple[str, ...] = ()
     checkpoint_format: str | None = None
     kv_scheme: str | None = None
+    encoder_positions: int | None = None
 
     def __post_init__(self) -> None:
         most = max(group.num_blocks for group in self.groups)
@@ -384,6 +386,9 @@ class Plan:
             "bytes per token": f"{self.bytes_per_token:,.0f} (+ {figures['state_bytes_per_request']:,} per request)",
             "longest context": context,
         }
+        if self.encoder_positions is not None:
+            most = f", at most {self.encoder_positions:,} of a request" if self.encoder_positions else ""
+            lines["encoder"] = f"each position of its input is a token, before those of the text{most}"
         for length, number in figures["requests_at"].items():
             too_long = self.max_positions is not None and int(length) > self.max_positions
             lines[f"at {int(length):,} tokens"] = (

@@ -41,10 +41,13 @@ class Schema:
     Args:
         layers: one ``Layer`` each, in the model's order; those of a draft come last.
         name: the model type, for error messages.
-        max_positions: the model's own limit in tokens; None if its config names none.
+        max_positions: the model's own limit in tokens, those of an encoder not included; None if its config names none.
         vocab_size: the model's own; None if its config names none.
         kv_scheme: what the config says of the format of its rows, and what came of it, as text; None if it says
             nothing, or a ``kv_format`` was given.
+        encoder_positions: the most positions of its encoder's input, 0 if its config names none; None: it has no encoder.
+            What its cross-attention reads of them are rows as those of its tokens, before these: see
+            ``Batch.encoder_parts``.
 
     Examples:
         >>> llama = dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -61,6 +64,7 @@ class Schema:
     max_positions: int | None = None
     vocab_size: int | None = None
     kv_scheme: str | None = field(default=None, compare=False, repr=False)
+    encoder_positions: int | None = None
 
     @classmethod
     def from_hf_config(
@@ -160,6 +164,12 @@ class Schema:
                 f"the draft {draft.name} has a vocabulary of {draft.vocab_size:,} tokens and {self.name} one of "
                 f"{self.vocab_size:,}, so they cannot share a text; choose a draft with the same tokenizer",
                 needed=draft.vocab_size, available=self.vocab_size,
+            )  # fmt: skip
+        if (self.encoder_positions, draft.encoder_positions) != (None, None):
+            raise SchemaError(
+                f"{self.name} or its draft {draft.name} has an encoder, and the rows of two encoders' inputs cannot share a "
+                f"text; leave the draft out",
+                needed=draft.name, available=self.name,
             )  # fmt: skip
         if draft.state_layout.nbytes and not self.state_layout.nbytes:
             raise SchemaError(
@@ -524,13 +534,20 @@ class Schema:
             groups = lone_group(groups[0], nbytes, max_requests)
         else:
             groups = fixed_groups(groups, nbytes)
-        given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
+        given = self.name, self.layers, self._longest_text(size), size, max_requests, checkpoints, lengths
         readers = readers_of(kernels)  # checked again: sectors may have spread the records
         assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
         return Plan(
             *given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes, checkpoint_format,
-            self.kv_scheme,
+            self.kv_scheme, self.encoder_positions,
         )  # fmt: skip
+
+    def _longest_text(self, block_size: int) -> int | None:
+        """Return the most tokens of a text, those before it included that stand for an encoder's positions, in whole blocks;
+        None: no limit is known."""
+        if self.encoder_positions is None or self.max_positions is None:
+            return self.max_positions
+        return align_up(self.encoder_positions, block_size) + self.max_positions if self.encoder_positions else None
 
     def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str) -> Fit:
         """Return block size, kernel page and padding with which ``kernels`` can read; given sizes are kept."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar, overl
 
 import numpy as np
 
+from kvpagoda.core.batch.encoder_parts import EncoderParts, PartArrays, part_of
 from kvpagoda.core.batch.shared_prefix import SharedPrefix, SharingTree, levels_of, sharing_tree
 from kvpagoda.core.batch.step import Step, StepRows
 from kvpagoda.core.batch.step_buffers import Cells, PagedCells, StepArray, StepBuffers, TableSnapshot
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockNames
+from kvpagoda.core.blocks.group import BlockGroup, BlockNames
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.request import RequestState, State
@@ -163,6 +163,27 @@ class GroupArrays:
                 self.buffers.send()
         qo_indptr, kv_indptr, kv_indices, kv_last_page_len = ([on_host(one) for one in each] for each in zip(*levels))
         return SharedPrefix(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, order)
+
+    def encoder_parts(self, tokens: Array) -> EncoderParts:
+        """Return the two parts of the rows; see ``Batch.encoder_parts``.
+
+        Args:
+            tokens: int64 ``[B]``, positions of the input of each row's encoder; 0 for padded rows.
+        """
+        self.check_current()
+        batch, page_size = self._batch, self._batch.core.plan.kernel_page
+        begin = -(-tokens // batch.block_size) * batch.block_size
+        num_columns = self._cells.shape[1] if batch.rows.is_fixed else None
+        parts: list[PartArrays] = []
+        for name, first, lengths in (("cross", begin * 0, tokens), ("own", begin, batch.lengths - begin)):
+            arrays = part_of(self._cells, batch.rows.slots, first // page_size, lengths, page_size, num_columns)
+            sent = [self._put(f"{name} {what}", one.ravel()) for what, one in zip(PartArrays._fields, arrays)]
+            parts.append(PartArrays(sent[0].reshape(arrays[0].shape), *sent[1:]))
+        at = batch.before[batch.rows.row_of] + batch.rows.offsets - begin[batch.rows.row_of]
+        found = EncoderParts(parts[0], parts[1], self._put("own positions", at))
+        if not self.buffers.arrays.is_host:
+            self.buffers.send()
+        return found
 
     @cached_property
     def _sharing_tree(self) -> SharingTree:
@@ -715,6 +736,40 @@ class Batch:
         """
         num_levels = whole_number(num_levels, "num_levels", 1, bits=_LEVEL_BITS)
         return self.layer(layer).arrays.shared_prefix(num_levels)
+
+    def encoder_parts(self, encoder_tokens: Many[SupportsIndex], layer: SupportsIndex = 0) -> EncoderParts:
+        """Return the index arrays of cross-attention and those of self-attention, for a model with an encoder.
+
+        The text of a request has a token for each position of its encoder's input, rounded up to a whole block, and then
+        those of the decoder. What cross-attention keeps of the input is written by ``slot_mapping``, in a step of its own
+        before the first one with tokens of the decoder. Computed on the host when it is called: O(pages of all rows).
+
+        Args:
+            encoder_tokens: positions of the encoder's input of each sequence, before they are rounded up.
+            layer: a layer of the group.
+
+        Raises:
+            BadInput: not one number for each sequence, a sequence that lacks rows of its encoder's input, or a layer
+                whose blocks slide out or that has none.
+            StaleHandle: the batch is over.
+        """
+        view, rows = self.layer(layer), self.rows
+        given = [whole_number(n, "encoder_tokens of a sequence", 1) for n in encoder_tokens]
+        if len(given) != rows.num_sequences:
+            text = f"{rows.num_sequences} sequences need as many encoder_tokens, got {len(given)}"
+            raise BadInput(text, needed=rows.num_sequences, available=len(given))
+        arrays, growth = view.arrays, view.layer.growth
+        if growth is not None and growth.is_bounded:
+            text = f"{view._name} keeps {growth.name}, and what cross-attention reads must not slide out"
+            raise BadInput(text, needed="full", available=growth.name)
+        tokens = np.array(given + [0] * (len(rows.slots) - len(given)), np.int64)
+        whole = -(-tokens // self.block_size) * self.block_size
+        if (lacking := np.flatnonzero(whole > self.before)).size:
+            row = int(lacking[0])
+            text = f"row {row} begins this step after {self.before[row]} tokens, its encoder's input takes {whole[row]}"
+            hint = "write and commit the rows of the input in a step of their own first"
+            raise BadInput.with_hint(text, hint, needed=int(whole[row]), available=int(self.before[row]))
+        return arrays.encoder_parts(tokens)
 
     def check_current(self) -> None:
         """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockGroup, BlockPlaces
 from kvpagoda.errors import CheckFailed
 from kvpagoda.free_list import FreeStack
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from kvpagoda.abc import observable
 from kvpagoda.arrays import Tokens
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import Hit
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
@@ -51,8 +51,8 @@ from kvpagoda.units import ceil_div
 _NONE = BlockNames(np.empty(0, np.int32))
 
 
-class Source(Protocol):
-    """What a request can start from."""
+class StartSource(Protocol):
+    """What a request can start from. Each has blocks of the core's groups, so no user implements one."""
 
     found: PrefixMatch
     """How much of the text that is."""
@@ -472,7 +472,9 @@ class Admission:
             self._settler.begun(request, hit)
 
     @observable
-    def receive(self, request: RequestState, length: int, reserve: int, source_of: Callable[[Match], Source]) -> None:
+    def receive(
+        self, request: RequestState, length: int, reserve: int, source_of: Callable[[Match], StartSource]
+    ) -> None:
         """Start ``request``, which is new, with its first ``length`` tokens, from what ``source_of`` makes of what is cached
         of them. Raises what the source raises, too."""
         core = self._core
@@ -498,8 +500,8 @@ class Admission:
         request.tally.requests += 1
 
     def _received(
-        self, keys: Tokens, namespace: bytes, source_of: Callable[[Match], Source]
-    ) -> Iterator[Source | None]:
+        self, keys: Tokens, namespace: bytes, source_of: Callable[[Match], StartSource]
+    ) -> Iterator[StartSource | None]:
         """Yield what ``source_of`` makes of what is cached of the text ``keys``, then None, for ever."""
         while True:
             yield source_of(self._core.prefix.tree.match(keys, namespace))
@@ -507,7 +509,7 @@ class Admission:
 
     # -- what a request may start from, in the order in which it is tried ---------------------------------------------
 
-    def _cached(self, match: Match, found: PrefixMatch, hit: Hit | None) -> Iterator[Source | None]:
+    def _cached(self, match: Match, found: PrefixMatch, hit: Hit | None) -> Iterator[StartSource | None]:
         """Yield what tiers have beyond what was ``found``, what was found, and what of it needs no copy, since the source
         of a copy may be what must be evicted. Then None, and the same again, as it is by then."""
         prefix, size, first = self._core.prefix, self._core.block_size, found
@@ -522,7 +524,7 @@ class Admission:
             yield None
             match, found = prefix.left_of(first, match)
 
-    def _swapped(self, match: Match, suspended: Suspended, reserved: list[int]) -> Iterator[Source | None]:
+    def _swapped(self, match: Match, suspended: Suspended, reserved: list[int]) -> Iterator[StartSource | None]:
         """Yield what a request had when it was ``suspended``, and then None, as long as all of it is there. Raises
         RetryLater if blocks that it left in the prefix cache were evicted: the next ``resume`` then has tokens to
         compute."""
@@ -556,7 +558,7 @@ class Admission:
     # -- one start ----------------------------------------------------------------------------------------------------
 
     def _begin(
-        self, request: RequestState, reserved: list[int], capacity: int, sources: Iterator[Source | None]
+        self, request: RequestState, reserved: list[int], capacity: int, sources: Iterator[StartSource | None]
     ) -> None:
         """Start ``request`` from the first of ``sources`` for which there is room, with ``reserved[i]`` blocks of group i
         reserved and room for ``capacity`` tokens. At each None close what was dropped, else end the pin of the lowest
@@ -573,7 +575,7 @@ class Admission:
                 _log.info("a pin of %d blocks is ended to make room for a request", pin.num_blocks)
                 core.guard.change(core.prefix.unpin, pin)
 
-    def _start(self, request: RequestState, source: Source, reserved: list[int], capacity: int) -> bool:
+    def _start(self, request: RequestState, source: StartSource, reserved: list[int], capacity: int) -> bool:
         """Start ``request`` from ``source``. Return False, with nothing held, if there is no room for it, or if tiers
         could not deliver it."""
         core, guard = self._core, self._core.guard
@@ -611,7 +613,7 @@ class Admission:
             core.observers.note_start(request, source.shared, source.ids)
         return True
 
-    def _own_blocks(self, source: Source, reserved: list[int], capacity: int) -> list[BlockPlaces] | None:
+    def _own_blocks(self, source: StartSource, reserved: list[int], capacity: int) -> list[BlockPlaces] | None:
         """Make room for ``reserved[i]`` blocks of group i, and return which free blocks are to follow the shared ones, up
         to ``capacity`` tokens; None if there is no room."""
         core, capacity = self._core, max(capacity, source.found.resumable)
@@ -657,7 +659,7 @@ class Admission:
         core.guard.is_torn = False
 
 
-def _always(source: Source) -> Iterator[Source | None]:
+def _always(source: StartSource) -> Iterator[StartSource | None]:
     """Yield ``source``, then None, for ever."""
     while True:
         yield source

@@ -9,8 +9,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockGroup, BlockPlaces
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.groups.base import CachedPart, Freed
 from kvpagoda.errors import BadInput

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.abc import observable
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockPlaces
 from kvpagoda.core.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.guard import Guard
@@ -117,7 +117,7 @@ class Capacity:
             else:
                 if self._memory.is_copying:
                     self._memory.finish_copies(group.index)
-                has_freed = self.forget(self._prefix.evict, group, short, is_evicted=True)
+                has_freed = self.forget(group.evict, short, is_evicted=True)
             if not has_freed:
                 free, name = group.free.num_free, group.plan.name
                 text = f"OOM: need {need} {group.free.what}, {free} free of {group.plan.num_blocks}"
@@ -231,7 +231,7 @@ class Capacity:
         """Evict ``n`` cached blocks of ``group`` or fewer, and some ahead; return False if it has none to evict."""
         if self._memory.is_copying:
             self._memory.finish_copies(group.index)
-        return self.forget(self._prefix.evict, group, n, is_evicted=True)
+        return self.forget(group.evict, n, is_evicted=True)
 
     def evict_over(self) -> None:
         """Evict what nothing uses of each namespace that is over its quota, until it is within. A failure is repeated at the
@@ -250,15 +250,17 @@ class Capacity:
 
     @observable
     def forget(
-        self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False, reason: str = "evicted"
+        self, decide: Callable[..., Freed | None], *args: Any, is_evicted: bool = False, reason: str = "evicted"
     ) -> bool:
-        """Free what ``decide(*args)``, a method of the prefix cache, evicts; return whether that is anything.
-        ``is_evicted``: it makes room, so tiers store it first. Whatever a tier raises, the rest is done. ``reason``: see
-        ``CacheObserver.on_evicted``."""
+        """Free what ``decide(*args)``, a method of the prefix cache or ``evict`` of a group, evicts; return whether that is
+        anything. ``is_evicted``: it makes room, so tiers store it first. Whatever a tier raises, the rest is done. ``reason``:
+        see ``CacheObserver.on_evicted``."""
         guard, has_freed = self._guard, False
         guard.is_torn = True
         try:
             freed = decide(*args)
+            if freed is None:
+                freed = self._prefix.evict_checkpoint()
         except Exception:
             guard.is_torn = False
             raise

@@ -51,7 +51,9 @@ class Checkpointer:
         """Positions inside a step of one request at which it leaves states."""
         rounds = core.settings.retention.rounds_states and core.states is not None and core.states.scratch is not None
         self.round_every = core.settings.limits.hit_grid if rounds else 0
-        self._longest_window = max((group.growth.span or 0 for group in core.prefix.windows if group.slides), default=0)
+        longest = max((group.growth.span or 0 for group in core.prefix.windows if group.slides), default=0)
+        self.reach = self._points.slack + longest // core.block_size
+        """Blocks before the last due one of a prompt from which on its newest checkpoint moves along."""
 
     # -- where -------------------------------------------------------------------------------------------------------
 
@@ -135,10 +137,8 @@ class Checkpointer:
         if self.ends_steps:
             if published * size >= first and request.own_length >= request.prompt_length:
                 self._move_tail(request, published, 0)
-        elif request.checkpoints.due:
-            end = request.checkpoints.due[-1]
-            if published + self._points.slack + self._longest_window // size > end:
-                self._move_tail(request, published, self._points.slack - (end - published))
+        elif request.checkpoints.due and published + self.reach > (end := request.checkpoints.due[-1]):
+            self._move_tail(request, published, self._points.slack - (end - published))
 
     def ending(self, request: RequestState) -> None:
         """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
@@ -265,14 +265,15 @@ class Checkpointer:
     def _move_tail(self, request: RequestState, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
         core, previous = self._core, request.checkpoints.tail
-        if not num_blocks or core.prefix.checkpoint_at(request.lease, num_blocks) == previous:
+        if not num_blocks or core.prefix.last_checkpoint(request.lease, num_blocks) == (num_blocks, previous):
             return
         saved = self._save(request, num_blocks, max(0, more))
         if saved is None:
             return
         name, is_new = saved
         request.checkpoints.tail = name if is_new else -1
-        core.capacity.forget(core.prefix.drop, previous, reason="dropped")
+        if previous >= 0:
+            core.capacity.forget(core.prefix.drop, previous, reason="dropped")
 
     def _save(
         self, request: RequestState, num_blocks: int, more: int, *, is_left: bool = False
@@ -287,7 +288,7 @@ class Checkpointer:
         core, prefix, states = self._core, self._core.prefix, self._core.states
         before, name = prefix.last_checkpoint(request.lease, num_blocks)
         if before == num_blocks:
-            prefix.use(name)
+            prefix.tree.checkpoints.use(name)
             return name, False
         if len(prefix.kept) >= prefix.most_checkpoints:
             core.capacity.forget(prefix.evict_checkpoint, is_evicted=True)

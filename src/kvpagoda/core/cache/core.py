@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain
 
 from kvpagoda.arrays import Ids, are_media
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockPlaces
 from kvpagoda.core.blocks.sectors import Sectors
 from kvpagoda.core.cache.below import NoHandOvers, NoTiers, RowChecker
 from kvpagoda.core.cache.capacity import Capacity

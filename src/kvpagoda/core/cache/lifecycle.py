@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpagoda.abc import observable
 from kvpagoda.arrays import Ids, Int64s, TokenIds, as_tokens
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockPlaces
 from kvpagoda.core.cache.admission import Admission
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.request import RequestState, positions_of

@@ -18,8 +18,7 @@ import numpy as np
 
 from kvpagoda.abc import BlockIds, CachedText, CacheObserver
 from kvpagoda.arrays import NO_TOKEN, AnyIds, Ids, are_media
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockGroup, BlockNames, BlockPlaces
 from kvpagoda.core.cache.guard import Guard, Telling
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import RequestState

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.cache.options import Retention
 from kvpagoda.core.cache.quota import Account, Quota
 from kvpagoda.core.groups.base import NO_IDS, Added, CachedPart, CacheGroup, Freed, Holding, ToCache
@@ -204,7 +204,7 @@ class PrefixCache:
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._names = [group.plan.name for group in groups]
         self._most_pinned = int(retention.pin_share * self._capacity)
-        self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks by group
+        self.num_evicted_checkpoints = 0
         self.is_numbered = is_followed and self.full is None
         most_of = retention.quotas()
         self.quota = None if most_of is None else Quota(most_of, self.groups)
@@ -238,6 +238,11 @@ class PrefixCache:
         self._num_made = self.num_pinned = 0  #: pins made so far; blocks of those that are held, each for itself
 
     # -- queries -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_evicted(self) -> list[int]:
+        """Blocks that were evicted so far, by group."""
+        return [group.num_evicted for group in self.groups]
 
     def find(self, tokens: Ids, namespace: bytes) -> tuple[Match, PrefixMatch]:
         """Return the longest match of all but the last of ``tokens``, and how much can be reused. Changes nothing."""
@@ -489,19 +494,16 @@ class PrefixCache:
         self.kept[name] = kept
         for group, ids in zip(self.windows, kept.tails):
             group.keep(ids)
-        self.tree.set_checkpoint(lease, num_blocks * self.block_size, name, entry)
+        node = lease.node if num_blocks == lease.num_blocks else lease.node.up_to(num_blocks)
+        self.tree.checkpoints.put(node, num_blocks, name, entry)
         if self.quota is not None and self.states is not None:
             self.quota.add(self.states, kept.states, self.tree.namespace_of(lease))
         return name
 
-    def use(self, name: int) -> None:
-        """Count a use of checkpoint ``name``, if it is still kept."""
-        if name in self.kept:
-            self.tree.checkpoints.use(name)
-
     def drop(self, name: int) -> Freed:
         """Drop checkpoint ``name``, if it is still kept and not held."""
-        if name not in self.kept or self.tree.checkpoints.is_held(name):
+        checkpoint = self.tree.checkpoints.by_state.get(name)
+        if checkpoint is None or checkpoint.num_holds:
             return Freed()
         self.tree.checkpoints.drop(name)
         return self._forget((name,))
@@ -563,16 +565,6 @@ class PrefixCache:
         """Evict the blocks at the end of ``match`` that no other text, request or pin uses, whatever their age."""
         return self._counted(self.removed(self.tree.evict_end(match)))
 
-    def evict(self, group: CacheGroup, n: int) -> Freed:
-        """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable: as its kind does, else one checkpoint."""
-        freed = group.evict(n)
-        if freed is None:
-            return self.evict_checkpoint()
-        for number, ids in freed.blocks:
-            if number == group.index:
-                self.num_evicted[number] += len(ids)
-        return freed
-
     def evict_texts(self, n: int) -> Freed:
         """Evict ``n`` blocks of texts in the policy's order, none ahead, and what other groups have of these. O(n)."""
         return self._counted(self.removed(self.tree.evict(n)))
@@ -580,7 +572,7 @@ class PrefixCache:
     def _counted(self, freed: Freed) -> Freed:
         """Count the blocks that are ``freed`` as evicted, in all groups, and return it."""
         for number, ids in freed.blocks:
-            self.num_evicted[number] += len(ids)
+            self.groups[number].num_evicted += len(ids)
         return freed
 
     def evict_checkpoint(self) -> Freed:

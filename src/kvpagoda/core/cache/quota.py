@@ -15,7 +15,7 @@ from math import inf
 
 import numpy as np
 
-from kvpagoda.core.blocks.places import BlockNames
+from kvpagoda.core.blocks.group import BlockNames
 from kvpagoda.core.groups.base import CacheGroup, Freed
 from kvpagoda.errors import CheckFailed
 from kvpagoda.free_list import IdPool

@@ -17,6 +17,7 @@ import numpy as np
 from kvpagoda.arrays import NO_TOKEN, Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.counters import Tally
 from kvpagoda.core.cache.prefix_cache import PrefixMatch
+from kvpagoda.core.groups.base import Added
 from kvpagoda.core.prefix import Entry, Lease
 from kvpagoda.errors import BadInput, StaleHandle, shown
 from kvpagoda.namespace import with_media
@@ -204,14 +205,6 @@ class RequestState:
         """The most tokens that a batch or a commit reached, also in a persistent batch."""
         return self.written if self.rows is None else max(self.written, self.rows.written_of(self))
 
-    def entry(self, num_blocks: int, block_size: int) -> Entry:
-        """Return as what the text behind its first ``num_blocks`` blocks enters the eviction order: its prompt as all that it
-        computes of it, its answer as what there is of it."""
-        end = (self.prompt_length - 1) // block_size
-        resumable, length = self.match.resumable, self.prompt_length
-        gain = end - resumable // block_size if num_blocks < end else num_blocks - end
-        return Entry(gain, resumable / length if length else 0.0)
-
     @property
     def found(self) -> float:
         """The share of its prompt that it found, 0 to 1."""
@@ -223,10 +216,19 @@ class RequestState:
         tokens = self.tokens[first:end]
         return with_media(tokens, first, self.media_ids) if self.media_ids else tokens
 
-    def to_publish(self, first: int, end: int) -> TextPart:
-        """Return ``keys`` and ``text``, for tokens that are committed."""
-        tokens = self.tokens[first:end]
-        return (with_media(tokens, first, self.media_ids), None) if self.media_ids else (tokens, self.tokens)
+    def added(self, begin: int, end: int, block_size: int, *, has_entry: bool) -> Added:
+        """Return its blocks ``begin .. end - 1``, whose tokens are committed, as it makes them shareable. ``has_entry``: they
+        enter the eviction order by what they spare: of a prompt as all that it computes of it, of an answer as what there is
+        of it."""
+        first, entry = begin * block_size, None
+        tokens = self.tokens[first : end * block_size]
+        if has_entry:
+            of_prompt = (self.prompt_length - 1) // block_size
+            gain = of_prompt - self.match.resumable // block_size if begin < of_prompt else begin - of_prompt
+            entry = Entry(gain, self.match.resumable / self.prompt_length if self.prompt_length else 0.0)
+        if self.media_ids:
+            return Added(self.lease, with_media(tokens, first, self.media_ids), None, self.priority, entry)
+        return Added(self.lease, tokens, self.tokens, self.priority, entry)
 
     def committed_keys(self, first: int, end: int) -> Tokens:
         """Return ``keys`` of committed tokens only, with ``NO_TOKEN`` at the positions behind them."""

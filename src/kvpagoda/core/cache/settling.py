@@ -117,7 +117,9 @@ class Settler:
                         some = some[:count]
                 if self._is_bounded:
                     for request in some:
-                        if request.publishes and (request.checkpoints.due or self.checkpoints.ends_steps):
+                        due, published = request.checkpoints.due, request.lease.num_blocks
+                        is_due = due and (due[0] <= published or published + self.checkpoints.reach > due[-1])
+                        if request.publishes and (is_due or self.checkpoints.ends_steps):
                             self.checkpoints.keep_due(request)
                     for group in self._windows:
                         leaving = group.leaving(some)
@@ -203,9 +205,7 @@ class Settler:
                 rows.append(row)
                 slots.append(request.slot)
                 begins.append(begin)
-                entry = request.entry(begin, size) if has_entry else None
-                keys, text = request.to_publish(begin * size, end * size)
-                added.append(Added(lease, keys, text, request.priority, entry))
+                added.append(request.added(begin, end, size, has_entry=has_entry))
         if not rows:
             return len(requests)
         is_whole, guard = not self._has_optional or requests[0].lacking_from is None, core.guard

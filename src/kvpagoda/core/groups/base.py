@@ -23,8 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces, places_for
+from kvpagoda.core.blocks.group import BlockGroup, BlockNames, BlockPlaces, places_for
 from kvpagoda.core.prefix.node import Inserted, Lease
 from kvpagoda.core.prefix.order import Entry
 from kvpagoda.core.prefix.tree import PrefixTree
@@ -128,6 +127,7 @@ class CacheGroup(BlockGroup):
         super().__init__(plan, num_slots, columns, index=index, places=places_for(plan.num_rows, may_move=may_move))
         most = min(plan.most_blocks or 0, plan.num_blocks // _SHARE)
         self.num_ahead = max(plan.num_blocks // _EVICT_AHEAD, most)
+        self.num_evicted = 0  #: blocks, so far
 
     def begin_empty(self, tree: PrefixTree, row: int) -> None:
         """Begin with nothing cached in ``tree``, whose rows from ``row`` on are those of this group."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import CacheGroup, Freed, ToCache
 from kvpagoda.core.prefix.node import Evicted, Inserted, Lease
 
@@ -57,7 +57,9 @@ class FullGroup(CacheGroup):
         return self.tree.oldest()
 
     def evict(self, n: int) -> Freed | None:
-        return self.removed(self.tree.evict(n + self.num_ahead))
+        evicted = self.tree.evict(n + self.num_ahead)
+        self.num_evicted += evicted.ids.shape[1]
+        return self.removed(evicted)
 
     def cached_in(self, rows: Ids) -> BlockNames:
         return BlockNames(rows[self.row])

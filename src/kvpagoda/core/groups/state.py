@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import CachedPart, CacheGroup
 from kvpagoda.core.memory.no_memory import NoMemory
 from kvpagoda.core.prefix.tree import PrefixTree

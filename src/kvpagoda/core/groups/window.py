@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockNames, BlockPlaces
 from kvpagoda.core.groups.base import NO_IDS, CacheGroup, Freed, Leaving, Running, ToCache
 from kvpagoda.core.prefix.node import Inserted, Lease, Match
 from kvpagoda.core.prefix.tree import PrefixTree
@@ -198,22 +198,20 @@ class WindowGroup(CacheGroup):
         growth, size, most, slack = self.growth, self.block_size, self.most_decoding, self.growth.slack
         slots: list[int] = []
         firsts: list[int] = []
-        kept: list[int] = []
-        needed: list[int] = []
-        if len(requests) > 1:
-            kept = growth.first_kept(np.array([request.own_length for request in requests])).tolist()
-            needed = growth.first_needed(np.array([request.lease.num_blocks for request in requests]) * size).tolist()
-        for row, request in enumerate(requests):
+        positions: list[int] = []
+        for request in requests:
             slot, length = request.slot, request.own_length
-            first = kept[row] if kept else growth.first_needed(length - slack if length > slack else 0)
+            position = length - slack if length > slack else 0
             if self._has_reserved and length >= request.prompt_length:
                 if request.publishes:
-                    resumed = needed[row] if needed else growth.first_needed(request.lease.num_blocks * size)
-                    if resumed < first:
-                        first = resumed
+                    position = min(position, request.lease.num_blocks * size)
                 if self.reserved[slot] > most:
                     self.reserve(slot, most)
-            first = min(first // size, self.end[slot])
+            positions.append(position)
+        one = len(positions) == 1
+        needed = [growth.first_needed(positions[0])] if one else growth.first_needed(np.array(positions)).tolist()
+        for request, position in zip(requests, needed):
+            slot, first = request.slot, min(position // size, self.end[request.slot])
             if first > self.first[slot]:
                 slots.append(slot)
                 firsts.append(first)
@@ -338,6 +336,7 @@ class WindowGroup(CacheGroup):
                 end = count
             gone[done:end] = ids
             done = end
+        self.num_evicted += count
         self.num_cached -= count
         self.num_cold -= count
         self._generation[gone] += 1  # their cells are stale from now on

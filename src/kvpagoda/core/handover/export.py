@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockPlaces
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.handover.checksums import algorithm, checksums_of

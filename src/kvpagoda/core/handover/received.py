@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.core.blocks.places import BlockPlaces
+from kvpagoda.core.blocks.group import BlockPlaces
 from kvpagoda.core.cache.admission import Cached
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.prefix_cache import PrefixMatch

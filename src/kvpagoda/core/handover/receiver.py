@@ -50,7 +50,7 @@ class Receiver:
         core = lifecycle.core
         if not core.memory.has_memory:
             raise BadInput("this cache has no memory to receive bytes into; let each of its ranks receive the ticket")
-        self._lifecycle, self._core, self._content = lifecycle, core, content_of(schema)
+        self._lifecycle, self._core, self._content = lifecycle, core, content_of(schema, core.block_size)
         self._groups = places_of(schema, core.plan)
         self._rank = rank_of(core.settings.identity)
         self._most_nbytes = _PADDING * core.plan.nbytes * self._rank[1] + _LEAST_MOST
@@ -105,7 +105,7 @@ class Receiver:
         self._fetched = {lease: one for lease, one in self._fetched.items() if one.expires > now}
         if ticket.content != self._content:
             raise TicketRefused(
-                "the ticket is for another model, or other dtypes or formats of rows",
+                "the ticket is for another model, other dtypes or formats of rows, or with an encoder other blocks",
                 needed=ticket.content, available=self._content,
             )  # fmt: skip
         if ticket.weights != weights.hex():

@@ -86,7 +86,7 @@ class Sender(NoHandOvers):
             raise BadInput("this cache has no memory, so it has no bytes to hand over; join the tickets of its ranks")
         self._lifecycle, self._core, self._guard, self._transfer = lifecycle, core, core.guard, transfer
         self._key, self._clock, self._skew = key, clock, real_number(skew, "skew, in seconds,")
-        self._content, self._groups = content_of(schema), places_of(schema, core.plan)
+        self._content, self._groups = content_of(schema, core.block_size), places_of(schema, core.plan)
         self._rank = rank_of(core.settings.identity)
         self._num_layers = len(schema.layers)
         self._exported, self._leases = Exported(transfer.memory), dict[str, _Lease]()

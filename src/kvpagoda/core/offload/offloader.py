@@ -23,15 +23,13 @@ import numpy.typing as npt
 
 from kvpagoda.abc import Status, observable
 from kvpagoda.arrays import Ids
-from kvpagoda.core.blocks.group import BlockGroup
-from kvpagoda.core.blocks.places import BlockNames, BlockPlaces
+from kvpagoda.core.blocks.group import BlockGroup, BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import NoTiers
 from kvpagoda.core.cache.prefix_cache import PrefixCache
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.groups.base import CachedPart, Freed
 from kvpagoda.core.memory.no_memory import NoMemory
-from kvpagoda.core.offload.hit import Prefetch, TierHit, bounded_part
-from kvpagoda.core.offload.reader import TierReader
+from kvpagoda.core.offload.reader import Prefetch, TierHit, TierReader, bounded_part
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.namespace import Media
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root

@@ -295,16 +295,15 @@ class NodeCheckpoints:
         self.all: list[Checkpoint] = []  #: by ascending depth
         self._depths: list[int] = []
 
-    def __contains__(self, depth: int) -> bool:
-        last = self.last(depth)
-        return last is not None and last.depth == depth
-
-    def put(self, checkpoint: Checkpoint) -> None:
-        """Add ``checkpoint``; there must be none at its depth."""
+    def put(self, checkpoint: Checkpoint) -> bool:
+        """Add ``checkpoint``; return False, adding nothing, if there is one at its depth."""
         index = bisect_left(self._depths, checkpoint.depth)
+        if self._depths[index : index + 1] == [checkpoint.depth]:
+            return False
         self._depths.insert(index, checkpoint.depth)
         self.all.insert(index, checkpoint)
         checkpoint.among = self
+        return True
 
     def take(self, depth: int) -> None:
         """Remove the checkpoint at ``depth``."""
@@ -430,12 +429,6 @@ class Node(EdgeArrays):
         if self.leases is _NO_LEASES:
             self.leases = []
         self.leases.append(lease)
-
-    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add ``checkpoint``, which lies in this node."""
-        if self.checkpoints is None:
-            self.checkpoints = NodeCheckpoints()
-        self.checkpoints.put(checkpoint)
 
     def split(self, depth: int) -> Node:
         """Move the blocks above ``depth`` to a new node between this one and its parent, and return the new node.

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvpagoda.abc import EvictionPolicy, Forgotten
 from kvpagoda.arrays import Ids
-from kvpagoda.core.prefix.node import NO_USES, Checkpoint, Node, expect
+from kvpagoda.core.prefix.node import NO_USES, Checkpoint, Node, NodeCheckpoints, expect
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.free_list import IdPool
 from kvpagoda.policies.ghosts import GhostIndex
@@ -556,11 +556,13 @@ class Checkpoints:
         """
         if state_id in self.by_state:
             raise NotOwned(f"state {state_id} is a checkpoint already", needed=state_id, available="checkpoint")
-        if node.checkpoints is not None and depth in node.checkpoints:
+        if node.checkpoints is None:
+            node.checkpoints = NodeCheckpoints()
+        checkpoint = Checkpoint(state_id, depth)
+        if not node.checkpoints.put(checkpoint):
             return False
-        checkpoint = self.by_state[state_id] = Checkpoint(state_id, depth)
+        self.by_state[state_id] = checkpoint
         checkpoint.used = self._clock.enter(entry)
-        node.put_checkpoint(checkpoint)
         self._loose.add(state_id)
         return True
 

@@ -185,23 +185,26 @@ class Leases:
     ``num_pinned``: blocks that at least one lease covers. ``num_open``: open leases; ``num_closed``: those that ended.
     """
 
-    def __init__(self, tree: object, order: EvictionOrder) -> None:
-        self._tree, self._order = tree, order
+    def __init__(self, tree: object, roots: Roots, order: EvictionOrder) -> None:
+        self._tree, self._roots, self._order = tree, roots, order
         self.num_pinned = self.num_open = self.num_closed = 0
 
     def open(self, node: Node, depth: int) -> Lease:
         """Open a lease of the blocks up to ``depth``, which lies in ``node``. O(nodes that were not pinned before)."""
         lease = Lease(self._tree, node, depth)
+        if node.root is not None:
+            self._roots[node.root[1]] = node
         self.num_open += 1
         self._tie(lease, node)
         return lease
 
     def extend(self, lease: Lease, node: Node, depth: int) -> None:
-        """Extend ``lease`` to end at ``depth`` in ``node``, at or below its present end."""
+        """Extend ``lease`` to end at ``depth`` in ``node``, at or below its present end. The caller marks ``node``."""
         old, lease.num_blocks = lease.node, depth
         if node is old:
-            if depth - node.start > node.num_pinned:
-                self._cover(node, depth - node.start)
+            if (covered := depth - node.start) > node.num_pinned:
+                self.num_pinned += covered - node.num_pinned
+                node.num_pinned = covered
             return
         lease.node = node
         old.leases.remove(lease)
@@ -460,7 +463,7 @@ class PrefixTree:
         self._roots = Roots(block_size, self._num_rows)
         self._owned = OwnedIds(num_groups) if proves_ids else None
         self._inserter = Inserter(block_size, self._roots, self._order, self._owned)
-        self.leases = Leases(self, self._order)
+        self.leases = Leases(self, self._roots, self._order)
         self._removals = 0  # removals so far: a match from before the last one has to be located again
 
     @property
@@ -527,13 +530,7 @@ class PrefixTree:
         Raises:
             BadInput: ``tokens`` is no int32 vector.
         """
-        if (
-            type(tokens) is not np.ndarray
-            or tokens.dtype != _INT32
-            or tokens.ndim != 1
-            or not tokens.flags.c_contiguous
-        ):
-            tokens = _vector(tokens)
+        tokens = _vector(tokens)
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
         root = self._roots.get(namespace)
@@ -555,7 +552,7 @@ class PrefixTree:
             StaleHandle: blocks of the match have been evicted (match again), or the lease is not open.
             BadInput: ``at`` covers fewer blocks.
         """
-        return self._open(*self._locate(at, num_blocks))
+        return self.leases.open(*self._locate(at, num_blocks))
 
     def pin_partial(self, match: Match) -> Lease | None:
         """Pin the whole blocks of a match and the block that begins with the matching tokens after them.
@@ -570,7 +567,7 @@ class PrefixTree:
         if match.beyond is None or match.removals != self._removals:
             return None
         depth = match.num_blocks + 1
-        return self._open(match.beyond.up_to(depth), depth)
+        return self.leases.open(match.beyond.up_to(depth), depth)
 
     def last_ids(self, lease: Lease) -> Ids:
         """Return the ids of the last block that a lease covers, int32 ``[num_groups]``.
@@ -657,7 +654,7 @@ class PrefixTree:
             or tokens.ndim != 1
             or not tokens.flags.c_contiguous
         ):
-            tokens = _vector(tokens)
+            tokens = _vector(tokens)  # which is not called for each commit
         n, rest = divmod(len(tokens), size)
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
         if rest or not fits:
@@ -684,7 +681,7 @@ class PrefixTree:
         if lease is not None:
             self.leases.extend(lease, node, covered + n)
         elif pin:
-            lease = self._open(node, covered + n)
+            lease = self.leases.open(node, covered + n)
         if node.num_pinned < node.num_blocks or node.leaf >= 0:
             self._order.mark(node)
         return Inserted(own, duplicates, added, lease)
@@ -902,11 +899,6 @@ class PrefixTree:
             return at.node if depth > at.node.start and at.node.into is None else at.node.up_to(depth), depth
         root = self._roots.get(at.namespace) or self._roots.new(at.namespace)
         return _found_again(root, at, self.num_groups).up_to(depth), depth
-
-    def _open(self, node: Node, depth: int) -> Lease:
-        if node.root is not None:
-            self._roots[node.root[1]] = node
-        return self.leases.open(node, depth)
 
     def _gone(self, ids: Ids, states: list[int], shortfall: int) -> Evicted:
         if self._num_rows > self.num_groups:  # the eviction order has rows of its own

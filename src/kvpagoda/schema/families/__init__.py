@@ -45,6 +45,8 @@ class Family:
     num_layers   number of layers that have a cache
     loop         the layers that run several times in a forward pass, and how often
     max_positions  tokens of the longest context that the config names; None if it names none
+    encoder      the field with the most positions of its encoder's input ("": none names them), if the config may be of an
+                 encoder-decoder, whose cross-attention keeps rows as its self-attention does; None: it has no encoder
     aligned      whether requests that share a forward pass must be equally long: the model counts positions from the
                  length of its cache, whatever positions are passed to it, or it ranks tokens without an indexer
     own_states   how the model passes its states if not through transformers' cache interface: "stacked" over the
@@ -72,6 +74,7 @@ class Family:
     num_layers: Callable[[Config], int] = layer_types.hidden_layers
     loop: Callable[[Config], tuple[range, int]] = layer_types.no_loop
     max_positions: Callable[[Config], int | None] = layer_types.named_positions
+    encoder: str | None = None
     aligned: bool = False
     own_states: str = ""
     batched: bool = True
@@ -127,6 +130,16 @@ def served_types() -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=1)
+def encoder_decoders() -> Mapping[str, Any]:
+    """Return the rows of ``encoder_decoders.json``: types with an encoder of which transformers has no causal model.
+
+    >>> encoder_decoders()["t5"]["family"].encoder
+    ''
+    """
+    return _rows("encoder_decoders.json")
+
+
+@lru_cache(maxsize=1)
 def other_names() -> Mapping[str, str]:
     """Return what published configs call a type -> the type among ``known_types``. Read at the first call."""
     names: Mapping[str, str] = read_json(__name__, "served_types.json")["names"]
@@ -135,8 +148,8 @@ def other_names() -> Mapping[str, str]:
 
 @lru_cache(maxsize=1)
 def known_types() -> Mapping[str, Any]:
-    """Return the rows of ``model_types`` and ``served_types``."""
-    return {**model_types(), **served_types()}
+    """Return the rows of ``model_types``, ``served_types`` and ``encoder_decoders``."""
+    return {**model_types(), **served_types(), **encoder_decoders()}
 
 
 def _rows(file: str) -> Mapping[str, Any]:

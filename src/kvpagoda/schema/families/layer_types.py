@@ -298,6 +298,11 @@ def hidden_layers(c: Config) -> int:
     return c.size("num_hidden_layers")
 
 
+def decoder_layers(c: Config) -> int:
+    """``num_decoder_layers``, or ``num_hidden_layers`` if that is null. Raises SchemaError."""
+    return c.size_or("num_decoder_layers", c.size("num_hidden_layers"))
+
+
 def blocks(c: Config) -> int:
     """``num_blocks``, or ``num_hidden_layers`` if that is null. Raises SchemaError."""
     return c.size_or("num_blocks", c.size("num_hidden_layers"))
