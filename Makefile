@@ -124,8 +124,8 @@ vllm: $(VLLM_READY)
 		tests/adapters/test_vllm_options.py tests/adapters/test_vllm_connector.py tests/adapters/test_vllm_mtp.py \
 		tests/adapters/test_vllm_hints.py tests/adapters/test_vllm_names.py tests/adapters/test_vllm_page.py \
 		tests/adapters/test_vllm_audit.py tests/adapters/test_vllm_events.py tests/adapters/test_vllm_cpu_policy.py \
-		tests/adapters/test_vllm_groups.py tests/adapters/test_vllm_memory.py tests/adapters/test_vllm_secondary_tier.py \
-		tests/adapters/test_vllm_offloading.py
+		tests/adapters/test_vllm_groups.py tests/adapters/test_vllm_memory.py tests/adapters/test_vllm_exact.py \
+		tests/adapters/test_vllm_secondary_tier.py tests/adapters/test_vllm_offloading.py
 	$(VLLM)/bin/python -m benchmarks.vllm_engine --quick
 
 # Of torchvision, torchaudio and torchcodec, PyPI has builds for CUDA alone, which do not load beside torch for a CPU; vLLM

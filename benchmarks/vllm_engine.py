@@ -123,11 +123,13 @@ class Engine:
         from vllm import LLM
         from vllm.v1.core.sched import scheduler
 
-        own, self._said = scheduler.KVCacheManager, dict[str, Any]()
+        from kvpagoda.adapters.vllm import scheduler as ours
 
-        def record(**arguments: Any) -> Any:
+        own, ours_own, self._said = scheduler.KVCacheManager, ours.KVCacheManager, dict[str, Any]()
+
+        def record(options: Any = None, **arguments: Any) -> Any:
             self._said = arguments
-            return own(**arguments)
+            return own(**arguments) if options is None else ours_own(**arguments, options=options)
 
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config or MODELS[model]))
@@ -139,11 +141,11 @@ class Engine:
                 enable_prefix_caching=True, async_scheduling=False, seed=0,
                 **({"mamba_cache_mode": "align"} if model in STATES else {}),
             )  # fmt: skip
-            scheduler.KVCacheManager = record
+            scheduler.KVCacheManager = ours.KVCacheManager = record
             try:
                 self.llm = LLM(folder, **{**said, **options})
             finally:
-                scheduler.KVCacheManager = own
+                scheduler.KVCacheManager, ours.KVCacheManager = own, ours_own
         self.llm.apply_model(_fill)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.num_groups = len(self._said["kv_cache_config"].kv_cache_groups)

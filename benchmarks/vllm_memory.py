@@ -4,9 +4,9 @@
     .venv-vllm/bin/python -m benchmarks.vllm_memory [--quick] [--only TEXT] [--save]
 
 Two kinds of rows. *Planned*: the layers of real models, grouped by vLLM's own planning and by ours, and what vLLM's own
-manager holds for one text. *Served*: small random models with the real ratio of a state to the rows of a token, in vLLM's
-engine on a CPU, whose kernels take blocks of multiples of 32 tokens (16 on a GPU). All settings have the same bytes of
-memory, and the tokens of every answer are compared with those without a cache.
+manager (with "exact", ours) holds for one text. *Served*: small random models with the real ratio of a state to the rows of a
+token, in vLLM's engine on a CPU, whose kernels take blocks of multiples of 32 tokens (16 on a GPU). All settings have the
+same bytes of memory, and the tokens of every answer are compared with those without a cache.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "gpt-oss-like": vllm_engine.MODELS["gpt-oss-like"],
 }  # fmt: skip
 """A token has 128 bytes in a layer with attention of the first, a state 134,144: 1,048 times as many, as in Qwen3-Next."""
+SERVED["GLM-like"] = dict(SERVED["Qwen3-Next-like"], linear_num_key_heads=4, linear_num_value_heads=8)
+"""A state has the bytes of 4,192 tokens in a layer, as in GLM's layers of 11 latent and 34 states."""
+STATES = ("Qwen3-Next-like", "GLM-like")
 TRAFFIC = {
     "short": Chats(conversations=64, turns=1, heads=64, active=64, answer=24, head=(1, 2), added=(20, 60)),
     "chats": Chats(conversations=16, turns=3),
@@ -90,62 +93,84 @@ TRAFFIC = {
 AT_ONCE = {"short": 64, "chats": 16, "long chats": 6}
 BUDGETS = {
     "Qwen3-Next-like": {"short": (20,), "chats": (30, 90), "long chats": (30,)},
+    "GLM-like": {"short": (160,), "chats": (80, 240), "long chats": ()},
     "Gemma-3-like": {"short": (4,), "chats": (6, 18), "long chats": ()},
     "gpt-oss-like": {"short": (2,), "chats": (4,), "long chats": ()},
 }  # fmt: skip
 """MB of memory."""
 UNITS = (None, 32)
+SETTINGS = ("default", "groups", "exact")
+EXACT = 64
+"""Tokens of a block in "exact" on a GPU."""
+SCHEDULER = "kvpagoda.adapters.vllm.Scheduler"
 
 
 # -- planned ---------------------------------------------------------------------------------------------------------------
 
 
-def planned(name: str) -> list[Row]:
-    """Return the groups of a real model, and the bytes that vLLM's manager holds for one text of each length."""
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
+def planned(name: str, settings: tuple[str, ...]) -> list[Row]:
+    """Return the groups of a real model with each of ``settings`` of ``memory``, and the bytes that are held for one text of
+    each length. No row for "exact" where that is refused."""
+    from kvpagoda import BadInput
     from kvpagoda.adapters.vllm import memory
 
     layers = PLANNED[name]()
-    settings = SimpleNamespace(
-        cache_config=SimpleNamespace(
-            num_gpu_blocks_override=None, prefix_cache_retention_interval=0, kv_cache_dtype_skip_layers=[],
-            use_replayssm=False, mamba_cache_mode="align", get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
-        ),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), speculative_config=None,
-        kv_transfer_config=None, attention_config=SimpleNamespace(hisparse_config=None),
-        model_config=SimpleNamespace(supports_kv_cache_grouping=False),
-    )  # fmt: skip
     get_groups, get_config = _planning()
-    specs = _specs(layers, None)
     rows: list[Row] = []
-    for who in ("vLLM", "groups"):
+    for who in ("default", *settings):
+        config = _settings(who)
+        specs = _specs(layers, EXACT if who == "exact" else None)
         if who == "groups":
             chosen = memory.states_beside(specs, KERNEL)
             specs = _specs(layers, chosen and chosen.block_size)
-            groups = memory.groups_of(settings, specs, get_groups)
-        else:
-            groups = get_groups(settings, specs)
-        if memory.is_packed(groups):
-            config = memory.config_of(settings, groups, 20000)
-        else:
-            config = get_config(settings, groups, 1 << 34)
-        nbytes = config.kv_cache_tensors[0].size // config.num_blocks
-        kinds = [(type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size) for group in groups]
+        try:
+            groups = get_groups(config, specs) if who == "default" else memory.groups_of(config, specs, get_groups)
+        except BadInput:
+            continue
+        is_ours = memory.is_packed(groups)
+        placed = memory.config_of(config, groups, 20000) if is_ours else get_config(config, groups, 1 << 34)
+        nbytes = _id_nbytes(placed)
+        block = next(group.kv_cache_spec.block_size for group in groups[::-1])
         rows.append(
             {
-                "case": f"planned: {name}", "who": who, "groups": len(groups), "block tokens": kinds[-1][1],
-                "id MB": round(nbytes / 1e6, 3),
-                **{f"{n} tokens, MB": round(_held(config, n) * nbytes / 1e6, 2) for n in TEXTS},
-                **{f"host us, {who}": value for who, value in _step_us(config).items()},
+                "case": f"planned: {name}", "who": "vLLM" if who == "default" else who, "groups": len(groups),
+                "block tokens": block, "ids of a state": memory.units_per_state(groups), "id MB": round(nbytes / 1e6, 3),
+                **{f"{n} tokens, MB": round(_held(placed, n) * nbytes / 1e6, 2) for n in TEXTS},
+                **{f"host us, {who}": value for who, value in _step_us(placed).items()},
             }
         )  # fmt: skip
     for row in rows[1:]:
         row |= {f"{n} tokens, times": round(rows[0][f"{n} tokens, MB"] / row[f"{n} tokens, MB"], 3) for n in TEXTS}
-    return rows
+    return rows if "groups" in settings else rows[1:]
+
+
+def _settings(memory: str) -> Any:
+    """Return the part of vLLM's configuration that is read where groups are formed."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(
+            num_gpu_blocks_override=None, prefix_cache_retention_interval=0, kv_cache_dtype_skip_layers=[],
+            use_replayssm=False, mamba_cache_mode="align", get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+            prefix_match_unit=None,
+        ),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, world_size=1
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, scheduler_cls=SCHEDULER),
+        speculative_config=None, kv_transfer_config=None, attention_config=SimpleNamespace(hisparse_config=None),
+        model_config=SimpleNamespace(supports_kv_cache_grouping=False),
+        additional_config={} if memory == "default" else {"kvpagoda": {"memory": memory}},
+    )  # fmt: skip
+
+
+def _id_nbytes(config: Any) -> int:
+    """Return the bytes of an id."""
+    from kvpagoda.adapters.vllm import memory
+
+    if memory.is_packed(config.kv_cache_groups):
+        return memory.id_nbytes(config.kv_cache_groups)
+    return int(config.kv_cache_tensors[0].size // config.num_blocks)
 
 
 def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -180,16 +205,26 @@ def _specs(layers: Layers, block_size: int | None) -> dict[str, Any]:
 
 
 def _held(config: Any, num_tokens: int) -> int:
-    """Return how many ids vLLM's manager holds while a text of ``num_tokens`` decodes."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-    manager, request = _manager(KVCacheManager, config), _request(num_tokens)
+    """Return how many ids vLLM's manager, ours in "exact", holds while a text of ``num_tokens`` decodes."""
+    manager, request = _manager(next(iter(_managers(config).values())), config), _request(num_tokens)
     for step in (*[2112] * (num_tokens // 2112), num_tokens % 2112, 1, 1):
         if step == 1:
             request.append_output_token_ids(1)
         assert step == 0 or manager.allocate_slots(request, step) is not None
         request.num_computed_tokens += step
-    return int(config.num_blocks - 1 - manager.block_pool.get_num_free_blocks())
+    pool = manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+def _managers(config: Any) -> dict[str, Callable[..., Any]]:
+    """Return the managers that can hand out the ids of ``config``."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from kvpagoda.adapters.vllm import KVCacheManager as Ours
+    from kvpagoda.adapters.vllm import memory
+
+    is_exact = memory.units_per_state(config.kv_cache_groups) > 1
+    return {"ours": Ours} if is_exact else {"vLLM's manager": KVCacheManager, "ours": Ours}
 
 
 def _manager(kind: Callable[..., Any], config: Any) -> Any:
@@ -209,12 +244,8 @@ def _request(num_tokens: int) -> Any:
 def _step_us(config: Any) -> dict[str, float]:
     """Return the microseconds of the processor for the blocks of a step in which a request of 100 tokens decodes, with
     vLLM's manager and with ours, whose quiet steps ask no group. What the worker prepares for each group is not in it."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-    from kvpagoda.adapters.vllm import KVCacheManager as Ours
-
     taken: dict[str, float] = {}
-    for who, kind in (("vLLM's manager", KVCacheManager), ("ours", Ours)):
+    for who, kind in _managers(config).items():
         manager, request = _manager(kind, config), _request(100)
         manager.allocate_slots(request, 100)
         request.num_computed_tokens = 100
@@ -271,29 +302,32 @@ class Watched:
 
 def served(model: str, setting: str, unit: int | None, quick: bool) -> list[Row]:
     """Return a row for each traffic, budget and manager, of the engine with this setting of ``memory``."""
-    if setting == "groups":
+    asked: dict[str, Any] = {} if unit is None else {"prefix_match_unit": unit}
+    if setting != "default":
         from kvpagoda.adapters.vllm.plugin import register
 
         register()
-    asked: dict[str, Any] = {} if unit is None else {"prefix_match_unit": unit}
-    if setting == "groups":
-        asked["additional_config"] = {"kvpagoda": {"memory": "groups"}}
-    if model == "Qwen3-Next-like":
-        asked |= dict(mamba_cache_mode="align", num_gpu_blocks_override=3000 if setting == "groups" else 1000)
+        asked["additional_config"] = {"kvpagoda": {"memory": setting}}
+    if setting == "exact":
+        asked["scheduler_cls"] = SCHEDULER
+    if model in STATES:
+        ids = {"default": 400, "groups": 1000, "exact": 25000}[setting]
+        asked |= dict(mamba_cache_mode="align", num_gpu_blocks_override=ids, dtype="bfloat16")
     engine = Engine(model, SERVED[model], max_model_len=8192, **asked)
     config = engine._said["kv_cache_config"]
-    id_nbytes = config.kv_cache_tensors[0].size // config.num_blocks
+    id_nbytes = _id_nbytes(config)
+    tail = config.kv_cache_tensors[0].size // id_nbytes - config.num_blocks
     watched, rows = Watched(engine), list[Row]()
     for name, traffic in TRAFFIC.items():
         if not BUDGETS[model][name]:
             continue
         if quick:
             traffic = traffic._replace(conversations=6, turns=min(2, traffic.turns))
-        engine.exchange("vLLM, all", None, caching=False)
+        engine.exchange("vLLM, all" if setting != "exact" else "ours", None, caching=False)
         _, cold, _ = engine.run(traffic, 64)
         for budget in BUDGETS[model][name][: 1 if quick else None]:
-            for who in ("vLLM", "ours"):
-                engine.exchange(who, (int(1e6 * budget) // id_nbytes - 1) / engine.num_groups)
+            for who in ("vLLM", "ours") if setting != "exact" else ("ours",):
+                engine.exchange(who, (int(1e6 * budget) // id_nbytes - tail - 1) / engine.num_groups)
                 with watched.watch(id_nbytes):
                     found, said, _ = engine.run(traffic, AT_ONCE[name])
                 rows.append(
@@ -311,15 +345,16 @@ def main() -> None:
     if said.one:
         kind, name, *more = said.one.split(":")
         if kind == "planned":
-            rows = [row for each in PLANNED for row in planned(each)]
+            rows = [row for each in PLANNED for row in planned(each, ("groups",) if name == "all" else (name,))]
         else:
             rows = served(name, more[0], int(more[1]) or None, said.quick)
         print(json.dumps(rows))
         return
-    cases = ["planned:all"]
+    cases = ["planned:all", "planned:exact"]
     for model in SERVED:
-        units = UNITS if model == "Qwen3-Next-like" else UNITS[:1]  # a block of windows is 32 tokens anyway
-        cases += [f"served:{model}:{setting}:{unit or 0}" for unit in units for setting in ("default", "groups")]
+        units = UNITS if model in STATES else UNITS[:1]  # a block of windows is 32 tokens anyway
+        cases += [f"served:{model}:{setting}:{unit or 0}" for unit in units for setting in SETTINGS[:2]]
+        cases += [f"served:{model}:exact:0"] if model in STATES else []  # its blocks have 32 tokens, too
     rows = []
     for case in cases:
         if said.only in case:

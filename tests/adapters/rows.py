@@ -40,7 +40,8 @@ class Rows:
 
 
 Kind = tuple[str, int]
-"""What a group keeps of a text: ("full", 0), ("window", tokens), ("chunk", tokens) or ("state", 0)."""
+"""What a group keeps of a text: ("full", 0), ("window", tokens), ("chunk", tokens), ("state", 0), or ("state", blocks) where
+a state takes several blocks, one after the other, and is named by the first."""
 _SALTS = _random.integers(0, 2**64, 16, np.uint64)
 
 
@@ -76,13 +77,25 @@ class GroupRows:
             found = self.rows[self._places(group, tables, at)]
             wrong = at[found != marks[at] + _SALTS[group]]
             assert not len(wrong), f"{who}: {kind}, rows of positions {wrong[:8].tolist()} of {end} are another text's"
+            if kind == "state" and span and end:
+                whole = self._state(group, tables, end - 1)
+                assert (whole == whole[0, 0]).all(), f"{who}: another text lies in the state after {end} tokens"
 
     def write(self, tokens: list[int], tables: list[list[int]], start: int, end: int) -> None:
         """Compute tokens ``start .. end - 1``."""
         marks = marks_of(tokens)
-        for group, (kind, _) in enumerate(self.kinds):
+        for group, (kind, span) in enumerate(self.kinds):
             at = np.arange(end - 1 if kind == "state" else start, end)
             self.rows[self._places(group, tables, at)] = marks[at] + _SALTS[group]
+            if kind == "state" and span:
+                self._state(group, tables, end - 1)[:] = marks[end - 1 : end] + _SALTS[group]
+
+    def _state(self, group: int, tables: list[list[int]], at: int) -> npt.NDArray[np.uint64]:
+        """Return all rows of the state after position ``at``."""
+        first = tables[group][at // self.size]
+        rows = self.rows[first : first + self.kinds[group][1]]
+        assert len(rows) == self.kinds[group][1], f"a state at block {first} ends behind {len(self.rows)} blocks"
+        return rows
 
     def _places(self, group: int, tables: list[list[int]], at: Ints) -> tuple[Ints, Ints]:
         blocks = np.array(tables[group], np.int64)[at // self.size]

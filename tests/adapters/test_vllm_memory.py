@@ -160,8 +160,62 @@ def test_our_connector_loads_what_lies_side_by_side(place: Path) -> None:
 
 def test_states_that_overlap_are_seen(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
-    wrong = served(place, "Qwen3-Next-like", "installed", **PAIRS, fault=True)
+    wrong = served(place, "Qwen3-Next-like", "installed", **PAIRS, fault="overlap")
     assert wrong["groups"] == [2, 2, 2, 2, 1, 3] and wrong["tokens"] != theirs["tokens"]
+
+
+# -- exact: states in runs of units ----------------------------------------------------------------------------------------
+
+EXACT = dict(
+    additional_config='{"kvpagoda": {"memory": "exact"}}', scheduler_cls=SCHEDULER, num_gpu_blocks_override=600
+)  # fmt: skip
+"""Memory for five states of 99 blocks, beside the null block: requests are preempted."""
+
+
+@pytest.mark.parametrize("version", ["installed", "0.33"])
+def test_tokens_with_exact_memory(version: str, place: Path) -> None:
+    """With churn, aborts, a reset, and so little memory that requests are preempted."""
+    theirs = by_vllm(place, "Qwen3-Next-like", version)
+    ours = served(place, "Qwen3-Next-like", version, **EXACT)
+    assert (ours["groups"], ours["block_size"], ours["manager"]) == ([9, 3], 32, "kvpagoda")
+    assert theirs["preempted"] == 0 < ours["preempted"] and len(ours["tokens"]) == 24
+    assert ours["tokens"] == theirs["tokens"]
+
+
+def test_texts_are_found_in_exact_memory(place: Path) -> None:
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    ours = served(place, "Qwen3-Next-like", "installed", **{**EXACT, "num_gpu_blocks_override": 4000})
+    assert ours["tokens"] == theirs["tokens"]
+    assert theirs["cached"] == 0 < ours["cached"]  # vLLM's block has more tokens than the texts
+
+
+def test_exact_memory_without_prefix_caching(place: Path) -> None:
+    """A request has one state for its whole text."""
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    ours = served(place, "Qwen3-Next-like", "installed", **EXACT, enable_prefix_caching=False)
+    assert (ours["groups"], ours["cached"]) == ([9, 3], 0)
+    assert ours["tokens"] == theirs["tokens"]
+
+
+def test_exact_memory_in_three_processes(place: Path) -> None:
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    ours = served(place, "Qwen3-Next-like", "installed", **EXACT, processes=3)
+    assert ours["tokens"] == theirs["tokens"]
+
+
+def test_states_that_are_given_too_few_ids_are_seen(place: Path) -> None:
+    theirs = by_vllm(place, "Qwen3-Next-like", "installed")
+    wrong = served(place, "Qwen3-Next-like", "installed", **EXACT, fault="short")
+    assert wrong["groups"] == [9, 3] and wrong["tokens"] != theirs["tokens"]
+
+
+def test_hashes_inside_of_blocks_are_refused_at_start(place: Path) -> None:
+    """And if nothing refused them, the first copy of a block ends the engine before it overwrites the blocks beside it."""
+    options = {**EXACT, "block_size": 64, "prefix_match_unit": 32, "num_gpu_blocks_override": 1000}
+    done = run(place, "installed", "Qwen3-Next-like", dict(options))
+    assert done.returncode and "kvpagoda.errors.BadInput" in done.stderr and "--prefix-match-unit" in done.stderr
+    done = run(place, "installed", "Qwen3-Next-like", {**options, "fault": "hashes"})
+    assert done.returncode and "kvpagoda.errors.CheckFailed" in done.stderr and "over their neighbours" in done.stderr
 
 
 # -- the plug-in ---------------------------------------------------------------------------------------------------------
@@ -194,7 +248,7 @@ def test_without_the_switch_vllms_own_is_called(said: Any) -> None:
 
 
 def test_a_wrong_value_of_the_switch_is_an_error() -> None:
-    with raises(BadInput, needed="group", available=("groups",)):
+    with raises(BadInput, needed="group", available=("groups", "exact")):
         plugin.is_wanted(SimpleNamespace(additional_config={"kvpagoda": {"memory": "group"}}))
 
 
@@ -253,7 +307,7 @@ def test_blocks_of_qwen3_next_have_176_tokens() -> None:
     assert chosen == (176, 2, 18)
     groups = memory.groups_of(settings(), qwen3_next(176, None), lambda *_: pytest.fail("vLLM's own was asked"))
     assert [len(group.layer_names) for group in groups] == [2] * 18 + [12]
-    assert memory.is_packed(groups)
+    assert memory.is_packed(groups) and memory.units_per_state(groups) == 1
     config = memory.config_of(settings(), groups, 1000)
     stride = 176 * 12 * 2048
     assert {tensor.size for tensor in config.kv_cache_tensors} == {1000 * stride} and config.num_blocks == 1000

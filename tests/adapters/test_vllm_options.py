@@ -90,9 +90,9 @@ def test_options_of_additional_config() -> None:
         ({"checkpoint_tokens": 512}, {"needed": ANY, "available": "connector"}),
         ({"promised": 1.5}, {"field": "promised", "needed": 1.5, "available": 1}),
         ({"promise": 0.5}, {"needed": "promise", "available": ("policy", "checkpoint_every", "promised", "memory")}),
-        ({"memory": "group"}, {"needed": "group", "available": ("groups",)}),
-        ({"memory": True}, {"needed": True, "available": ("groups",)}),
-        ({"memory": ["groups"]}, {"needed": ANY, "available": ("groups",)}),
+        ({"memory": "group"}, {"needed": "group", "available": ("groups", "exact")}),
+        ({"memory": True}, {"needed": True, "available": ("groups", "exact")}),
+        ({"memory": ["groups"]}, {"needed": ANY, "available": ("groups", "exact")}),
         ("lru", {"needed": "str"}),
     ],
 )

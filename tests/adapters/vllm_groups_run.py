@@ -50,6 +50,8 @@ def workload(llm: Any) -> dict[str, Any]:
                 if output.finished and name not in aborted:
                     ended[name] = [*output.outputs[0].token_ids]
                     cached += output.num_cached_tokens or 0
+            if hasattr(getattr(scheduler, "kv_cache_manager", None), "check"):
+                scheduler.kv_cache_manager.check()
             steps += 1
             if steps == 3:
                 engine.abort_request(aborted)
@@ -63,13 +65,29 @@ def workload(llm: Any) -> dict[str, Any]:
     return found
 
 
+def plant(fault: str) -> None:
+    """Plant "overlap": states lie half as far apart as they are large; "short": a state takes fewer ids than its bytes
+    need; "hashes": nothing refuses hashes inside of blocks."""
+    from kvpagoda.adapters.vllm import manager, memory, spans
+
+    if fault == "overlap":
+        own = memory._page_nbytes
+        memory._page_nbytes = lambda spec: own(spec) // (2 if type(spec).__name__ == "MambaSpec" else 1)
+    elif fault == "short":
+        units = manager.units_per_state
+        manager.units_per_state = lambda groups: units(groups) - 9
+    elif fault == "hashes":
+        memory.refuse_beside_exact = lambda *_: None
+        spans.Spans._check_hashes = lambda *_: None
+
+
 def main() -> None:
     """KIND: a model of ``benchmarks.vllm_memory``; CHANGES: of its config; OPTIONS: of vLLM's ``LLM``, "processes", and
-    "fault": let states lie half as far apart as they are large."""
+    "fault": see ``plant``."""
     kind, changes, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     for name in {"additional_config", "kv_transfer_config"} & {*options}:
         options[name] = json.loads(options[name])
-    processes, fault = options.pop("processes", 1), options.pop("fault", False)
+    processes, fault = options.pop("processes", 1), options.pop("fault", None)
     from benchmarks.vllm_engine import _fill
     from benchmarks.vllm_memory import SERVED
 
@@ -79,10 +97,7 @@ def main() -> None:
     if processes > 1:
         options["distributed_executor_backend"] = "mp"
     if fault:
-        from kvpagoda.adapters.vllm import memory
-
-        own = memory._page_nbytes
-        memory._page_nbytes = lambda spec: own(spec) // (2 if type(spec).__name__ == "MambaSpec" else 1)
+        plant(fault)
     from vllm import LLM
 
     usual = dict(

@@ -24,6 +24,11 @@ SHAPES: dict[str, list[Kind]] = {
 }
 
 
+EXACT = "state in blocks, full"
+_KINDS = {**SHAPES, EXACT: [("state", 5), ("full", 0)]}
+"""And a memory whose states take five blocks each, which our manager alone can hand out."""
+
+
 class ModelConfig(SimpleNamespace):
     """A model with nothing special: whatever else is asked of it is None."""
 
@@ -37,17 +42,21 @@ class Run:
     proved before it is read and after it is written. Blocks are shared when they are scheduled."""
 
     def __init__(self, project: Any, seed: int, shape: str, manager: Any = None, scheduler: Any = None) -> None:
-        self.project, self.random = project, np.random.default_rng(seed)
+        self.project, self.shape, self.random = project, shape, np.random.default_rng(seed)
         random, self.longest = self.random, 160
-        self.size, kinds = int(random.choice([1, 4, 16])), SHAPES[shape]
+        self.size, kinds = int(random.choice([1, 4, 16])), _KINDS[shape]
         blocks = (int(random.integers(1.1 * self.longest, 4 * self.longest)) // self.size + 2) * len(kinds)
         scheduling = project.config.SchedulerConfig(
             max_num_seqs=int(random.integers(2, 12)), max_num_batched_tokens=int(random.integers(16, 90)),
             max_model_len=self.longest, enable_chunked_prefill=True, is_encoder_decoder=False,
         )  # fmt: skip
+        units = kinds[0][1] if kinds[0][0] == "state" else 0
+        if units:  # as many as a text of the greatest length needs, and some more
+            text = -(-self.longest // self.size)
+            blocks = units * (4 + -(-text // units) + int(random.integers(0, 16)))
         caching = project.config.CacheConfig(block_size=self.size, enable_prefix_caching=True)
         caching.num_gpu_blocks = blocks
-        if ("state", 0) in kinds:
+        if "state" in dict(kinds):
             caching.mamba_cache_mode = "align"
         settings = project.config.VllmConfig(
             scheduler_config=scheduling, cache_config=caching, device_config=project.config.DeviceConfig("cpu")
@@ -61,9 +70,13 @@ class Run:
         ]
         if manager is not None:
             project.scheduler.KVCacheManager = manager
+        tensors = [
+            interface.KVCacheTensor(size=1, layers=list(group.layer_names), layer_stride=1, block_stride=1)
+            for group in groups[: 2 * bool(units)]
+        ]
         self.scheduler = (scheduler or project.scheduler.Scheduler)(
             vllm_config=settings, block_size=self.size, log_stats=True,
-            kv_cache_config=interface.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=interface.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups),
             structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True, clear_backend=lambda: None),
         )  # fmt: skip
         self.rows, self.tables = GroupRows(kinds, blocks, self.size), dict[str, list[list[int]]]()
@@ -77,13 +90,14 @@ class Run:
     def spec_of(self, interface: Any, kind: Kind) -> Any:
         name, span = kind
         if name == "state":
-            shapes = dict(shapes=((1,),), dtypes=(caching_dtype(),))
+            shapes = dict(shapes=((span * self.size * 32 or 1,),), dtypes=(caching_dtype(),))
             return interface.MambaSpec(block_size=self.size, mamba_cache_mode="align", **shapes)
         make, more = {
             "full": (interface.FullAttentionSpec, {}), "window": (interface.SlidingWindowSpec, {"sliding_window": span}),
             "chunk": (interface.ChunkedLocalAttentionSpec, {"attention_chunk_size": span}),
         }[name]  # fmt: skip
-        return make(block_size=self.size, num_kv_heads=1, head_size=1, dtype=caching_dtype(), **more)
+        width = 16 if self.shape == EXACT else 1  # a token has the bytes of 32 elements of a state
+        return make(block_size=self.size, num_kv_heads=1, head_size=width, dtype=caching_dtype(), **more)
 
     def request(self, name: str, text: list[int], sampling: Any) -> Any:
         hashing, utils = (

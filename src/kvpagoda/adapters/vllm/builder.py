@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
 
-from kvpagoda.adapters.vllm.memory import config_of, groups_of, is_packed
+from kvpagoda.adapters.vllm.memory import config_of, groups_of, id_nbytes, is_packed
 
 
 class GroupsBuilder(DefaultKVCacheConfigBuilder):  # type: ignore[misc]
@@ -21,3 +21,8 @@ class GroupsBuilder(DefaultKVCacheConfigBuilder):  # type: ignore[misc]
         if is_packed(kv_cache_groups):
             return config_of(vllm_config, kv_cache_groups, num_blocks)
         return super().get_kv_cache_config_from_groups(vllm_config, kv_cache_groups, num_blocks)
+
+    def _get_pool_bytes_per_block(self, vllm_config: Any, kv_cache_groups: Any) -> Any:
+        if is_packed(kv_cache_groups):
+            return id_nbytes(kv_cache_groups)
+        return super()._get_pool_bytes_per_block(vllm_config, kv_cache_groups)

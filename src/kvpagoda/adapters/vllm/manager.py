@@ -21,9 +21,11 @@ from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from kvpagoda.adapters.vllm.eviction import EvictionQueue, PolicyQueue
+from kvpagoda.adapters.vllm.memory import units_per_state
 from kvpagoda.adapters.vllm.options import Options
 from kvpagoda.adapters.vllm.promises import PoolPromises
 from kvpagoda.adapters.vllm.recent import Recent
+from kvpagoda.adapters.vllm.spans import SpanQueue, Spans
 from kvpagoda.errors import CheckFailed
 from kvpagoda.policies import as_policy
 from kvpagoda.retention import RetentionRule
@@ -69,6 +71,9 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self.options = options or Options()
         managers = self.coordinator.single_type_managers
         self._bounded = [manager for manager in managers if self._is_bounded(manager)]
+        config = self.kv_cache_config
+        units = units_per_state(config.kv_cache_groups) if config.kv_cache_tensors else 1  # placed by us, or not at all
+        self._spans = Spans(self.coordinator, units, self.max_model_len) if units > 1 else None
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         self._hashed = [
             i for i, spec in enumerate(specs) if spec.prefix_cacheable and not isinstance(spec, _UNHASHED)
@@ -91,7 +96,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self.rule = RetentionRule(unit, every, keeps_prompt_end=False)
         if self._bounded:
             self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
-        self.promises = PoolPromises(self.block_pool, self.options.promised)
+        size = None if self._spans is None else self._spans.size
+        self.promises = PoolPromises(self.block_pool, self.options.promised, size=size)
         self._order()
 
     def _is_bounded(self, manager: Any) -> bool:
@@ -105,11 +111,15 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         self._has_order = False
         if self.enable_caching:
             policy = as_policy(self.options.policy, pool.num_gpu_blocks)
+        bounded = {manager.kv_cache_group_id: manager.block_size for manager in self._bounded}
+        if self._spans is not None:
+            self._has_order = bool(bounded)
+            pool.free_block_queue = SpanQueue(pool, self._spans.units, bounded)
+            return
         if not self._bounded and policy is None:
             return  # vLLM's own queue: least recently used, ends of texts first
         self._has_order = True
         free = pool.free_block_queue.get_all_free_blocks()
-        bounded = {manager.kv_cache_group_id: manager.block_size for manager in self._bounded}
         if policy is None:
             pool.free_block_queue = EvictionQueue(free, pool.num_gpu_blocks, bounded)
         else:
@@ -158,11 +168,16 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         ):
             more["full_sequence_must_fit"] = False  # it is what has to fit anyway: once is enough
         args = (request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, *others)
+        spans, found = self._spans, new_computed_blocks
+        if spans is not None and found is not None and not spans.may_begin(request, found.blocks):
+            return None
         added: KVCacheBlocks | None = super().allocate_slots(*args, **more)
         while added is None and self.promises.drop_lowest_promise():  # running requests come first
             added = super().allocate_slots(*args, **more)
         if added is None:
             return None
+        if spans is not None:
+            spans.goes_to(name, computed + num_new_computed_tokens + num_new_tokens)
         if new_computed_blocks is not None and getattr(request, "kv_hints", None) is not None:
             self.promises.began(request)
         if self._has_order:
@@ -314,6 +329,8 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         """As vLLM's. The blocks of all groups are in the order of their positions; those of windows are kept."""
         name = request.request_id
         self._unchanged.pop(name, None)
+        if self._spans is not None:
+            self._spans.goes_to(name, 0)
         if self._positions.pop(name, None) is None or self._seen is None:
             blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
             return blocks
@@ -343,6 +360,20 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
             self._order()
         return is_reset
 
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
+        """As vLLM's.
+
+        Raises:
+            CheckFailed: a block would be copied where a state takes several ids, over the blocks beside it.
+        """
+        copies, retained = super().take_kv_cache_block_copies()
+        if copies and self._spans is not None:
+            pairs = [tuple(copy) for copy in copies[:16]]
+            raise CheckFailed(
+                f'"memory": "exact": blocks would be copied over their neighbours: {pairs}', available=pairs
+            )
+        return copies, retained
+
     def check(self) -> None:
         """Prove that the free blocks are those that nobody uses, in their order. O(blocks).
 
@@ -354,6 +385,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         if isinstance(queue, EvictionQueue):
             queue.check()
         idle = {block.block_id for block in pool.blocks if block.ref_cnt == 0 and not block.is_null}
+        idle -= queue.inside() if isinstance(queue, SpanQueue) else set()
         free = {block.block_id for block in queue.get_all_free_blocks()}
         if idle != free or queue.num_free_blocks != len(free):
             raise CheckFailed(f"blocks that are free or unused, but not both: {sorted(idle ^ free)[:16]}")

@@ -8,6 +8,12 @@ holds, side by side, and windows share groups without padding layers::
             id 8   states     | layer 0  | layer 1   | ..         | .. layer 11 |     12 states, 3 such groups
     here    id 7   attention  | layer 0: 176 tokens  | layer 1 .. | .. layer 11 |     12 smaller pages
             id 8   states     | layer 0             | layer 1             | - |        2 states, 18 such groups
+
+That is ``"groups"``. In ``"exact"`` all states are one group, and take the ids that their bytes need, which is ours to hand
+out (``spans``). A block of attention has the tokens that a kernel takes::
+
+    exact   id 7   attention  | layer 0: 64 tokens | .. layer 11 |                    12 pages: a unit
+            id 49 .. 97       | the states of all 36 layers      |                    a run of 49 units, named by the first
 """
 
 from __future__ import annotations
@@ -17,13 +23,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm.model_executor.layers.mamba import abstract
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
-from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from kvpagoda.adapters.vllm.group_sizes import LEAST_GAIN, StateGroups, groups_of_states, held_nbytes, layers_per_group
 from kvpagoda.adapters.vllm.log import announce
+from kvpagoda.adapters.vllm.options import Options
 from kvpagoda.errors import BadInput
 from kvpagoda.units import align_up, ceil_div
 
@@ -33,7 +38,11 @@ _ALIKE = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
 _STATE_ALIGNMENT = 128
 """Bytes at multiples of which a state begins: a kernel loads 16 at once, a cache line has 128."""
 _CONNECTOR = "KvpagodaConnector"
+_SCHEDULER = "kvpagoda.adapters.vllm.Scheduler"
+_EXACT_TOKENS = 64
+"""Tokens of a block in "exact", unless ``--block-size`` says another number: kernels of attention on GPUs take it."""
 _HINT = 'leave it out, or start vLLM without "memory"'
+_EXACT_HINT = 'leave it out, or take "memory": "groups"'
 
 Specs = Mapping[str, Any]
 """Name of a layer -> vLLM's spec of it."""
@@ -58,6 +67,40 @@ def refuse(vllm_config: Any) -> None:
             raise BadInput.with_hint(text, _HINT, needed="memory", available=option)
 
 
+def is_exact(vllm_config: Any) -> bool:
+    """Return whether ``vllm_config`` asks for states in runs of units. Raises BadInput for a wrong option."""
+    return Options.of(getattr(vllm_config, "additional_config", None)).memory == "exact"
+
+
+def refuse_beside_exact(vllm_config: Any, block_size: int) -> None:
+    """Raise BadInput for what hands out or reads ids as if each were a whole block. ``block_size``: of attention."""
+    transfer, unit = vllm_config.kv_transfer_config, vllm_config.cache_config.prefix_match_unit
+    if not _is_ours(vllm_config.scheduler_config.scheduler_cls):
+        raise BadInput.with_hint(
+            '"memory": "exact" needs our scheduler: vLLM\'s would hand out one id for a state that takes many',
+            f'add --scheduler-cls {_SCHEDULER}, or take "memory": "groups"',
+            needed=_SCHEDULER, available=vllm_config.scheduler_config.scheduler_cls,
+        )  # fmt: skip
+    if transfer is not None:
+        text = (
+            f'"memory": "exact" does not go with a KV connector, which reads one id of a state: {transfer.kv_connector}'
+        )
+        raise BadInput.with_hint(text, _EXACT_HINT, needed=None, available=transfer.kv_connector)
+    if unit not in (None, block_size):
+        raise BadInput.with_hint(
+            f'"memory": "exact" finds texts after each block of {block_size} tokens; --prefix-match-unit {unit} would let '
+            "vLLM copy a block that ends inside, which would overwrite the blocks beside it",
+            _EXACT_HINT, needed=block_size, available=unit,
+        )  # fmt: skip
+
+
+def _is_ours(scheduler: Any) -> bool:
+    """Return whether ``scheduler``, a class or its name, has our manager."""
+    if isinstance(scheduler, str):
+        return scheduler.startswith("kvpagoda.adapters.vllm.")
+    return any(base.__module__ == "kvpagoda.adapters.vllm.scheduler" for base in getattr(scheduler, "__mro__", ()))
+
+
 # -- states beside attention ---------------------------------------------------------------------------------------------
 
 
@@ -67,6 +110,8 @@ def align(vllm_config: Any, own: Callable[[], None]) -> None:
     Raises:
         BadInput: what ``refuse`` names, or kernels that take no block in which a state has room.
     """
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec  # in a worker; the scheduler reads this file too
+
     refuse(vllm_config)
     cache = vllm_config.cache_config
     if cache.mamba_cache_mode == "all":
@@ -75,6 +120,14 @@ def align(vllm_config: Any, own: Callable[[], None]) -> None:
     least = cache.block_size if cache.user_specified_block_size else 1
     own()
     specs = get_kv_cache_spec(vllm_config)
+    if is_exact(vllm_config):
+        cache.block_size = least_block(vllm_config, specs, least if least > 1 else _EXACT_TOKENS, is_whole=True)
+        cache.mamba_page_size_padded = None
+        if cache.mamba_cache_mode == "align":
+            cache.mamba_block_size = cache.block_size
+        refuse_beside_exact(vllm_config, cache.block_size)
+        _states_of_all(get_kv_cache_spec(vllm_config))
+        return
     chosen = states_beside(specs, least_block(vllm_config, specs, least))
     if chosen is None:
         return
@@ -84,29 +137,38 @@ def align(vllm_config: Any, own: Callable[[], None]) -> None:
         cache.mamba_block_size = chosen.block_size
 
 
-def least_block(vllm_config: Any, specs: Specs, least: int = 1) -> int:
+def least_block(vllm_config: Any, specs: Specs, least: int = 1, *, is_whole: bool = False) -> int:
     """Return the tokens of which a block has a multiple: of ``least``, of ``--prefix-match-unit``, of what every kernel
-    takes, and of where it may leave a state inside of a prompt.
+    takes, and of where it may leave a state inside of a prompt. ``is_whole``: return the tokens of a block of attention
+    that kernels take as it is, whatever ``--prefix-match-unit`` says.
 
     Raises:
         BadInput: kernels that take blocks of some sizes alone: blocks that do not lie side by side cannot be divided.
     """
-    units = [least, vllm_config.cache_config.prefix_match_unit or 1]
+    from vllm.model_executor.layers.mamba import abstract
+
+    units = [least, 1 if is_whole else vllm_config.cache_config.prefix_match_unit or 1]
     layers = vllm_config.compilation_config.static_forward_context
+    taken = dict[Any, tuple[Any, ...]]()
     for backend in {layers[name].get_attn_backend() for name, spec in specs.items() if isinstance(spec, AttentionSpec)}:
-        sizes = backend.get_supported_kernel_block_sizes()
+        sizes = tuple(backend.get_supported_kernel_block_sizes())
         bases = [size.base for size in sizes if isinstance(size, MultipleOf)]
         if sizes and not bases:
-            raise BadInput.with_hint(
-                f"kernels of {backend.get_name()} take blocks of {sizes} tokens; smaller groups need one that takes multiples",
-                "--attention-backend FLASH_ATTN or TRITON_ATTN, where they do, or start vLLM without \"memory\"",
-                needed="MultipleOf", available=tuple(sizes),
-            )  # fmt: skip
+            taken[backend] = sizes
         units += [min(bases)] if bases else []
     aligned = getattr(abstract, "get_mamba_prefill_checkpoint_alignment", None)  # 0.33
     if aligned is not None and vllm_config.cache_config.mamba_cache_mode == "align":
         units.append(aligned(vllm_config) or 1)
-    return math.lcm(*units)
+    block = math.lcm(*units)
+    for backend, sizes in taken.items():
+        if not is_whole or block not in sizes:
+            raise BadInput.with_hint(
+                f"kernels of {backend.get_name()} take blocks of {sizes} tokens; smaller groups need one that takes "
+                f"{block if is_whole else 'multiples'}",
+                "--attention-backend FLASH_ATTN or TRITON_ATTN, where they do, or start vLLM without \"memory\"",
+                needed=block if is_whole else "MultipleOf", available=sizes,
+            )  # fmt: skip
+    return block
 
 
 def states_beside(specs: Specs, unit: int) -> StateGroups | None:
@@ -163,6 +225,8 @@ def groups_of(vllm_config: Any, specs: Specs, own: Callable[[Any, Specs], list[A
         BadInput: what ``refuse`` names, a layout or a connector that cannot read blocks of several kinds side by side.
     """
     refuse(vllm_config)
+    if is_exact(vllm_config):
+        return _exact(vllm_config, specs)
     groups = _of_states(vllm_config, specs) or _of_windows(specs)
     if groups is None:
         groups = own(vllm_config, specs)
@@ -187,15 +251,45 @@ def _of_states(vllm_config: Any, specs: Specs) -> list[Any] | None:
     if connector not in (None, _CONNECTOR):
         text = f"connector {connector} was not tried with blocks of several kinds side by side"
         raise BadInput.with_hint(text, _HINT, needed=_CONNECTOR, available=connector)
-    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    if not layout.is_block_compact:
-        text = f"in the layout {layout.name} a block's bytes are not together, which smaller groups need"
-        raise BadInput.with_hint(text, _HINT, needed="is_block_compact", available=layout.name)
+    _check_layout(vllm_config)
     number = ceil_div(len(states), per_group)
     names = [[*attention], *([*states][start::number] for start in range(number))]
     if next(iter(specs)) in states:
         names = names[1:] + names[:1]  # in the order of the model, as vLLM's
     return [KVCacheGroupSpec(layers, specs[layers[0]]) for layers in names]
+
+
+def _check_layout(vllm_config: Any) -> None:
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    if not layout.is_block_compact:
+        text = f"in the layout {layout.name} a block's bytes are not together, which smaller groups need"
+        raise BadInput.with_hint(text, _HINT, needed="is_block_compact", available=layout.name)
+
+
+def _exact(vllm_config: Any, specs: Specs) -> list[Any]:
+    """Return one group of states and one of attention. States are first: they need a run of units, attention any."""
+    states, attention = _states_of_all(specs)
+    refuse_beside_exact(vllm_config, next(iter(attention.values())).block_size)
+    _check_layout(vllm_config)
+    groups = [KVCacheGroupSpec([*layers], next(iter(layers.values()))) for layers in (states, attention)]
+    announce(
+        f"divides vLLM's memory into units of {id_nbytes(groups)} bytes, blocks of {groups[1].kv_cache_spec.block_size} "
+        f"tokens in {len(attention)} layers; the states of {len(states)} layers take {units_per_state(groups)} of them"
+    )
+    return groups
+
+
+def _states_of_all(specs: Specs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the layers with states and those with attention. Raises BadInput unless there are just these two kinds."""
+    attention, states = _split(specs)
+    if not states or len({spec.page_size_bytes for spec in specs.values()}) == 1:
+        kinds = tuple(sorted({type(spec).__name__ for spec in specs.values()}))
+        raise BadInput.with_hint(
+            f'"memory": "exact" is for one kind of layers with attention to the whole text and one with states, not {kinds}',
+            'start vLLM without "memory", or with "groups"',
+            needed=("FullAttentionSpec", "MambaSpec"), available=kinds,
+        )  # fmt: skip
+    return states, attention
 
 
 def _of_windows(specs: Specs) -> list[Any] | None:
@@ -231,20 +325,33 @@ def is_packed(groups: list[Any]) -> bool:
 
 
 def id_nbytes(groups: list[Any]) -> int:
-    """Return the bytes of the largest group's block, which every id takes."""
-    most = max(len(group.layer_names) * _page_nbytes(group.kv_cache_spec) for group in groups)
+    """Return the bytes of a block of attention, which every id takes."""
+    most = max(_group_nbytes(group) for group in groups if not isinstance(group.kv_cache_spec, MambaSpec))
     return align_up(most, math.lcm(*(group.kv_cache_spec.get_block_stride_alignment() for group in groups)))
 
 
+def units_per_state(groups: list[Any]) -> int:
+    """Return how many ids a block of states takes: more than 1 in "exact" alone."""
+    if not is_packed(groups):
+        return 1
+    states = max(_group_nbytes(group) for group in groups if isinstance(group.kv_cache_spec, MambaSpec))
+    return ceil_div(states, id_nbytes(groups))
+
+
 def config_of(vllm_config: Any, groups: list[Any], num_blocks: int) -> Any:
-    """Return vLLM's configuration of ``num_blocks`` ids: one allocation, in which each group begins at byte 0."""
-    cache = vllm_config.cache_config
+    """Return vLLM's configuration of ``num_blocks`` ids: one allocation, in which each group begins at byte 0.
+
+    Views have a row for each id, and a state of the last ones would end behind them: so there is a tail, of the ids of a
+    state less one. It comes out of ``num_blocks`` where no other worker is planned with the same number."""
+    cache, tail = vllm_config.cache_config, units_per_state(groups) - 1
     if cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
+    elif tail and vllm_config.parallel_config.world_size == 1:
+        num_blocks = max(1, num_blocks - tail)
     stride = id_nbytes(groups)
     tensors = [
         KVCacheTensor(
-            size=num_blocks * stride, layers=[*group.layer_names], layer_stride=_page_nbytes(group.kv_cache_spec),
+            size=(num_blocks + tail) * stride, layers=[*group.layer_names], layer_stride=_page_nbytes(group.kv_cache_spec),
             block_stride=stride,
         )
         for group in groups
@@ -253,6 +360,10 @@ def config_of(vllm_config: Any, groups: list[Any], num_blocks: int) -> Any:
         num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups,
         prefix_cache_retention_interval=cache.prefix_cache_retention_interval,
     )  # fmt: skip
+
+
+def _group_nbytes(group: Any) -> int:
+    return len(group.layer_names) * _page_nbytes(group.kv_cache_spec)
 
 
 def _page_nbytes(spec: Any) -> int:

@@ -16,7 +16,7 @@ NEEDS_PRIORITIES = ("priority", "ttl")
 """Policies that rank blocks by a number of the request. vLLM's priorities say who runs first, not what stays cached."""
 KEY = "kvpagoda"
 """Where our options stand."""
-MEMORY = ("groups",)
+MEMORY = ("groups", "exact")
 _PLACE = """--additional-config '{"kvpagoda": {"policy": "lru"}}'"""
 OF_THE_CONNECTOR = ("tiers", "weights", "record_nbytes", "checkpoint_tokens", "load", "secret")
 """Options of the connector, which stand elsewhere."""
@@ -31,7 +31,8 @@ class Options:
         checkpoint_every: keep what resuming needs after every so many tokens too, not only where texts end and part;
             None: what vLLM's ``--prefix-cache-retention-interval`` says, whose default 0 means nowhere else.
         promised: the share of the blocks, 0 to 1, that hints (``kv_hints`` of requests) may keep.
-        memory: how vLLM's memory is divided: "groups" (``memory``); None: as vLLM does. With vLLM's own scheduler too.
+        memory: how vLLM's memory is divided: "groups", with vLLM's own scheduler too, or "exact", beside ours (``memory``);
+            None: as vLLM does.
     """
 
     policy: str = "lru"
@@ -53,6 +54,9 @@ class Options:
             raise BadInput(text, field="promised", needed=self.promised, available=1)
         if self.memory not in (None, *MEMORY):
             raise unknown_name("memory", self.memory, MEMORY)
+        if self.memory == "exact" and self.policy != "lru":
+            text = f'"memory": "exact" has one order of what is used again, "lru", and the policy is {self.policy!r}'
+            raise BadInput(text, field="policy", needed="lru", available=self.policy)
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:

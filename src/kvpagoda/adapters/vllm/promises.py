@@ -35,14 +35,20 @@ class PoolPromise:
 class PoolPromises:
     """The promises in ``pool``, a block pool of vLLM: at most ``share`` of its blocks.
 
-    ``clock``: seconds. ``limits``: see ``HintLimits``; those on sessions and tenants have no meaning here.
+    ``clock``: seconds. ``limits``: see ``HintLimits``; those on sessions and tenants have no meaning here. ``size``: of a
+    block that is held, in ids of the pool; None: 1.
     """
 
     def __init__(
-        self, pool: Any, share: float, clock: Callable[[], float] = monotonic, limits: HintLimits | None = None
+        self,
+        pool: Any,
+        share: float,
+        clock: Callable[[], float] = monotonic,
+        limits: HintLimits | None = None,
+        size: Callable[[Any], int] | None = None,
     ) -> None:
         self._pool, self._clock, self._limits = pool, clock, HintLimits() if limits is None else limits
-        self._most = int(share * pool.num_gpu_blocks)
+        self._most, self._size = int(share * pool.num_gpu_blocks), size
         self.num_blocks = 0  #: of all promises, each for itself
         self._held: dict[int, PoolPromise] = {}
         self._by_end: list[tuple[float, int]] = []
@@ -126,8 +132,9 @@ class PoolPromises:
             reason = "nothing of it is cached" if keep.priority else "priority 0: no promise"
             self._news.append(keep.asked.now("missing" if keep.priority else "accepted", reason, wanted=wanted))
             return
-        if self.num_blocks + len(blocks) > self._most or len(self._held) >= self._limits.promises:
-            reason = f"{len(blocks)} blocks beside {self.num_blocks} promised ones pass {self._most}"
+        size = self._num_ids(blocks)
+        if self.num_blocks + size > self._most or len(self._held) >= self._limits.promises:
+            reason = f"{size} blocks beside {self.num_blocks} promised ones pass {self._most}"
             self._news.append(keep.asked.now("rejected", reason, wanted=wanted))
             return
         number, until, status = next(self._numbers), None, "accepted"
@@ -139,9 +146,9 @@ class PoolPromises:
                 self._by_end = [end for end in self._by_end if end[1] in self._held or end[1] == number]
                 heapify(self._by_end)
         self._pool.touch(blocks)
-        outcome = keep.asked.now(status, f"{len(blocks)} blocks", wanted=wanted, tokens=wanted, until=until)
+        outcome = keep.asked.now(status, f"{size} blocks", wanted=wanted, tokens=wanted, until=until)
         self._held[number] = PoolPromise(keep, outcome, request.cache_salt, session, blocks)
-        self.num_blocks += len(blocks)
+        self.num_blocks += size
         self._news.append(outcome)
 
     def _released(self, asked: Outcome, request: Any, action: str | None, session: str | None) -> None:
@@ -168,6 +175,9 @@ class PoolPromises:
     def _end(self, number: int, status: str) -> None:
         promise = self._held.pop(number, None)
         if promise is not None:
-            self.num_blocks -= len(promise.blocks)
+            self.num_blocks -= self._num_ids(promise.blocks)
             self._pool.free_blocks(reversed(promise.blocks))
             self._news.append(promise.outcome.now(status))
+
+    def _num_ids(self, blocks: list[Any]) -> int:
+        return len(blocks) if self._size is None else sum(map(self._size, blocks))
