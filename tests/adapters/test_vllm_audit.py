@@ -1,4 +1,4 @@
-"""``kvpagoda audit`` on vLLM's own server with tiny models: clean with what vLLM has and with what is ours, and not with a fault.
+"""``kvpagoda audit`` on vLLM's own server with tiny models: clean with what vLLM has and with what is ours, not with a fault.
 
 ``make vllm`` runs this. A server is started once: a file says whether its fault strikes.
 """
