@@ -14,7 +14,7 @@ import kvpagoda
 from kvpagoda.audit.findings import Finding
 from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.probes import KINDS
-from kvpagoda.audit.verdict import ERROR, LEAST, RATIO
+from kvpagoda.audit.verdict import ERROR, LEAST, MOST_ROUNDING, RATIO
 
 
 @dataclass
@@ -171,7 +171,8 @@ class Report:
             parts.append(f"<section><h2>Not tried, and notes</h2><ul>{items}</ul></section>")
         parts.append(
             f"<p>A judged answer counts as wrong if it differs from two cold twins by more than {RATIO:g} times the largest "
-            f"noise and {LEAST:g} nats. A finding has an error of at most {ERROR:g} (a sequential test over prompts).</p>"
+            f"noise and {LEAST:g} nats, beside others {MOST_ROUNDING:g}. A finding has an error of at most {ERROR:g} (a "
+            "sequential test over prompts).</p>"
         )
         return text.replace("<!--title-->", escape(f"Audit of {self.audit.server.url}")).replace(
             "<!--body-->", "\n".join(parts)
