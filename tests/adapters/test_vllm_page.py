@@ -38,11 +38,15 @@ TOKENS = 300
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a model and a tokenizer, each of whose tokens is a word."""
+    """A folder with a model and a tokenizer."""
+    return with_tokenizer(tiny_vllm.save(tmp_path_factory.mktemp("models"), "llama"))
+
+
+def with_tokenizer(folder: str) -> str:
+    """Put a tokenizer into the folder of a model, each of whose tokens is a word, and return the folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder = tiny_vllm.save(tmp_path_factory.mktemp("models"), "llama")
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, 512)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

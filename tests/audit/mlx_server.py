@@ -1,6 +1,7 @@
 """mlx-lm's server with a tiny random model: ``FOLDER PORT FAULT``. It runs where mlx-lm is, which is not here.
 
-"rows" plants a fault in its prompt cache: of one layer of a hit, 16 rows are those of another place.
+FAULT is one of its prompt cache: "rows": of one layer of a hit, 16 rows are those of another place; "long": a hit is one token
+longer than what is common, whose row is that of another text; "keys": 16 tokens of a prompt do not count for what is common.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def save(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def plant() -> None:
+def plant_rows() -> None:
     """Put rows of another place into what is found."""
     fetch = LRUPromptCache.fetch_nearest_cache
 
@@ -62,11 +63,40 @@ def plant() -> None:
     LRUPromptCache.fetch_nearest_cache = wrong
 
 
+def plant_long() -> None:
+    """Let a hit be one token longer than what is common, where there is a row of another text."""
+    fetch = LRUPromptCache.fetch_nearest_cache
+
+    def wrong(self: Any, *args: Any) -> Any:
+        found, rest = fetch(self, *args)
+        if found and len(rest) > 1 and all(one.offset < one.keys.shape[2] for one in found):
+            for one in found:
+                one.offset += 1
+            rest = rest[1:]
+        return found, rest
+
+    LRUPromptCache.fetch_nearest_cache = wrong
+
+
+def plant_keys() -> None:
+    """Find and keep prompts by tokens of which the 16 after the eighth are all the same."""
+    for name in ("fetch_nearest_cache", "insert_cache"):
+        call = getattr(LRUPromptCache, name)
+
+        def keyed(self: Any, model: Any, tokens: Any, *args: Any, call: Any = call, **more: Any) -> Any:
+            said = [*tokens]
+            done = call(self, model, [*said[:8], *[0] * len(said[8:24]), *said[24:]], *args, **more)
+            if isinstance(done, tuple) and len(done[1]):
+                done = done[0], said[-len(done[1]) :]
+            return done
+
+        setattr(LRUPromptCache, name, keyed)
+
+
 if __name__ == "__main__":
     folder, port, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     save(folder)
-    if fault == "rows":
-        plant()
+    {"": lambda: None, "rows": plant_rows, "long": plant_long, "keys": plant_keys}[fault]()
     sys.argv[1:] = [
         "--model", str(folder), "--port", port, "--host", "127.0.0.1", "--log-level", "WARNING", "--prompt-cache-size", "6",
     ]  # fmt: skip

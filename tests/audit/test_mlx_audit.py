@@ -57,3 +57,16 @@ def test_rows_of_another_place_are_found(tmp_path: Path) -> None:
     assert report.code == 1, [*report.lines()][:8]
     first = report.findings[0]
     assert first.sort == "rows" and first.wrong == first.judged and (first.largest or 0) > 0.25
+
+
+def test_a_hit_one_token_too_long_is_found(tmp_path: Path) -> None:
+    """Also where a cold twin is wrong too, as what all chats begin with is found for it: such twins are no noise."""
+    report = audited(tmp_path, "long")
+    assert report.code == 1, [*report.lines()][:8]
+    assert report.findings[0].sort == "rows" and report.audit.results.noise.most < 0.05
+
+
+def test_keys_without_some_tokens_are_found(tmp_path: Path) -> None:
+    report = audited(tmp_path, "keys")
+    assert report.code == 1, [*report.lines()][:8]
+    assert report.findings[0].sort == "counter"

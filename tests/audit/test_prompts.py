@@ -76,3 +76,10 @@ def test_a_key_says_what_the_right_answer_depends_on() -> None:
     assert Ask((part,), "repeat", salt="a").key == Ask((part,), "extend", cold=True).key
     assert Ask((part,), model="m").key != Ask((part,)).key and Ask((part,), most=3).key != Ask((part,)).key
     assert [ask.kind for ask in Case("x", one(Ask((part,), "a"), Ask((part,), "b"))).asks()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(("unit", "longest"), [(16, 1984), (128, 1984), (528, 4032), (1152, 4032)])
+def test_half_of_the_lengths_have_a_unit_that_is_found(unit: int, longest: int) -> None:
+    lengths = ProbeTexts(Draw(0), ServerProfile("", unit=unit, longest=longest)).lengths()
+    assert len(lengths) > 4 and max(lengths) + 2 * unit + 8 <= longest
+    assert sum(n > unit for n in lengths) * 2 > len(lengths)

@@ -52,6 +52,10 @@ def test_the_limit_follows_the_noise() -> None:
     assert Noise([0.0], [0.02, 0.04]).limit == RATIO * 0.04
     assert Noise([0.0], beside=[0.2]).limit == pytest.approx(RATIO * 0.2)
     assert Noise([0.0], beside=[5.0]).limit == RATIO * MOST_ROUNDING  # what is beside a run may have spoiled it
+    assert (
+        Noise([0.0], [1e-5]).of_crowds.limit == MOST_ROUNDING
+    )  # steps with others in them round otherwise, now and then
+    assert Noise([0.0], [0.5]).of_crowds.limit == RATIO * 0.5
     assert Noise([0.0, 1.0, 0.0], by_tokens=True).limit == 0.5
     assert Noise([0.0, 1.0, 0.0], by_tokens=True).chance == 2 / 5
 

@@ -86,13 +86,15 @@ def _named(server: Server, model: str | None) -> ServerProfile:
     one = listed.get(name, {})
     lengths = [one.get("max_model_len"), one.get("context_length"), _at(server, "/props", "n_ctx")]
     metrics = page(server, "/metrics")
-    blocks, size = (re.search(rf'{key}="(\d+)"', metrics) for key in ("num_gpu_blocks", "[{,]block_size"))
+    keys = "kv_cache_size_tokens", "num_gpu_blocks", "[{,]block_size"
+    tokens, blocks, size = (re.search(rf'{key}="(\d+)"', metrics) for key in keys)
+    room = int(tokens[1]) if tokens else int(blocks[1]) * int(size[1]) if blocks and size else 0
     return ServerProfile(
         name,
         str(one.get("owned_by") or ""),
         adapters=[other for other, its in listed.items() if its.get("parent") and other != name],
         longest=min((int(n) for n in lengths if isinstance(n, int) and n > 0), default=2048),
-        num_blocks_tokens=int(blocks[1]) * int(size[1]) if blocks and size else 0,
+        num_blocks_tokens=room,
         preemptions=num_preempted(metrics) is not None,
     )
 

@@ -11,7 +11,7 @@ from itertools import count, cycle, islice
 from time import monotonic
 
 from kvpagoda.audit.discover import find_cold, find_interface, find_sizes, num_preempted, page, prompt
-from kvpagoda.audit.probes import KINDS, Probe, ProbeTexts, probes
+from kvpagoda.audit.probes import CROWDS, KINDS, Probe, ProbeTexts, probes
 from kvpagoda.audit.prompts import Ask, Case, Draw, PromptPart, PromptStep
 from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer, Unanswered
 from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
@@ -111,13 +111,17 @@ class Results:
             num_right += len(each) - len(bad)
         return wrong, num_right
 
+    def noise_of(self, *kinds: str) -> Noise:
+        """Return the noise of answers to requests of ``kinds``."""
+        return self.noise.of_crowds if set(kinds) <= CROWDS else self.noise
+
     def is_sure(self, *kinds: str) -> bool:
         """Return whether the trials of ``kinds`` mean a fault."""
-        return is_sure(*self.counts(*kinds), self.noise)
+        return is_sure(*self.counts(*kinds), self.noise_of(*kinds))
 
     def evidence(self, *kinds: str) -> float:
         """Return how many times likelier the trials of ``kinds`` are with a fault than without."""
-        return evidence(*self.counts(*kinds), self.noise)
+        return evidence(*self.counts(*kinds), self.noise_of(*kinds))
 
     def why_not(self) -> str:
         """Return why nothing can be said; empty if something can."""
@@ -270,27 +274,41 @@ class Audit:
     # -- cold twins --------------------------------------------------------------------------------------------------
 
     def cold(self, wanted: Sequence[tuple[Ask, list[ServerAnswer | None]]]) -> list[ServerAnswer | None]:
-        """Return the answers of cold runs; None for one that used what is cached. Raises OutOfRequests, Unanswered."""
+        """Return the answers of cold runs; None for one that used what is cached, and, where each batch of them costs churn,
+        for those that came after the last request. Raises OutOfRequests, Unanswered."""
         way = self.server.profile.cold
         if way != "churn":
             return [self._cold(ask, answers, way) for ask, answers in wanted]
         found: dict[int, ServerAnswer | None] = {}
-        while left := [number for number in range(len(wanted)) if number not in found]:
-            self.churn()
-            batch = list[int]()
-            for number in left:  # those of one batch have nothing in common, so that none makes another one warm
-                if all(wanted[number][0].parts[0] != wanted[other][0].parts[0] for other in batch) and not any(
-                    self._overlap(wanted[number][0], wanted[other][0]) for other in batch
-                ):
-                    batch.append(number)
-            for number in batch:
-                found[number] = self._cold(*wanted[number], way)
-            if again := [
-                number for number in batch if found[number] is None
-            ]:  # more is needed, for a longer prompt perhaps
-                self.churn(2.0)
-                found.update((number, self._cold(*wanted[number], way)) for number in again)
-        return [found[number] for number in range(len(wanted))]
+        with suppress(OutOfRequests):  # what has been found until then is of use
+            while left := [number for number in range(len(wanted)) if number not in found]:
+                self._cold_batch(wanted, left, found)
+        return [found.get(number) for number in range(len(wanted))]
+
+    def _cold_batch(
+        self,
+        wanted: Sequence[tuple[Ask, list[ServerAnswer | None]]],
+        left: Sequence[int],
+        found: dict[int, ServerAnswer | None],
+    ) -> None:
+        """Fill the cache and ask those of ``left`` that have nothing in common, so that none makes another one warm."""
+        self.churn()
+        batch = list[int]()
+        for number in left:
+            if all(wanted[number][0].parts[0] != wanted[other][0].parts[0] for other in batch) and not any(
+                self._overlap(wanted[number][0], wanted[other][0]) for other in batch
+            ):
+                batch.append(number)
+        again = list[int]()
+        for number in batch:
+            if (answer := self._cold(*wanted[number], "churn")) is None:
+                again.append(number)  # more is needed, for a longer prompt perhaps
+            else:
+                found[number] = answer
+        if again:
+            self.churn(2.0)
+            for number in again:
+                found[number] = self._cold(*wanted[number], "churn")
 
     @staticmethod
     def _overlap(one: Ask, other: Ask) -> bool:
@@ -378,12 +396,12 @@ class Audit:
             trial.twins = [first]
             trial.distance, trial.at = distance(trial.answer, first)
             trial.is_wrong = False
-            if trial.distance > noise.limit:
+            if trial.distance > self.results.noise_of(trial.ask.kind).limit:
                 suspects.append(trial)
         again = list({trial.key: trial for trial in suspects}.values())
         seconds = dict(zip((trial.key for trial in again), self.cold([(trial.ask, trial.answers) for trial in again])))
         for key, second in seconds.items():
-            if second is not None:
+            if second is not None and self._is_noise(self._twins[key], second):
                 noise.same.append(distance(self._twins[key], second)[0])
         for trial in suspects:
             second = seconds[trial.key]
@@ -392,9 +410,13 @@ class Audit:
                 continue
             trial.twins.append(second)
             trial.distance, trial.at = min((trial.distance, trial.at), distance(trial.answer, second))
-            trial.is_wrong = trial.distance > noise.limit
+            trial.is_wrong = trial.distance > self.results.noise_of(trial.ask.kind).limit
             trial.whose = self._whose(trial) if trial.is_wrong else ""
         self.results.trials += trials
+
+    def _is_noise(self, *twins: ServerAnswer) -> bool:
+        """Return whether what twins differ by is noise. Those that found what all chats begin with differ if that is wrong."""
+        return self.server.profile.is_chat or not any(twin.cached for twin in twins)
 
     def _whose(self, trial: Trial) -> str:
         """Return the key of another prompt that has this wrong answer; empty if none is known."""
@@ -456,7 +478,8 @@ class Audit:
         missing = {trial.key: trial for trial in self._pending if trial.key not in self._twins}.values()
         if not missing:
             return 0
-        batches = Counter(trial.ask.parts[0].symbols[:1] for trial in missing).most_common(1)[0][1]
+        numbers = Counter((trial.ask.chat, trial.ask.parts[0].symbols[:1]) for trial in missing)
+        batches = sum(max((n for (chat, _), n in numbers.items() if chat is kind), default=0) for kind in (False, True))
         return len(missing) + batches * self.server.profile.churn
 
     def _try(self, probe: Probe, texts: ProbeTexts, n: int, keep: int) -> None:

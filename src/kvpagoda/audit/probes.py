@@ -37,6 +37,8 @@ KINDS = {
 """Kind of a judged request -> what it is, in words; the simplest first."""
 PLAIN = ("repeat", "extend", "cut", "front", "branch", "turn", "in turn")
 """Kinds of plain hits. A fault in these shows in most others too."""
+CROWDS = {"at once", "under load"}
+"""Kinds whose answers are computed beside others."""
 
 
 @dataclass
@@ -55,8 +57,9 @@ class ProbeTexts:
 
     @property
     def unit(self) -> int:
-        """Symbols of a unit of hits; 16 where hits have no unit."""
-        return max(1, self.profile.unit // self.profile.per_symbol) if self.profile.unit > 1 else 16
+        """Symbols of a unit of hits; 16 where hits have no unit, so that any number of symbols is found."""
+        each = self.profile.per_symbol
+        return self.profile.unit // each if self.profile.unit > each else 16
 
     def in_chat(self, n: int) -> int:
         """Return how many symbols have in a chat as many tokens as ``n`` in most requests."""
@@ -76,6 +79,8 @@ class ProbeTexts:
         u, most = self.unit, max(8, self.profile.longest // self.profile.per_symbol)
         near = [3 * u + 1, u + 1, 5 * u + u // 2, 2 * u, 3 * u - 1, 8 * u + 3, u, 4 * u, 2 * u + 1, 6 * u + 1]
         near += [128 + 1, 512 + u // 2, 1024 + 1, max(2, u - 1)]
+        if 4 * u + 8 > most:  # prompts have one unit at most
+            near = [u + 1, u + u // 3, u, u + u // 5, max(2, u - 1)]
         return [n for n in dict.fromkeys(near) if n + 2 * u + 8 <= most] or [max(2, most // 2)]
 
 

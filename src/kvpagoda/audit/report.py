@@ -14,7 +14,7 @@ import kvpagoda
 from kvpagoda.audit.findings import Finding
 from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.probes import KINDS
-from kvpagoda.audit.verdict import ERROR, LEAST, RATIO
+from kvpagoda.audit.verdict import ERROR, LEAST, MOST_ROUNDING, RATIO
 
 
 @dataclass
@@ -110,6 +110,8 @@ class Report:
         """Yield (name, value) of what was measured, in words."""
         results, server, profile = self.audit.results, self.audit.server, self.audit.server.profile
         noise, share = results.noise, self._share()
+        crowds = noise.of_crowds.limit
+        beside = "" if crowds == noise.limit else f", beside others over {crowds:.2g}"
         yield "server", f"{server.url}, model {profile.model}" + (f" of {profile.owner}" if profile.owner else "")
         yield (
             "noise",
@@ -117,7 +119,7 @@ class Report:
             + ("computed in other pieces" if noise.pieces else "beside others")
             + " differ by at most "
             + (f"{noise.most:.2g}" if not noise.by_tokens else f"{noise.most:.0f} answer")
-            + ("" if noise.by_tokens else f" nats; an answer counts as wrong over {noise.limit:.2g}"),
+            + ("" if noise.by_tokens else f" nats; an answer counts as wrong over {noise.limit:.2g}{beside}"),
         )
         yield "cold twins", {
             "salt": "a cache_salt that was never used", "off": "cache_prompt: false",
@@ -169,7 +171,8 @@ class Report:
             parts.append(f"<section><h2>Not tried, and notes</h2><ul>{items}</ul></section>")
         parts.append(
             f"<p>A judged answer counts as wrong if it differs from two cold twins by more than {RATIO:g} times the largest "
-            f"noise and {LEAST:g} nats. A finding has an error of at most {ERROR:g} (a sequential test over prompts).</p>"
+            f"noise and {LEAST:g} nats, beside others {MOST_ROUNDING:g}. A finding has an error of at most {ERROR:g} (a "
+            "sequential test over prompts).</p>"
         )
         return text.replace("<!--title-->", escape(f"Audit of {self.audit.server.url}")).replace(
             "<!--body-->", "\n".join(parts)

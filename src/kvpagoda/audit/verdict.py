@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpagoda.audit.server import ServerAnswer
 
@@ -24,7 +24,7 @@ RATIO = 3.0
 """A distance counts if it is over this many times the largest noise."""
 LEAST, MOST_ROUNDING = 1e-3, 0.25
 """The least distance that counts, in nats; and the most by which rounding makes answers differ, which is the least that counts
-where no run could be computed in other pieces."""
+where no run could be computed in other pieces, and for answers that were computed beside others."""
 CHANCE = 1e-3
 """The share of right answers that count as wrong, at most: noise of 3 times the largest of some 30 samples."""
 SHARES = (0.9, 0.5, 0.2, 0.05, 0.02)
@@ -95,6 +95,12 @@ class Noise:
         """The largest distance."""
         rounding = min(max(self.beside, default=0.0), MOST_ROUNDING)
         return max(self.same + self.pieces + [rounding], default=0.0)
+
+    @property
+    def of_crowds(self) -> Noise:
+        """The noise of answers that are computed beside others: what a step has beside a token changes how it rounds, now and
+        then, and no answer in pieces shows by how much."""
+        return replace(self, same=self.same + self.pieces, pieces=[])
 
     @property
     def limit(self) -> float:
