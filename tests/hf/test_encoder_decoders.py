@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from transformers import GenerationMixin  # noqa: E402
 
-from encoder_decoders import ENCODERS, greedy, inputs_of, model_of  # noqa: E402
+from encoder_decoders import ENCODERS, greedy, inputs_of, model_of, run  # noqa: E402
 from kvpagoda.errors import BadInput, NeverFits, SchemaError  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache, Request, Sampling  # noqa: E402
 from kvpagoda.scheduling import LeastComputed, PreemptionMode, Youngest  # noqa: E402
@@ -226,6 +226,26 @@ def test_inputs_that_were_evicted_are_found_in_a_tier(name: str) -> None:
     assert generator.stats().loaded_tokens > 0
     assert runs == []
     generator.cache.close()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_input_of_which_a_part_was_evicted_is_encoded_for_the_rest(name: str) -> None:
+    generator, inputs = small(name, 9), inputs_of(model(name), (33, 20))
+    for given in inputs:  # 40 and 24 tokens, and 12 of the decoder: 7 and 5 blocks of 9
+        generator.generate([[1]], NEW, encoder_inputs=[given])
+    request = generator.submit([1], NEW, encoder_input=inputs[0])
+    with encoder_runs(name) as runs:
+        generator.step()
+        sequence = request.answers[0].sequence
+        assert sequence is not None and len(runs) == 1 and 0 < sequence.cached_tokens < request.begin
+    places = torch.from_numpy(generator.cache.core.groups[0].held_places(sequence.slot)).long()
+    for index, layer in enumerate(run(model(name), inputs[0], [1]).past_key_values.cross_attention_cache.layers):
+        for rows, real in (("k", layer.keys), ("v", layer.values)):
+            found = generator.cache.layer(index)[rows][places].flatten(0, 1)[:33]
+            torch.testing.assert_close(found, real[0].transpose(0, 1))
+    while not request.done:
+        generator.step()
+    assert request.output == greedy(model(name), inputs[0], [1], NEW)[0]
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "fp8_per_token_head"])
