@@ -136,7 +136,7 @@ class Stage:
         return {
             "token_ids": [2], "sequences": [self.sequence], "new_tokens": [1], "index": 0, "n": 1, "pin": None,
             "envelope": {"actions": []}, "config": CONFIG, "dtype": "float32", "layout": "trtllm", "verify_width": 1,
-            "transfer": SharedMemory("1MiB"), "ticket": "{}", "ttl": 1.0,
+            "transfer": SharedMemory("1MiB"), "ticket": "{}", "ttl": 1.0, "encoder_tokens": [1],
         }[name]  # fmt: skip
 
     def owner(self, kind: type, name: str) -> Any:

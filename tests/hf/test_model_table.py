@@ -82,7 +82,7 @@ WITH_ENCODER = """
 Configs of whole encoder-decoders (`is_encoder_decoder`): a text begins with the positions of the encoder's input, whose rows
 cross-attention reads, in the same blocks as those of the decoder's tokens
 ([how](step-loop.md#what-a-model-with-an-encoder-reads)). `kvpagoda.hf.Generator` runs them; those requests share a pass whose
-decoders are equally far. `tests/schema/test_encoder_decoders.py` compares the rows with transformers' `EncoderDecoderCache`.
+decoders are equally far. `tests/schema/test_encoder_schemas.py` compares the rows with transformers' `EncoderDecoderCache`.
 
 | type | keeps | longest input of the encoder |
 |---|---|---|"""
