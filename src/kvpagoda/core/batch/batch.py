@@ -754,9 +754,10 @@ class Batch:
             StaleHandle: the batch is over.
         """
         view, rows = self.layer(layer), self.rows
-        given = [whole_number(n, "encoder_tokens of a sequence", 1) for n in encoder_tokens]
+        asked = islice(items_of(encoder_tokens), rows.num_sequences + 1)
+        given = [whole_number(n, "encoder_tokens of a sequence", 1, bits=31) for n in asked]
         if len(given) != rows.num_sequences:
-            text = f"{rows.num_sequences} sequences need as many encoder_tokens, got {len(given)}"
+            text = f"{rows.num_sequences} sequences need as many encoder_tokens, got {given[:16]}"
             raise BadInput(text, needed=rows.num_sequences, available=len(given))
         arrays, growth = view.arrays, view.layer.growth
         if growth is not None and growth.is_bounded:
