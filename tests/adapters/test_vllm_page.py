@@ -55,9 +55,9 @@ def with_tokenizer(folder: str) -> str:
 
 
 def command(option: str) -> list[str]:
-    """The words after ``vllm serve MODEL`` of the command on the page that has ``option``."""
+    """The words after ``vllm serve MODEL`` of the first command on the page that has ``option``."""
     blocks = re.findall(r"vllm serve MODEL (.*?)\n```", PAGE, re.DOTALL)
-    (text,) = [block for block in blocks if option in block]
+    text = next(block for block in blocks if option in block)
     return shlex.split(text.replace("\\\n", " "), comments=True)
 
 

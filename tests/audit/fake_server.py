@@ -395,7 +395,9 @@ class _Handler(BaseHTTPRequestHandler):
             yield sample
 
     def _has_gone(self) -> bool:
-        if not select.select([self.connection], [], [], 0)[0]:
+        ready = select.poll()  # not select(), which takes no descriptor above 1,023
+        ready.register(self.connection, select.POLLIN)
+        if not ready.poll(0):
             return False
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)

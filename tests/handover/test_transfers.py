@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -71,6 +73,17 @@ def test_what_is_no_address_is_refused_and_what_lies_outside_is_an_os_error(make
         for call in (other.read, other.write):
             with pytest.raises(OSError, match="bytes"):
                 call(right, first, data)
+
+
+def test_shared_memory_that_is_forgotten_is_closed() -> None:
+    one = SharedMemory(SIZE)
+    path = f"/proc/self/fd/{one.address()['file']}"
+    memory = one.memory
+    assert os.readlink(path).startswith("/memfd:kvpagoda-handover")
+    del one
+    gc.collect()
+    assert not (os.path.lexists(path) and os.readlink(path).startswith("/memfd:kvpagoda-handover"))
+    memory[:] = 1  # what refers to it keeps it
 
 
 def test_the_memory_of_a_process_that_ended_is_not_read_any_more() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class SharedMemory:
         self._file = os.memfd_create(_NAME) if size else -1
         self.memory: Bytes = np.empty(0, np.uint8)
         if size:
+            self._close = finalize(self, os.close, self._file)  # also of one that is forgotten
             os.ftruncate(self._file, size)
             self.memory = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
         self._landing: Bytes = np.empty(0, np.uint8)
@@ -66,7 +68,7 @@ class SharedMemory:
     def close(self) -> None:
         """See ``Transfer``. The memory lives on as long as a process has it open."""
         if self._file >= 0:
-            os.close(self._file)
+            self._close()
             self._file = -1
         self._others.clear()
 
