@@ -160,7 +160,7 @@ def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
     kept = [row if "machine" in row else {**row, "machine": old["machine"]} for row in ours + kept]
     order = list(dict.fromkeys(row.get("case") for row in [*old["rows"], *new]))
     rows = sorted(kept + new, key=lambda row: order.index(row.get("case")))
-    absent = {who: why for who, why in old["absent"].items() if who not in found["versions"]} | found["absent"]
+    absent = {who: why for who, why in old["absent"].items() if who not in found["versions"]} | found.get("absent", {})
     merged = {**found, "versions": {**old["versions"], **found["versions"]}, "absent": absent, "rows": rows}
     path.write_text(json.dumps(merged, indent=1) + "\n")
     return path

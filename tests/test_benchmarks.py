@@ -387,3 +387,11 @@ def test_the_error_of_quantised_rows_with_an_indexer_is_other_tokens() -> None:
     v3, own, held = errors["latents", "all"], errors["latents and keys", "own"], errors["latents and keys", "held"]
     assert held < 1.5 * v3 < 0.3 * own, errors
     assert errors["keys", "held"] == 0 < errors["keys", "own"]
+
+
+def test_a_part_is_saved_of_a_benchmark_without_absentees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.timing.RESULTS", tmp_path)
+    for case in "ab":
+        save("some", {"machine": {}, "versions": {}, "rows": [{"case": case, "figure": 1}]}, is_part=True)
+    saved = json.loads((tmp_path / "some.json").read_text())
+    assert [row["case"] for row in saved["rows"]] == ["a", "b"] and saved["absent"] == {}

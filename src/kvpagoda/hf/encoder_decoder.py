@@ -22,6 +22,7 @@ from kvpagoda.errors import BadInput, NeverFits, shown
 from kvpagoda.hf.paged import GroupGather, PagedLayer, StepCache, StepContext, in_step
 from kvpagoda.hf.runner import ModelRunner, Tensor, Work
 from kvpagoda.schema.fields import FULL
+from kvpagoda.units import align_up
 
 FEATURES = "input_features"
 """The ``main_input_name`` of models whose encoder reads a sound; the others read token ids."""
@@ -53,7 +54,7 @@ class EncoderInput:
             text = f"the encoder of {cache.schema.name} takes 1 to {positions or 'any'} positions, got {self.num_positions}"
             raise NeverFits.with_hint(text, "shorten its input", needed=self.num_positions, available=positions)
         self.inputs = {model.main_input_name: values[None].to(model.device)}
-        self.num_tokens = -(-self.num_positions // cache.block_size) * cache.block_size
+        self.num_tokens = align_up(self.num_positions, cache.block_size)
         self.media = {0: blake2b(content, digest_size=16).digest()}
 
     def text(self, prompt: Tokens) -> Tokens:

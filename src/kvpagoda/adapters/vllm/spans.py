@@ -49,9 +49,8 @@ class SpanQueue(EvictionQueue):
         self._changed = {0}  # sectors of which these are to be counted again
         self._is_state = np.arange(number) == 0
         self._is_cold = np.zeros(number, np.bool_)
-        self._filling: list[
-            tuple[int, int]
-        ] = []  # units to hand out next, the next one last, and since when they are free
+        # units to hand out next, the next one last, and since when they are free
+        self._filling: list[tuple[int, int]] = []
         self.num_free_blocks = (number - 1) * units
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:

@@ -164,15 +164,15 @@ class GroupArrays:
         qo_indptr, kv_indptr, kv_indices, kv_last_page_len = ([on_host(one) for one in each] for each in zip(*levels))
         return SharedPrefix(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, order)
 
-    def encoder_parts(self, tokens: Array) -> EncoderParts:
+    def encoder_parts(self, tokens: Array, begin: Array) -> EncoderParts:
         """Return the two parts of the rows; see ``Batch.encoder_parts``.
 
         Args:
             tokens: int64 ``[B]``, positions of the input of each row's encoder; 0 for padded rows.
+            begin: int64 ``[B]``, where the decoder's text begins: ``tokens``, up to a whole block.
         """
         self.check_current()
         batch, page_size = self._batch, self._batch.core.plan.kernel_page
-        begin = -(-tokens // batch.block_size) * batch.block_size
         num_columns = self._cells.shape[1] if batch.rows.is_fixed else None
         parts: list[PartArrays] = []
         for name, first, lengths in (("cross", begin * 0, tokens), ("own", begin, batch.lengths - begin)):
@@ -770,7 +770,7 @@ class Batch:
             text = f"row {row} begins this step after {self.before[row]} tokens, its encoder's input takes {whole[row]}"
             hint = "write and commit the rows of the input in a step of their own first"
             raise BadInput.with_hint(text, hint, needed=int(whole[row]), available=int(self.before[row]))
-        return arrays.encoder_parts(tokens)
+        return arrays.encoder_parts(tokens, whole)
 
     def check_current(self) -> None:
         """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""
