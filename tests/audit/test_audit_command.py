@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,23 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("httpx", reason="no httpx: the extra audit")
+import httpx
 from fake_server import FakeServer
 from planted import PLANTED
 
 from browser import chromium
 from json_schema import schema_of, violations
-from kvpagoda.audit import audit, command
+from kvpagoda.audit import audit, command, findings
+from kvpagoda.audit.findings import Finding
 from kvpagoda.audit.judge import Audit
+from kvpagoda.audit.probes import ProbeTexts
+from kvpagoda.audit.prompts import Case, one
+from kvpagoda.audit.server import Server
 from kvpagoda.errors import BadInput
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 BLATANT, RESTART = "hit one token too long", "wrong after a restart"
+READS, SPOILS = "one too short, wrong position", "a layer of another text"
 
 
 @contextmanager
@@ -65,9 +74,42 @@ def test_a_fault_is_found_shown_again_and_gone_when_it_is_mended(
     curls = [line for line in finding["lines"] if line.startswith("curl")]
     assert len(curls) == 3  # the prompt, the prompt again, and its cold twin: the smallest case
     assert "cache_salt" in curls[2] and "cache_salt" not in curls[1]
+    assert (finding["seen"], finding["runs"]) == (2, 2) and "was wrong again in 4 of 4" in finding["also"][0]
+    assert finding["lines"][-1].startswith("# seen, at token ")
     with served() as mended:
         good = here("audit", mended.url, "--replay", "finding-1.json")
         assert good.returncode == 0 and "seen in 0 of 20 runs" in good.stdout
+        assert "it shows in less than 14% of the runs" in good.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "again"),
+    [
+        (READS, 5, "what is cached is right, and is read wrongly now and then"),
+        (SPOILS, 4, "what is cached was spoiled, and stays so"),
+    ],
+)
+def test_a_fault_of_one_hit_in_some_is_shown_as_often_as_it_takes(name: str, seed: int, again: str) -> None:
+    fault = PLANTED[name](seed, 0.25)
+    with FakeServer(fault, "vllm, text alone", seed=1) as fake, Server(fake.url) as server:
+        judge = Audit(server, 4)
+        judge.prepare()
+        judge.measure_noise(6)
+        texts = ProbeTexts(judge.draw, server.profile)
+        ask = texts.ask(texts.new(40))
+        finding = Finding("rows", "repeat", "", 1, 1, 1.0, Case("hits", one(ask, replace(ask, kind="repeat"))), [])
+        trial = findings._seen_again(judge, finding)
+        assert trial is not None and again in finding.also[0]
+        assert 0 < finding.seen < finding.runs <= 6
+        finding.lines = findings._lines(judge, trial.case, trial.answers, "compare")
+        (often,) = findings._how_often(finding)
+        times = int(re.search(r"up to (\d+) times", often)[1])  # type: ignore[index]
+        curls = [json.loads(shlex.split(line)[-1]) for line in finding.lines if line.startswith("curl")]
+        answers = [
+            httpx.post(f"{fake.url}/v1/completions", json=body).json() for body in [curls[1]] * times + [curls[2]]
+        ]
+    values = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
+    assert any(value != values[-1] for value in values[:-1])
 
 
 def test_a_program_may_call_it() -> None:
@@ -106,8 +148,16 @@ def test_what_a_server_lacks_is_named(here: Command, tmp_path: Path, monkeypatch
 
 def test_too_few_requests_judge_nothing(here: Command) -> None:
     with served() as fake:
-        done = here("audit", fake.url, "--max-requests", "30")
+        done = here("audit", f"{fake.url}/v1/completions", "--max-requests", "30")
     assert done.returncode == 2 and done.stdout.startswith("Cannot be judged: only 0 answers")
+    assert "raise --max-requests" in " ".join(done.stdout.split())
+    assert "no cold runs were compared" in done.stdout
+
+
+def test_a_way_to_be_cold_that_does_not_work_is_refused(here: Command) -> None:
+    with served() as fake:
+        done = here("audit", fake.url, "--cold", "off")
+    assert done.returncode == 2 and "does not make prompts cold here; what does: salt" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -115,6 +165,8 @@ def test_too_few_requests_judge_nothing(here: Command) -> None:
     [
         (["http://10.1.2.3:8000"], "--remote"),
         (["http://127.0.0.1:1"], "no server answers"),
+        (["http://127.0.0.1:80a"], "an address such as"),
+        (["http://127.0.0.1:99999"], "an address such as"),
         (["http://127.0.0.1:1", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
         (["http://127.0.0.1:1", "--cold", "sald"], "did you mean 'salt'?"),
         (["http://127.0.0.1:1", "--max-requests", "0"], "--max-requests"),

@@ -159,6 +159,9 @@ def _replay(audit: Audit, data: Any) -> int:
         raise BadInput(str(error)) from None
     console.say(text)
     console.say(f"seen in {seen} of {runs} runs, each with new prompts")
+    if runs and not seen:
+        share = 1 - 0.05 ** (1 / runs)
+        console.say(f"If it is there still, it shows in less than {share:.0%} of the runs (with 95 % certainty).")
     return 1 if seen > 1 else 0 if runs else 2
 
 

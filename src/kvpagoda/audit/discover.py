@@ -249,9 +249,9 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
                 other = replace(request, parts=prompt(draw, profile, min(profile.longest, 5 * max(profile.unit, 16))))
                 ask(other)
                 ask(replace(other, salt=draw.salt()))
-        if not ways["salt"]:
+        if not ways["salt"] or wanted == "off":
             ways["off"] = (ask(replace(request, cold=True)).cached or 0) <= shared
-    if wanted is not None and not ways[wanted] and profile.counter and not takes:
+    if wanted is not None and not ways[wanted] and profile.counter and not (takes and wanted == "salt"):
         works = [way for way, is_it in ways.items() if is_it]
         raise BadInput(
             f"--cold {wanted} does not make prompts cold here; what does: {', '.join(works)}",

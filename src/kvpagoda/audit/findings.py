@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -14,10 +15,12 @@ from kvpagoda.audit.prompts import Case, Draw
 from kvpagoda.audit.prompts import one as steps
 from kvpagoda.audit.server import OutOfRequests, ServerAnswer, ServerProfile, Unanswered
 from kvpagoda.audit.verdict import distance
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, shown
 
 REPLAY_VERSION = 1
 _RUNS = 20  # of a case that is replayed, at most
+_TRIES = 6  # of the smallest case of a finding, at most
+_UNSEEN = 0.05  # the chance that a case is not seen in as many runs as are said to be enough
 WHO = {
     "prompt": "a prompt that was never sent",
     "salt": "a prompt under a cache_salt under which it was never sent",
@@ -50,6 +53,8 @@ class Finding:
         wrong: how many answers were wrong.
         judged: how many answers were judged.
         largest: the largest distance from a cold twin in nats; None for counters.
+        seen: in how many runs of the smallest case, with new prompts each time, it was seen again.
+        runs: how many these were.
         case: the smallest case; its last request is the wrong one.
         also: what else was seen that has probably the same cause.
         lines: lines for a shell that send it, with what is to be seen.
@@ -63,6 +68,8 @@ class Finding:
     largest: float | None
     case: Case
     also: list[str]
+    seen: int = field(init=False, default=0)
+    runs: int = field(init=False, default=0)
     lines: list[str] = field(init=False, default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,27 +115,73 @@ def _rows(audit: Audit, kinds: tuple[str, ...], others: list[str]) -> Finding:
     trials = list(results.of_kind(*kinds))
     bad = [trial for trial in trials if trial.is_wrong]
     text, also = _said(results, kinds, trials, bad), [_briefly(results, kind) for kind in others]
-    shown = min(bad, key=lambda trial: (trial.number, sum(len(part.symbols) for part in trial.ask.parts)))
-    is_steady = 2 * len(bad) > len(trials) and shown.case.name != "wait"
-    case = audit.smallest(shown) if is_steady else until(shown.case, shown.number)
+    chosen = min(bad, key=lambda trial: (trial.number, sum(len(part.symbols) for part in trial.ask.parts)))
+    is_steady = 2 * len(bad) > len(trials) and chosen.case.name != "wait"
+    case = audit.smallest(chosen) if is_steady else until(chosen.case, chosen.number)
     largest = max(trial.distance for trial in bad)
     found = Finding("rows", kinds[0], text, len(bad), len(trials), largest, case, also)
-    found.lines = _lines(audit, case, shown.answers, "compare the log-probabilities with those of its cold twin")
+    again = _seen_again(audit, found) if case.name != "wait" else None
+    if again is not None:  # what was sent last is what is shown
+        case, chosen = until(again.case, again.number), again
+    found.lines = _lines(audit, case, chosen.answers, "compare .choices[0].logprobs with that of its cold twin")
+    found.lines[-3:-3] = _how_often(found)  # before the wrong request, and the comment and request of its twin
+    found.lines += _values(chosen)
     return found
+
+
+def _seen_again(audit: Audit, found: Finding) -> Trial | None:
+    """Run the case of ``found`` until it was seen twice, and note how often it was. Return the last that was seen."""
+    last, still = None, list[bool]()
+    with suppress(OutOfRequests, Unanswered):
+        while found.runs < _TRIES and found.seen < 2:
+            trial = audit.run_again(found.case)
+            if trial is None:
+                break
+            found.runs += 1
+            if trial.is_wrong:
+                found.seen, last = found.seen + 1, trial
+                still += [audit.is_still_wrong(trial) for _ in range(2)]
+    if still:
+        said = f"a wrong answer, asked again at once, was wrong again in {sum(still)} of {len(still)}"
+        if not all(still):
+            said += ": what is cached is right, and is read wrongly now and then"
+        elif 2 * found.seen <= found.runs:
+            said += ": what is cached was spoiled, and stays so"
+        found.also.insert(0, said)
+    return last
+
+
+def _values(trial: Trial) -> list[str]:
+    """Return a line with what the server said in ``trial`` and in its cold twin, where they part."""
+    at, wrong, right = trial.at - 1, trial.answer, trial.twins[0]
+    if not wrong.tops:
+        return [f"# seen: {shown(wrong.text)}; cold: {shown(right.text)}"]
+    values = [f"{one.tokens[at]!r} {one.tops[at][one.tokens[at]]:.4g}" for one in (wrong, right)]
+    return [f"# seen, at token {trial.at}: {values[0]}; cold: {values[1]}"]
+
+
+def _how_often(found: Finding) -> list[str]:
+    """Return a line that says how often the lines have to be sent, if once may not be enough."""
+    if found.seen == found.runs:
+        return []
+    if not found.seen:
+        return [f"# not seen again in {found.runs} runs with new prompts: it is rare, and these lines may not show it"]
+    enough = math.ceil(math.log(_UNSEEN) / math.log(1 - found.seen / found.runs))
+    return [f"# seen in {found.seen} of {found.runs} runs with new prompts: send the next line up to {enough} times"]
 
 
 def _said(results: Results, kinds: tuple[str, ...], trials: list[Trial], bad: list[Trial]) -> str:
     noise = results.noise
     what = KINDS[kinds[0]] if len(kinds) == 1 else "now and then, a prompt"
     if noise.by_tokens:
-        text = f"{what} gave another answer in {len(bad)} of {len(trials)}"
+        text = f"{what} gave another answer in {_share(trials)}"
     else:
         (at, _), = Counter(trial.at for trial in bad).most_common(1)  # fmt: skip
-        text = f"{what} gave other probabilities at its {_ordinal(at)} token in {len(bad)} of {len(trials)}"
+        text = f"{what} gave other probabilities at its {_ordinal(at)} token in {_share(trials)}"
     text += f"; 0 of {len(noise.same)} cold repeats did"
     if not noise.by_tokens:
         most = max(trial.distance for trial in bad)
-        text += f" (they differ by up to {noise.most:.2g} nats, wrong answers by up to {most:.2g})"
+        text += f" (cold answers differ by up to {noise.most:.2g} nats, the wrong ones by up to {most:.2g})"
     if len(kinds) > 1:
         text += f"; seen with: {', '.join(kinds)}"
     if theirs := sum(bool(trial.whose) for trial in bad):
@@ -140,7 +193,18 @@ def _said(results: Results, kinds: tuple[str, ...], trials: list[Trial], bad: li
 
 def _briefly(results: Results, kind: str) -> str:
     trials = results.of_kind(kind)
-    return f"{KINDS[kind].rstrip(',')}: {sum(bool(trial.is_wrong) for trial in trials)} of {len(trials)}"
+    said = f"{kind} ({KINDS[kind].rstrip(',')}): {_share(trials)}"
+    if kind == "other salt" and all(trial.answer.cached for trial in trials if trial.is_wrong):
+        said += ", of what was sent under its own salt" * (not results.miscounts)
+    return said if results.is_sure(kind) else f"{said}, alone too few to be sure"
+
+
+def _share(trials: list[Trial]) -> str:
+    """Return how many of ``trials`` are wrong: of the hits, if all that are wrong are hits."""
+    bad = [trial for trial in trials if trial.is_wrong]
+    if bad and all(trial.answer.cached for trial in bad):
+        return f"{len(bad)} of {sum(bool(trial.answer.cached) for trial in trials)} hits"
+    return f"{len(bad)} of {len(trials)}"
 
 
 def _ordinal(n: int) -> str:
@@ -246,8 +310,10 @@ def replay(audit: Audit, data: Any) -> tuple[int, int, str]:
     try:
         is_known = data["version"] == REPLAY_VERSION
         profile, case, sort = ServerProfile(**data["profile"]), Case.of(data["case"]), data["sort"]
-    except (KeyError, TypeError) as error:
-        raise BadInput(f"not a replay file of an audit: {error!r}") from None
+    except KeyError as error:
+        raise BadInput(f"not a replay file of an audit: it has no {error}") from None
+    except TypeError as error:
+        raise BadInput(f"not a replay file of an audit: {error}") from None
     if not is_known:
         raise BadInput(f"a replay file of version {data['version']}; this one reads {REPLAY_VERSION}")
     audit.server.profile = profile

@@ -130,7 +130,8 @@ class Results:
         judged = len(self.of_kind(*KINDS))
         hits = sum(bool(trial.answer.cached) for trial in self.of_kind(*KINDS))
         if len(self.noise.same) < _LEAST_PAIRS or judged < _LEAST_JUDGED:
-            return f"only {judged} answers could be compared with a cold run, and {len(self.noise.same)} pairs of cold runs"
+            what = f"only {judged} answers could be compared with a cold run, and {len(self.noise.same)} pairs of cold runs"
+            return what if self.is_partial else f"{what}; raise --max-requests"
         if self.noise.by_tokens and self.noise.chance > 0.3:
             return "there are no log-probabilities, and cold runs of one prompt give different tokens"
         if not self.noise.by_tokens and self.noise.limit > _LOUD:
@@ -199,7 +200,7 @@ class Audit:
     def prepare(self) -> None:
         """Find what the server has. Raises BadInput, Unanswered, OutOfRequests."""
         draw = find_interface(self.server, self._model)
-        if self._say is not None:
+        if self._say is not None and self.server.num_left:
             name = self.server.profile.model or "the model"
             self._say(f"Auditing {name}: up to {self.server.num_left:,} more requests, which fill the server's cache.")
         self.draw = Draw(self.seed, draw.as_ids)
@@ -525,7 +526,12 @@ class Audit:
         return case
 
     def shows(self, case: Case) -> bool:
-        """Return whether the last request of ``case``, with other prompts, is answered wrongly.
+        """Return whether the last request of ``case`` is answered wrongly; see ``run_again``."""
+        trial = self.run_again(case)
+        return trial is not None and bool(trial.is_wrong)
+
+    def run_again(self, case: Case) -> Trial | None:
+        """Run ``case`` with other prompts, and return its last request; None without an answer or a cold twin.
 
         Args:
             case: the case; what is seen does not count for the results.
@@ -541,7 +547,17 @@ class Audit:
         self.judge(flush=True)
         judged = self.results.trials[before:]
         del self.results.trials[before:]
-        return bool(judged and judged[-1].is_wrong)
+        return judged[-1] if judged else None
+
+    def is_still_wrong(self, trial: Trial) -> bool:
+        """Ask the wrong request of ``trial`` once more, alone, and return whether its answer is wrong again.
+
+        Raises:
+            OutOfRequests: no more may be sent.
+            Unanswered: the server does not answer.
+        """
+        answer, limit = self._ask(trial.ask, trial.answers), self.results.noise_of(trial.ask.kind).limit
+        return min(distance(answer, twin)[0] for twin in trial.twins) > limit
 
 
 def until(case: Case, number: int) -> Case:

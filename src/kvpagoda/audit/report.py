@@ -16,6 +16,9 @@ from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.probes import KINDS
 from kvpagoda.audit.verdict import ERROR, LEAST, MOST_ROUNDING, RATIO
 
+_ALSO = 4
+"""Lines of what else was seen, on a terminal; a page and JSON have all."""
+
 
 @dataclass
 class Report:
@@ -97,8 +100,11 @@ class Report:
             )  # fmt: skip
         for number, finding in enumerate(self.findings, 1):
             yield f"{number}. {finding.text}."
-            yield from (f"   also: {line}" for line in finding.also)
-            yield f"   again: kvpagoda audit {server.url} --replay finding-{number}.json"
+            yield from (f"   also: {line}" for line in finding.also[:_ALSO])
+            if len(finding.also) > _ALSO:
+                yield f"   also: {len(finding.also) - _ALSO} more kinds of requests, which are counted below"
+            seen = f"   (seen in {finding.seen} of {finding.runs} runs)" if finding.runs else ""
+            yield f"   again: kvpagoda audit {server.url} --replay finding-{number}.json{seen}"
             yield from (f"   {line}" for line in finding.lines)
             yield ""
         yield ""
@@ -115,7 +121,9 @@ class Report:
         yield "server", f"{server.url}, model {profile.model}" + (f" of {profile.owner}" if profile.owner else "")
         yield (
             "noise",
-            f"{len(noise.same)} pairs of cold runs and {len(noise.pieces) or len(noise.beside)} "
+            "no cold runs were compared"
+            if not noise.same
+            else f"{len(noise.same)} pairs of cold runs and {len(noise.pieces) or len(noise.beside)} "
             + ("computed in other pieces" if noise.pieces else "beside others")
             + " differ by at most "
             + (f"{noise.most:.2g}" if not noise.by_tokens else f"{noise.most:.0f} answer")
@@ -141,7 +149,7 @@ class Report:
         counted = f"{results.num_counted} looked at, {len(results.miscounts)} too high"
         yield "counters", counted if profile.counter else "the server has none"
         sent = f"{server.num_requests} of at most {server.max_requests}"
-        yield "requests", f"{sent}, {results.seconds:.0f} s, seed {self.audit.seed}"
+        yield "requests", f"{sent}, {results.seconds:.0f} s, seed {self.audit.seed}, kvpagoda {kvpagoda.__version__}"
 
     def page(self) -> str:
         """Return a page of HTML, which needs no network."""

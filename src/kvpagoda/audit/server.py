@@ -491,7 +491,11 @@ def picture_of(number: int) -> str:
 
 def _address(url: str, is_remote: bool, max_requests: int) -> str:
     parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:  # the port is no number
+        is_address = False
+    if not is_address or parts.hostname is None:
         raise BadInput(
             f"an audit needs an address such as http://127.0.0.1:8000, got {shown(url)}", field="url", needed=url
         )
@@ -502,7 +506,10 @@ def _address(url: str, is_remote: bool, max_requests: int) -> str:
             field="url",
             needed=url,
         )
-    return parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), query="", fragment="").geturl()
+    path = parts.path.rstrip("/")
+    for _, end in reversed(_PATHS):
+        path = path.removesuffix(end)
+    return parts._replace(path=path.removesuffix("/v1"), query="", fragment="").geturl()
 
 
 def _is_loopback(host: str) -> bool:
