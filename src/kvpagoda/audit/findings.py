@@ -28,7 +28,7 @@ WHO = {
 
 OF_WHO = {"prompt": tuple(KINDS), "salt": ("other salt",), "adapter": ("other adapter",), "picture": ("other picture",)}
 """What of a counter -> kinds of requests whose wrong answers have the same cause."""
-_BESIDE = ("at once", "after at once", "after abort", "under load", "after load")
+_BESIDE = ("at once", "after at once", "beside abort", "after abort", "under load", "after load")
 _EVICTED = ("repeat after churn", "extend after churn", "other picture", "repeat after wait", "extend after wait")
 COVERS = {
     **dict.fromkeys(PLAIN, tuple(KINDS)),  # a fault of plain hits shows wherever there are hits
@@ -167,7 +167,7 @@ def _of_counters(audit: Audit) -> Iterator[Finding]:
     text += f"; {rows}" if rows else ""
     also = [f"{WHO[other]}: {len(by_who[other])}" for other in sure[1:]]
     case = until(most.case, most.number) if most.case.steps else Case("never sent", ())
-    is_last = any(ask.key == most.ask.key for ask in [*case.asks()][-1:])
+    is_last = any(ask.key == most.ask.key for step in case.steps[-1:] for ask in step.asks)
     if not is_last and not most.ask.answers:  # a cold twin, or what an audit begins with
         case = Case("never sent", steps(*[one.ask for one in plain[-3:-1]], most.ask))
     finding = Finding("counter", who, text[0].upper() + text[1:], len(found), results.num_counted, None, case, also)
