@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("httpx", reason="no httpx: the extra audit")
 
 from kvpagoda.audit.judge import Audit, Results
-from kvpagoda.audit.prompts import Ask, PromptPart
+from kvpagoda.audit.prompts import Ask, Case, PromptPart, PromptStep
 from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer
 from kvpagoda.audit.verdict import MOST_ROUNDING, Noise
 
@@ -55,3 +55,11 @@ def test_answers_beside_others_count_from_what_rounding_makes_of_them() -> None:
     results.noise = Noise([0.0], [1e-5])
     assert results.noise_of("at once").limit == results.noise_of("under load", "at once").limit == MOST_ROUNDING
     assert results.noise_of("at once", "repeat").limit == results.noise_of("after at once").limit < MOST_ROUNDING
+
+
+def test_twins_of_before_a_wait_are_forgotten(audit: Churned) -> None:
+    """Rows of weights that were replaced agree with answers of before, and not with cold runs."""
+    audit._twins["a prompt"] = ServerAnswer("of the weights before")
+    audit._wait = lambda _: None
+    audit.run_case(Case("wait", (PromptStep("wait"),)))
+    assert not audit._twins
