@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 import numpy as np
 from fake_engine import Engine, Fault, Job, rows_of, states_of
 from hybrid_model import Array
-from planted import Corrupted, Foreign, OneTokenTooLong, PageOfTier
+from planted import Corrupted, OneTokenTooLong
 
 from kvpagoda import Batch, Namespace
 
@@ -259,29 +259,6 @@ class Junction(Fault):
             job.hidden = range(job.hit, job.hit + 1)
 
 
-class StoreOfPreempted(Foreign):
-    """A tier has the newest block of a request that was preempted from another that had its memory, under its key."""
-
-    def __init__(self, seed: int = 0, rate: float | None = None) -> None:
-        super().__init__(seed, rate)
-        self.poisoned: set[Key] = set()
-
-    def ended(self, engine: Engine, job: Job, how: str) -> None:
-        if how == "preempted" and job.sequence.length >= engine.block:
-            whole = min(job.sequence.length, len(job.keys)) // engine.block
-            self.poisoned |= {key_of(job, n * engine.block) for n in range(max(1, whole - 2), whole + 1)}
-
-    def before(self, engine: Engine, batch: Batch, jobs: list[Job]) -> None:
-        for row, job in enumerate(jobs):
-            if job.is_first and (loaded := job.sequence.match.loaded // engine.block):
-                last = job.sequence.length // engine.block
-                for column in range(last - loaded, last):
-                    if key_of(job, (column + 1) * engine.block) in self.poisoned and self.strikes():
-                        for layer in engine.attending:
-                            self.spoil(engine, layer, int(batch.layer(layer).block_table[row, column]))
-        self.keep(batch, jobs, engine.attending)
-
-
 class BesideLonger(Fault):
     """A hit that is computed beside a longer text gets positions that are one too low."""
 
@@ -339,12 +316,6 @@ class Uncounted(OneTokenTooLong):
         job.counted = 0
 
 
-class RarePage(PageOfTier):
-    """Of the blocks that come back from a tier, one in twenty times one holds another text's rows."""
-
-    rate = 1 / 20
-
-
 FURTHER: dict[str, type[Fault]] = {
     "state of the end": StateOfTheEnd,
     "places after a picture": PlacesAfterPicture,
@@ -361,7 +332,6 @@ FURTHER: dict[str, type[Fault]] = {
     "pictures in any order": PicturesInAnyOrder,
     "weights of before": OldWeights,
     "junction with a tier": Junction,
-    "stored while preempted": StoreOfPreempted,
     "beside a longer one": BesideLonger,
     "resumed at another place": Resumed,
     "own chunks counted": OwnChunks,
@@ -369,5 +339,4 @@ FURTHER: dict[str, type[Fault]] = {
     "counter rounded up": RoundedUp,
     "counter of the neighbour": CounterOfNeighbour,
     "too long and not counted": Uncounted,
-    "a page of a tier, rarely": RarePage,
 }

@@ -94,7 +94,7 @@ AMONG = {
     "weights of before": {"after": "restart"},
     "aborted in prefill": {"chunk": 32, "pause": 0.003},
     **dict.fromkeys(("freed by an abort", "beside a longer one", "counter of the neighbour"), {"pause": 0.003}),
-    **dict.fromkeys(("junction with a tier", "stored while preempted"), {"host": "2MiB"}),
+    "junction with a tier": {"host": "2MiB"},
 }
 """Fault of ``further`` -> what its server has besides."""
 

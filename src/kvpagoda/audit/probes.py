@@ -256,8 +256,8 @@ def waited(texts: ProbeTexts, n: int) -> Case:
 
 
 def loaded(texts: ProbeTexts, n: int) -> Case:
-    """So many long prompts at once that the server has to preempt some; then each again, and after some others again.
-    They go on until the memory is just full, so that little of a preempted one is evicted before it begins again."""
+    """So many long prompts at once that the server has to preempt some; then each again. They go on until the memory is just
+    full, so that little of a preempted one is evicted before it begins again."""
     profile, draw = texts.profile, texts.draw
     most = min(96, profile.longest // 3)  # they fit when they begin, and not when they have grown
     size = (profile.longest + 48 - most) * draw.number(7, 10) // 10
@@ -271,8 +271,7 @@ def loaded(texts: ProbeTexts, n: int) -> Case:
     if not profile.is_chat:  # what was written while it ran, too
         y = PromptPart(texts.draw.text(3))
         after += [Ask((PromptPart(p), PromptPart(answer=i), y), "after load") for i, p in enumerate(prompts[-2:], 2)]
-    evicted = PromptStep("churn", churn=0.5)  # what a tier has of them is read then
-    return Case("load", (crowd, *one(*after), evicted, *one(*after[:4])))
+    return Case("load", (crowd, *one(*after)))
 
 
 def _until_full(lengths: list[int], most: int, profile: ServerProfile) -> int:
