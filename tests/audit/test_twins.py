@@ -63,3 +63,13 @@ def test_twins_of_before_a_wait_are_forgotten(audit: Churned) -> None:
     audit._wait = lambda _: None
     audit.run_case(Case("wait", (PromptStep("wait"),)))
     assert not audit._twins
+
+
+def test_counters_are_judged_when_it_is_known_what_all_prompts_begin_with(audit: Churned) -> None:
+    """As with a chat's template of twenty tokens, which the first requests of an audit have in common."""
+    ask, answer = Ask((PromptPart((1, 2)),), chat=True), ServerAnswer("a", cached=20, num_prompt=30, common=8)
+    audit._count(ask, [], 0, answer)
+    assert not audit.results.miscounts
+    audit.server.learn(shared={"chat": 0})
+    audit._count(ask, [], 0, answer)
+    assert len(audit.results.miscounts) == 1

@@ -212,12 +212,12 @@ def _lines(audit: Audit, case: Case, answers: list[ServerAnswer | None], what: s
             lines.append(f"# fill the cache: {count} other prompts of {server.profile.churn_length:,} tokens")
         if step.do == "wait":
             lines.append("# wait, as with --after")
-        for ask in step.asks:
+        for number, ask in enumerate(step.asks):
             known = answers[:seen] + [None] * (seen - len(answers))
             line = server.curl(ask, known)
-            lines.append(
-                f"{line} &" if step.do == "together" else f"timeout 0.2 {line}" if step.do == "abort" else line
-            )
+            is_gone = step.do == "abort" and not number
+            is_beside = step.do == "together" or (is_gone and len(step.asks) > 1)
+            lines.append("timeout 0.2 " * is_gone + line + " &" * is_beside)
             seen += 1
     if not lines or not [*case.asks()]:
         return lines

@@ -226,7 +226,10 @@ class Audit:
         """Look at the counter of ``answer``, and return it."""
         if answer.cached is not None:
             self.results.num_counted += 1
-            too_many = answer.common is not None and answer.cached > answer.common
+            is_known = (
+                "chat" if ask.chat else "completion"
+            ) in self.server.profile.shared  # what all prompts begin with
+            too_many = is_known and answer.common is not None and answer.cached > answer.common
             if too_many or answer.cached > answer.num_prompt > 0:
                 self.results.miscounts.append(Miscount(self._who(ask), self._case, number, ask, [*answers], answer))
         return answer

@@ -409,7 +409,7 @@ class Server:
         """Return the most tokens of ``ask`` that can be cached: what it begins with that was sent before, or ``beside`` it, by
         those who may share it. None: not known."""
         who, numbers = self._written(ask, answers)
-        most = more = 0
+        most, more = 0, 8 if ask.chat else 0 if self.profile.as_ids else 2
         for other, beyond in [*self._sent.get(who, ()), *((text, n) for whose, text, n in beside if whose == who)]:
             n = min(len(numbers), len(other))
             differs = numbers[:n] != other[:n]
