@@ -129,12 +129,21 @@ class ChunkState(Fault):
 class DraftState(Fault):
     """A state that is kept while an answer is written has taken in a token that was rejected."""
 
-    def after(self, engine: Engine, batch: Batch, jobs: list[Job], logits: list[Array]) -> None:
+    def __init__(self, seed: int = 0, rate: float | None = None) -> None:
+        super().__init__(seed, rate)
+        self.written: set[Key] = set()
+
+    def before(self, engine: Engine, batch: Batch, jobs: list[Job]) -> None:
         for row, job in enumerate(jobs):
-            length = job.sequence.length + 1
-            if length > len(job.prompt) and length % engine.block == 0 and not job.is_first and self.strikes():
+            if job.is_first and job.hit and key_of(job, job.hit) in self.written and self.strikes():
                 for records in states_of(batch, engine.model).values():
-                    records[int(batch.state_writes[row, 0])] *= 1.2
+                    records[int(batch.state_indices[row])] *= 1.2
+
+    def after(self, engine: Engine, batch: Batch, jobs: list[Job], logits: list[Array]) -> None:
+        for job in jobs:
+            length = job.sequence.length + 1
+            if length > len(job.prompt) and length % engine.block == 0 and job.lookup:
+                self.written.add((job.namespace, np.array(job.text[:length], np.int32).tobytes()))
 
 
 class BlockScale(Passing):
