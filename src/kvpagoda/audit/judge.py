@@ -502,7 +502,7 @@ class Audit:
 
     def _try(self, probe: Probe, texts: ProbeTexts, n: int, keep: int) -> None:
         """Make a probe; if something was wrong, but it is not sure, make the same case again with other prompts."""
-        case = probe(texts, n)
+        case, counted = probe(texts, n), len(self.results.miscounts)
         for number in range(_AGAIN):
             if number and self.server.num_left <= keep:
                 return
@@ -510,7 +510,9 @@ class Audit:
             if not self._run(case):
                 return
             wrong = {trial.ask.kind for trial in self.results.trials[before:] if trial.is_wrong}
-            if not wrong or any(self.results.is_sure(kind) for kind in wrong) or case.name == "wait":
+            counters = {one.ask.parts for one in self.results.miscounts}
+            is_odd = len(counters) == 1 and len(self.results.miscounts) > counted
+            if not (wrong or is_odd) or any(self.results.is_sure(kind) for kind in wrong) or case.name == "wait":
                 return
             case = case.fresh(self.draw)
 

@@ -232,10 +232,12 @@ def aborted(texts: ProbeTexts, n: int) -> Case:
 
 def churned(texts: ProbeTexts, n: int) -> Case:
     """Prompts again after others have filled a part of the cache, one after an eighth or a quarter of it, the next after twice
-    as much, and so on: what was evicted from the device is in a tier for a while, then in none."""
+    as much, and so on: what was evicted from the device is in a tier for a while, then in none. Each is asked twice before, as
+    some tiers take what was found once."""
     draw, u, share = texts.draw, texts.unit, texts.draw.number(1, 2) / 8
+    n = max(n, min(4 * u, texts.profile.longest // texts.profile.per_symbol // 2))
     prompts = [texts.new(n + draw.number(0, u)) for _ in range(3)]
-    steps = [*one(*map(texts.ask, prompts))]
+    steps = [*one(*(texts.ask(p, kind) for p in prompts for kind in ("", "repeat")))]
     for number, p in enumerate(prompts):
         again, longer = texts.ask(p, "repeat after churn"), p + draw.text(draw.number(1, u + 1))
         steps += [
@@ -341,11 +343,11 @@ def probes(profile: ServerProfile, after: str | None, has_salts: bool) -> Iterat
     both = profile.chats is not None and profile.completions is not None
     yield "hits", hits, ""
     yield "turns", turns, ""
+    yield "churn", churned if profile.churn else None, "the cache could not be filled"
     yield "splice", spliced, ""
     yield "edits", edits, ""
     yield "at once", at_once, ""
     yield "abort", aborted, ""
-    yield "churn", churned if profile.churn else None, "the cache could not be filled"
     yield "in turn", in_turn, ""
     yield "salts", salts if has_salts else None, "no cache_salt"
     yield "adapters", adapters if profile.adapters else None, "no adapters in /v1/models"
