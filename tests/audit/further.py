@@ -310,11 +310,11 @@ class RoundedUp(Fault):
 
 
 class CounterOfNeighbour(Fault):
-    """A request that begins beside others is said to have cached what the newest of these had; the rows are right."""
+    """A request that begins beside others is said to have cached the most that one of these had; the rows are right."""
 
     def opened(self, engine: Engine, job: Job) -> None:
         if engine.running and self.strikes():
-            job.counted = engine.running[-1].hit
+            job.counted = max(other.hit for other in engine.running)
 
 
 class Uncounted(OneTokenTooLong):

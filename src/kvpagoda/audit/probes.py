@@ -199,12 +199,12 @@ def tools(texts: ProbeTexts, n: int) -> Case:
 def at_once(texts: ProbeTexts, n: int) -> Case:
     """Two prompts at the same moment: of one beginning, of none in common, one new text twice beside another; then again."""
     draw, u = texts.draw, texts.unit
-    p, q, new = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n)
+    p, q, new, other = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n), texts.new(n)
     left, right = p + draw.text(draw.number(1, u + 2)), p + draw.text(draw.number(1, u + 2))
     steps = [
         *one(texts.ask(p), texts.ask(q)),
         PromptStep("together", (texts.ask(p, "at once", most=12), texts.ask(q, "at once", most=12))),
-        PromptStep("together", (texts.ask(left, "at once"), texts.ask(right, "at once"))),
+        PromptStep("together", (texts.ask(left, "at once"), texts.ask(right, "at once"), texts.ask(other, most=2))),
         PromptStep("together", (texts.ask(q, most=40), texts.ask(new, "at once"), texts.ask(new, "at once"))),
         *one(texts.ask(p, "after at once"), texts.ask(new, "after at once"), texts.ask(left, "after at once")),
     ]
