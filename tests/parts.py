@@ -365,6 +365,9 @@ LONG = {
         "test_all_or_nothing.py::test_memory_that_runs_out",
     "test_packaging.py::test_a_type_checker_reports_the_mistakes_of_a_user":
         "test_packaging.py::test_a_type_checker_knows_the_arrays_as_tensors",
+    "audit/test_judges.py::test_a_further_fault_is_found": "audit/test_judges.py::test_a_planted_fault_is_found",
+    "audit/test_judges.py::test_other_weights_after_a_wait_are_no_fault":
+        "audit/test_twins.py::test_twins_of_before_a_wait_are_forgotten",
     "audit/test_judges.py::test_rows_of_another_text_are_found_whatever_a_server_shows":
         "audit/test_judges.py::test_a_planted_fault_is_found",
     "audit/test_judges.py::test_a_fault_of_one_hit_in_twenty_is_found":

@@ -11,6 +11,7 @@ import json
 import queue
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -335,6 +336,11 @@ class _Http(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
     fake: FakeServer
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_server import DIALECTS
+from further import FURTHER, NewWeights
 from judging import audited, clean_server
 from planted import PLANTED
 from unlisted import UNLISTED
@@ -87,3 +88,30 @@ def test_faults_that_no_list_names_are_found() -> None:
         if any(audited(make(seed=seed), seed=seed, host="2MiB").code == 1 for seed in (1, 2))
     ]
     assert len(found) >= 7, sorted({*UNLISTED} - {*found})
+
+
+AMONG = {
+    "weights of before": {"after": "restart"},
+    "aborted in prefill": {"chunk": 32, "pause": 0.003},
+    **dict.fromkeys(("freed by an abort", "beside a longer one", "counter of the neighbour"), {"pause": 0.003}),
+    "junction with a tier": {"host": "2MiB"},
+}
+"""Fault of ``further`` -> what its server has besides."""
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_further_fault_is_found(name: str, tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        options: dict[str, Any] = dict(AMONG.get(name, {}))
+        if "after" in options:
+            options["disk"] = str(tmp_path / str(seed))
+        fault = FURTHER[name](seed=seed)
+        report = audited(fault, seed=seed, **options)
+        if report.code == 1 and report.findings:
+            return
+    pytest.fail(f"not found: {fault.told}, {[*report.lines()][:8]}")
+
+
+def test_other_weights_after_a_wait_are_no_fault(tmp_path: Path) -> None:
+    report = audited(NewWeights(), seed=1, after="restart", disk=str(tmp_path))
+    assert report.code == 0, [*report.lines()][:8]

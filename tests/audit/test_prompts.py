@@ -26,9 +26,11 @@ def common(one: Ask, other: Ask) -> int:
 
 
 def test_the_server_that_has_everything_is_asked_everything() -> None:
-    assert len(PROBES) == 15
+    assert len(PROBES) == 17
     bare = {name: why for name, probe, why in probes(ServerProfile("m", completions={}), None, False) if probe is None}
-    assert bare.keys() == {"churn", "salts", "adapters", "pictures", "chat", "roles", "tools", "load", "wait"}
+    assert bare.keys() == {
+        "churn", "salts", "adapters", "pictures", "two pictures", "chat", "roles", "tools", "load", "wait",
+    }  # fmt: skip
     assert all(bare.values())
 
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("httpx", reason="no httpx: the extra audit")
 
 from kvpagoda.audit.judge import Audit, Results
-from kvpagoda.audit.prompts import Ask, PromptPart
+from kvpagoda.audit.prompts import Ask, Case, PromptPart, PromptStep
 from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer
 from kvpagoda.audit.verdict import MOST_ROUNDING, Noise
 
@@ -55,3 +55,21 @@ def test_answers_beside_others_count_from_what_rounding_makes_of_them() -> None:
     results.noise = Noise([0.0], [1e-5])
     assert results.noise_of("at once").limit == results.noise_of("under load", "at once").limit == MOST_ROUNDING
     assert results.noise_of("at once", "repeat").limit == results.noise_of("after at once").limit < MOST_ROUNDING
+
+
+def test_twins_of_before_a_wait_are_forgotten(audit: Churned) -> None:
+    """Rows of weights that were replaced agree with answers of before, and not with cold runs."""
+    audit._twins["a prompt"] = ServerAnswer("of the weights before")
+    audit._wait = lambda _: None
+    audit.run_case(Case("wait", (PromptStep("wait"),)))
+    assert not audit._twins
+
+
+def test_counters_are_judged_when_it_is_known_what_all_prompts_begin_with(audit: Churned) -> None:
+    """As with a chat's template of twenty tokens, which the first requests of an audit have in common."""
+    ask, answer = Ask((PromptPart((1, 2)),), chat=True), ServerAnswer("a", cached=20, num_prompt=30, common=8)
+    audit._count(ask, [], 0, answer)
+    assert not audit.results.miscounts
+    audit.server.learn(shared={"chat": 0})
+    audit._count(ask, [], 0, answer)
+    assert len(audit.results.miscounts) == 1

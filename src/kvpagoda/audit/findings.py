@@ -31,7 +31,7 @@ WHO = {
 
 OF_WHO = {"prompt": tuple(KINDS), "salt": ("other salt",), "adapter": ("other adapter",), "picture": ("other picture",)}
 """What of a counter -> kinds of requests whose wrong answers have the same cause."""
-_BESIDE = ("at once", "after at once", "after abort", "under load", "after load")
+_BESIDE = ("at once", "after at once", "beside abort", "after abort", "under load", "after load")
 _EVICTED = ("repeat after churn", "extend after churn", "other picture", "repeat after wait", "extend after wait")
 COVERS = {
     **dict.fromkeys(PLAIN, tuple(KINDS)),  # a fault of plain hits shows wherever there are hits
@@ -231,7 +231,7 @@ def _of_counters(audit: Audit) -> Iterator[Finding]:
     text += f"; {rows}" if rows else ""
     also = [f"{WHO[other]}: {len(by_who[other])}" for other in sure[1:]]
     case = until(most.case, most.number) if most.case.steps else Case("never sent", ())
-    is_last = any(ask.key == most.ask.key for ask in [*case.asks()][-1:])
+    is_last = any(ask.key == most.ask.key for step in case.steps[-1:] for ask in step.asks)
     if not is_last and not most.ask.answers:  # a cold twin, or what an audit begins with
         case = Case("never sent", steps(*[one.ask for one in plain[-3:-1]], most.ask))
     finding = Finding("counter", who, text[0].upper() + text[1:], len(found), results.num_counted, None, case, also)
@@ -276,12 +276,12 @@ def _lines(audit: Audit, case: Case, answers: list[ServerAnswer | None], what: s
             lines.append(f"# fill the cache: {count} other prompts of {server.profile.churn_length:,} tokens")
         if step.do == "wait":
             lines.append("# wait, as with --after")
-        for ask in step.asks:
+        for number, ask in enumerate(step.asks):
             known = answers[:seen] + [None] * (seen - len(answers))
             line = server.curl(ask, known)
-            lines.append(
-                f"{line} &" if step.do == "together" else f"timeout 0.2 {line}" if step.do == "abort" else line
-            )
+            is_gone = step.do == "abort" and not number
+            is_beside = step.do == "together" or (is_gone and len(step.asks) > 1)
+            lines.append("timeout 0.2 " * is_gone + line + " &" * is_beside)
             seen += 1
     if not lines or not [*case.asks()]:
         return lines

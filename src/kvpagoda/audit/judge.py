@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle, islice
@@ -169,7 +170,7 @@ class Audit:
         self._model, self._way, self._after, self._wait = model, cold, after, wait
         self._say = say
         self._twins, self._num_refused, self._num_noise = dict[str, ServerAnswer](), 0, 0
-        self._pending = list[Trial]()
+        self._pending, self._took = list[Trial](), 0.0
         self._case, self._answers = Case("what the server has"), list[ServerAnswer | None]()
         self.draw = Draw(seed)
 
@@ -215,14 +216,23 @@ class Audit:
     def _ask(self, ask: Ask, answers: list[ServerAnswer | None] | None = None) -> ServerAnswer:
         """Return the answer to ``ask``, and look at its counter."""
         answers = self._answers if answers is None else answers
+        begin = monotonic()
         answer = self.server.ask(ask, answers)
+        self._took = monotonic() - begin
+        return self._count(ask, answers, len(answers), answer)
+
+    def _count(
+        self, ask: Ask, answers: list[ServerAnswer | None], number: int, answer: ServerAnswer
+    ) -> ServerAnswer:  # fmt: skip
+        """Look at the counter of ``answer``, and return it."""
         if answer.cached is not None:
             self.results.num_counted += 1
-            too_many = answer.common is not None and answer.cached > answer.common
+            is_known = (
+                "chat" if ask.chat else "completion"
+            ) in self.server.profile.shared  # what all prompts begin with
+            too_many = is_known and answer.common is not None and answer.cached > answer.common
             if too_many or answer.cached > answer.num_prompt > 0:
-                self.results.miscounts.append(
-                    Miscount(self._who(ask), self._case, len(answers), ask, [*answers], answer)
-                )
+                self.results.miscounts.append(Miscount(self._who(ask), self._case, number, ask, [*answers], answer))
         return answer
 
     def _who(self, ask: Ask) -> str:
@@ -249,6 +259,7 @@ class Audit:
                 self.churn(step.churn)
             elif step.do == "wait" and self._wait is not None:
                 self._wait(self._after or "")
+                self._twins.clear()  # what is right may be another answer now, of other weights
             first, got = len(answers), self._do(step, answers)
             for number, (ask, answer) in enumerate(zip(step.asks, got), first):
                 if answer is not None and ask.kind:
@@ -259,11 +270,18 @@ class Audit:
         return trials
 
     def _do(self, step: PromptStep, answers: list[ServerAnswer | None]) -> list[ServerAnswer | None]:
-        if step.do == "abort":
-            self.server.abort(step.asks[0], answers)
-            return [None]
-        if step.do == "together":
-            return self.server.together(step.asks, answers)
+        if step.do in ("abort", "together"):
+            gone, asks = (step.asks[:1], step.asks[1:]) if step.do == "abort" else ((), step.asks)
+            after = step.after * self._took if step.after else None
+            with ThreadPoolExecutor(1) as pool:
+                aborts = [pool.submit(self.server.abort, ask, answers, after) for ask in gone]
+                got = self.server.together(asks, answers)
+                for abort in aborts:
+                    abort.result()
+            for number, (ask, answer) in enumerate(zip(asks, got), len(answers) + len(gone)):
+                if answer is not None:
+                    self._count(ask, answers, number, answer)
+            return [None] * len(gone) + got
         return [self._ask(ask, answers) for ask in step.asks]
 
     def _key(self, ask: Ask, answers: Sequence[ServerAnswer | None]) -> str:
@@ -446,7 +464,7 @@ class Audit:
                 keep = self._kept(waiting is not None)
                 if self.server.num_left <= keep + self._cost_of_pending():
                     break
-                if number and name in ("salts", "roles", "pictures", "tools") and number % 2:
+                if number and name in ("salts", "roles", "pictures", "two pictures", "tools") and number % 2:
                     continue
                 before, preempted = len(results.trials), self._preempted() if name == "load" else 0
                 self._try(probe, texts, next(lengths), keep)
@@ -485,7 +503,7 @@ class Audit:
 
     def _try(self, probe: Probe, texts: ProbeTexts, n: int, keep: int) -> None:
         """Make a probe; if something was wrong, but it is not sure, make the same case again with other prompts."""
-        case = probe(texts, n)
+        case, counted = probe(texts, n), len(self.results.miscounts)
         for number in range(_AGAIN):
             if number and self.server.num_left <= keep:
                 return
@@ -493,7 +511,9 @@ class Audit:
             if not self._run(case):
                 return
             wrong = {trial.ask.kind for trial in self.results.trials[before:] if trial.is_wrong}
-            if not wrong or any(self.results.is_sure(kind) for kind in wrong) or case.name == "wait":
+            counters = {one.ask.parts for one in self.results.miscounts}
+            is_odd = len(counters) == 1 and len(self.results.miscounts) > counted
+            if not (wrong or is_odd) or any(self.results.is_sure(kind) for kind in wrong) or case.name == "wait":
                 return
             case = case.fresh(self.draw)
 

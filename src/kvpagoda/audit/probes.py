@@ -17,6 +17,8 @@ KINDS = {
     "turn": "a prompt that goes on after the answer to an earlier one",
     "other beginning": "a prompt with another beginning than an earlier one, and the same rest,",
     "splice": "the beginning of an earlier prompt, and the rest of another one,",
+    "edit": "an earlier prompt with one token changed, or two of them swapped,",
+    "long branch": "the beginning of an earlier prompt, with a long new rest,",
     "in turn": "two prompts, asked in turn,",
     "chat turn": "the next turn of a chat",
     "tool turn": "a turn with a tool's result",
@@ -28,6 +30,7 @@ KINDS = {
     "extend after churn": "after other prompts had filled the cache, a prompt that goes on where an earlier one ended",
     "at once": "a prompt that was asked at the same moment as another one",
     "after at once": "a prompt that was asked at the same moment as another one, asked again,",
+    "beside abort": "a prompt that was asked at the same moment as one that was aborted",
     "after abort": "a prompt whose request was aborted before, asked again,",
     "under load": "a prompt that was asked at the same moment as several others",
     "after load": "a prompt that was asked under load before, asked again,",
@@ -37,7 +40,7 @@ KINDS = {
 """Kind of a judged request -> what it is, in words; the simplest first."""
 PLAIN = ("repeat", "extend", "cut", "front", "branch", "turn", "in turn")
 """Kinds of plain hits. A fault in these shows in most others too."""
-CROWDS = {"at once", "under load"}
+CROWDS = {"at once", "beside abort", "under load"}
 """Kinds whose answers are computed beside others."""
 
 
@@ -118,6 +121,22 @@ def spliced(texts: ProbeTexts, n: int) -> Case:
     return Case("splice", one(*asks))
 
 
+def edits(texts: ProbeTexts, n: int) -> Case:
+    """A prompt with one token changed, with two of them swapped, and with a new rest that takes several chunks."""
+    draw, u = texts.draw, texts.unit
+    p = texts.new(n)
+    at = draw.number(max(1, n - 2 * u) // 2, max(1, n - u - 2))  # a whole unit is behind it, that must not be found
+    other = next(symbol for symbol in draw.text(99) if symbol != p[at])
+    two = next((i for i in range(at, 0, -1) if p[i] != p[i - 1]), 1)
+    most = max(n, texts.profile.longest // texts.profile.per_symbol)
+    asks = [
+        texts.ask(p), texts.ask((*p[:at], other, *p[at + 1 :]), "edit"),
+        texts.ask((*p[: two - 1], p[two], p[two - 1], *p[two + 1 :]), "edit"),
+        texts.ask(p[: min(n, 3 * u)] + draw.text(most - min(n, 3 * u)), "long branch"),
+    ]  # fmt: skip
+    return Case("edits", one(*asks))
+
+
 def turns(texts: ProbeTexts, n: int) -> Case:
     """A prompt that goes on after an answer of more than a unit, and once more."""
     draw, u = texts.draw, texts.unit
@@ -180,12 +199,12 @@ def tools(texts: ProbeTexts, n: int) -> Case:
 def at_once(texts: ProbeTexts, n: int) -> Case:
     """Two prompts at the same moment: of one beginning, of none in common, one new text twice beside another; then again."""
     draw, u = texts.draw, texts.unit
-    p, q, new = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n)
+    p, q, new, other = texts.new(n), texts.new(n + draw.number(1, u)), texts.new(n), texts.new(n)
     left, right = p + draw.text(draw.number(1, u + 2)), p + draw.text(draw.number(1, u + 2))
     steps = [
         *one(texts.ask(p), texts.ask(q)),
         PromptStep("together", (texts.ask(p, "at once", most=12), texts.ask(q, "at once", most=12))),
-        PromptStep("together", (texts.ask(left, "at once"), texts.ask(right, "at once"))),
+        PromptStep("together", (texts.ask(left, "at once"), texts.ask(right, "at once"), texts.ask(other, most=2))),
         PromptStep("together", (texts.ask(q, most=40), texts.ask(new, "at once"), texts.ask(new, "at once"))),
         *one(texts.ask(p, "after at once"), texts.ask(new, "after at once"), texts.ask(left, "after at once")),
     ]
@@ -193,26 +212,32 @@ def at_once(texts: ProbeTexts, n: int) -> Case:
 
 
 def aborted(texts: ProbeTexts, n: int) -> Case:
-    """A request that is aborted, another one, and then the same and longer ones."""
+    """A request that is aborted at its first token, one while its prompt is computed, and one beside another that has the same
+    beginning; then the same, and longer ones."""
     draw, u = texts.draw, texts.unit
-    p, other = texts.new(n), texts.new(n)
-    longer = p + draw.text(draw.number(1, u + 1))
+    p, q = texts.new(n), texts.new(n)
+    other, new = (texts.new(texts.profile.longest // texts.profile.per_symbol) for _ in range(2))
+    longer, left, right = (p + draw.text(draw.number(1, u + 1)) for _ in range(3))
     most = max(2, min(3 * u, 48))
     steps = [
         PromptStep("abort", (texts.ask(p, most=most),)),
-        *one(texts.ask(other, most=2), texts.ask(p, "after abort"), texts.ask(longer, "after abort")),
-        PromptStep("abort", (texts.ask(longer, most=most),)),
-        *one(texts.ask(longer, "after abort"), texts.ask(p, "after abort")),
-    ]
+        *one(texts.ask(q, most=2), texts.ask(p, "after abort"), texts.ask(longer, "after abort"), texts.ask(other, most=1)),
+        PromptStep("abort", (texts.ask(new, most=most),), after=draw.number(2, 9) / 10),
+        *one(texts.ask(new, "after abort")),
+        PromptStep("abort", (texts.ask(left, most=most), texts.ask(right, "beside abort", most=12))),
+        *one(texts.ask(left, "after abort"), texts.ask(p, "after abort")),
+    ]  # fmt: skip
     return Case("abort", tuple(steps))
 
 
 def churned(texts: ProbeTexts, n: int) -> Case:
     """Prompts again after others have filled a part of the cache, one after an eighth or a quarter of it, the next after twice
-    as much, and so on: what was evicted from the device is in a tier for a while, then in none."""
+    as much, and so on: what was evicted from the device is in a tier for a while, then in none. Each is asked twice before, as
+    some tiers take what was found once."""
     draw, u, share = texts.draw, texts.unit, texts.draw.number(1, 2) / 8
+    n = max(n, min(4 * u, texts.profile.longest // texts.profile.per_symbol // 2))
     prompts = [texts.new(n + draw.number(0, u)) for _ in range(3)]
-    steps = [*one(*map(texts.ask, prompts))]
+    steps = [*one(*(texts.ask(p, kind) for p in prompts for kind in ("", "repeat")))]
     for number, p in enumerate(prompts):
         again, longer = texts.ask(p, "repeat after churn"), p + draw.text(draw.number(1, u + 1))
         steps += [
@@ -295,6 +320,18 @@ def pictures(texts: ProbeTexts, n: int) -> Case:
     return Case("pictures", one(*asks))
 
 
+def two_pictures(texts: ProbeTexts, n: int) -> Case:
+    """Two pictures with a text behind each, and the same pictures the other way round."""
+    draw = texts.draw
+    p, q = (draw.text(texts.in_chat(length)) for length in (texts.unit, n))
+    draw.shift += 10
+    asks = [
+        Ask((PromptPart(p, image=draw.shift + left), PromptPart(q, image=draw.shift + right)), kind, chat=True)
+        for left, right, kind in ((1, 2, ""), (2, 1, "other picture"), (1, 2, "repeat"))
+    ]
+    return Case("two pictures", one(*asks))
+
+
 def probes(profile: ServerProfile, after: str | None, has_salts: bool) -> Iterator[tuple[str, Probe | None, str]]:
     """Yield (name, probe, why it is not made): the probe is None where the server lacks something.
 
@@ -306,14 +343,16 @@ def probes(profile: ServerProfile, after: str | None, has_salts: bool) -> Iterat
     both = profile.chats is not None and profile.completions is not None
     yield "hits", hits, ""
     yield "turns", turns, ""
+    yield "churn", churned if profile.churn else None, "the cache could not be filled"
     yield "splice", spliced, ""
+    yield "edits", edits, ""
     yield "at once", at_once, ""
     yield "abort", aborted, ""
-    yield "churn", churned if profile.churn else None, "the cache could not be filled"
     yield "in turn", in_turn, ""
     yield "salts", salts if has_salts else None, "no cache_salt"
     yield "adapters", adapters if profile.adapters else None, "no adapters in /v1/models"
     yield "pictures", pictures if profile.has_images else None, "no pictures in chats"
+    yield "two pictures", two_pictures if profile.has_images else None, "no pictures in chats"
     yield "chat", chat if both else None, "no chats beside completions"
     yield "roles", roles if profile.chats is not None else None, "no chats"
     yield "tools", tools if profile.chats is not None else None, "no chats"

@@ -75,15 +75,18 @@ class PromptStep:
     """What is done at once.
 
     Args:
-        do: "ask" (one after the other), "together" (all at the same moment), "abort" (the connection is closed after the
-            first token), "churn" (other prompts fill the cache), or "wait" (until the user has done something).
+        do: "ask" (one after the other), "together" (all at the same moment), "abort" (the first one's connection is closed
+            before it is answered; others are asked at the same moment), "churn" (other prompts fill the cache), or "wait"
+            (until the user has done something).
         asks: the requests.
         churn: how much other prompts fill, in parts of the cache.
+        after: when the connection is closed, in parts of the time that the request before it took; 0: at the first token.
     """
 
     do: str
     asks: tuple[Ask, ...] = ()
     churn: float = 0.0
+    after: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def _step(data: Any) -> PromptStep:
         )
         for ask in data["asks"]
     )
-    return PromptStep(data["do"], asks, data["churn"])
+    return PromptStep(data["do"], asks, data["churn"], data.get("after", 0.0))
 
 
 def one(*asks: Ask) -> tuple[PromptStep, ...]:

@@ -79,7 +79,7 @@ class Report:
     def _share(self) -> float | None:
         """Return the share found of what had been sent before, over all judged requests whose counter is known."""
         pairs = [
-            (trial.answer.cached, trial.answer.common - 2)
+            (trial.answer.cached, trial.answer.common)
             for trial in self.audit.results.trials
             if trial.answer.cached is not None and trial.answer.common is not None and trial.answer.common > 2
         ]

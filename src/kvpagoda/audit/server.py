@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
+from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -162,11 +163,12 @@ class Server:
         self.url = _address(url, is_remote, max_requests)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http, self._errors = httpx.Client(headers=headers, timeout=timeout, trust_env=False), httpx.HTTPError
+        self._late = httpx.ReadTimeout
         self.max_requests, self.num_requests, self.num_failed = max_requests, 0, 0
         self.profile = ServerProfile("")
         self.is_stopped = False
         self.on_request: Any = None
-        self._sent = dict[tuple[Any, ...], list[npt.NDArray[np.int32]]]()
+        self._sent = dict[tuple[Any, ...], list[tuple[npt.NDArray[np.int32], int]]]()
 
     def learn(self, **known: Any) -> ServerProfile:
         """Return the profile, in which fields are now those of ``known``."""
@@ -264,8 +266,6 @@ class Server:
         """Return the answers to requests that are sent at the same moment; None for one without. Raises OutOfRequests."""
         if len(asks) > self.num_left:
             raise OutOfRequests("too few requests are left", needed=len(asks), available=self.num_left)
-        for ask in asks:
-            self._remember(ask, answers, None)
 
         def answer(ask: Ask) -> ServerAnswer | None:
             try:
@@ -273,24 +273,36 @@ class Server:
             except Unanswered:
                 return None
 
-        with ThreadPoolExecutor(len(asks)) as pool:
+        with ThreadPoolExecutor(max(1, len(asks))) as pool:
             found = [*pool.map(answer, asks)]
-        for ask, one in zip(asks, found):  # their answers are cached, too
-            self._remember(ask, answers, one)
+        sent = [self._sent_with(ask, answers, one) for ask, one in zip(asks, found)]
+        for number, (ask, one) in enumerate(zip(asks, found)):
+            if one is not None:
+                common = self._common(ask, answers, sent[:number] + sent[number + 1 :])
+                found[number] = replace(one, common=common)
+        for who, text, more in sent:
+            self._sent.setdefault(who, []).append((text, more))
         return found
 
-    def abort(self, ask: Ask, answers: Sequence[ServerAnswer | None] = (), events: int = 1) -> None:
-        """Ask, and close the connection after ``events`` pieces of the answer. Raises OutOfRequests, Unanswered."""
+    def abort(self, ask: Ask, answers: Sequence[ServerAnswer | None] = (), after: float | None = None) -> None:
+        """Ask, and close the connection ``after`` so many seconds; None: at the first token. Raises OutOfRequests,
+        Unanswered."""
         path, body = self.body(ask, answers)
         self._count()
         self._remember(ask, answers, None)
+        usual = self._http.timeout.connect
+        more: dict[str, Any] = {} if after is None else {"timeout": (usual, max(after, 1e-3), usual, usual)}
+        until = monotonic() + (after or 0.0)
         try:
-            with self._http.stream("POST", self.url + path, json={**body, "stream": True}) as reply:
+            with self._http.stream("POST", self.url + path, json={**body, "stream": True}, **more) as reply:
+                if after is not None:
+                    return sleep(max(0.0, until - monotonic()))
                 for line in reply.iter_lines():
-                    events -= line.startswith("data:")
-                    if events <= 0:
+                    if line.startswith("data:"):
                         break
         except self._errors as error:
+            if after is not None and isinstance(error, self._late):
+                return None
             raise Unanswered(f"{path}: {error or type(error).__name__}") from None
 
     def body(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> tuple[str, dict[str, Any]]:
@@ -372,28 +384,43 @@ class Server:
         salt = ask.salt if self.profile.takes_salts else None
         return (ask.chat, adapter, salt), np.array(numbers, np.int32)
 
-    def _remember(self, ask: Ask, answers: Sequence[ServerAnswer | None], answer: ServerAnswer | None) -> None:
+    def _sent_with(
+        self, ask: Ask, answers: Sequence[ServerAnswer | None], answer: ServerAnswer | None
+    ) -> tuple[tuple[Any, ...], npt.NDArray[np.int32], int]:
+        """Return who may share what ``ask`` and its ``answer`` leave in the cache, its text, and how many tokens behind that
+        may be cached, too: what is not known of an answer may begin as another prompt goes on, by chance."""
         who, numbers = self._written(ask, answers)
         more: Sequence[int] = ()
         if answer is not None and not ask.chat:
             more = (answer.ids or ()) if self.profile.as_ids else [*_bytes(answer.text)]
         elif answer is not None:
             more = [-2, *_bytes("assistant"), -2, *_bytes(answer.text.strip())]
-        self._sent.setdefault(who, []).append(np.append(numbers, np.array(more, np.int32)))
+        is_known = self.profile.as_ids and answer is not None and answer.ids is not None
+        return who, np.append(numbers, np.array(more, np.int32)), 8 if ask.chat else 0 if is_known else 2
 
-    def _common(self, ask: Ask, answers: Sequence[ServerAnswer | None]) -> int | None:
-        """Return the most tokens of ``ask`` that can be cached: what it begins with that was sent before, by those who may
-        share it. Some more for chance: a token that the answer of another prompt began with. None: not known."""
+    def _remember(self, ask: Ask, answers: Sequence[ServerAnswer | None], answer: ServerAnswer | None) -> None:
+        who, text, more = self._sent_with(ask, answers, answer)
+        self._sent.setdefault(who, []).append((text, more))
+
+    def _common(
+        self, ask: Ask, answers: Sequence[ServerAnswer | None],
+        beside: Sequence[tuple[tuple[Any, ...], npt.NDArray[np.int32], int]] = (),
+    ) -> int | None:  # fmt: skip
+        """Return the most tokens of ``ask`` that can be cached: what it begins with that was sent before, or ``beside`` it, by
+        those who may share it. None: not known."""
         who, numbers = self._written(ask, answers)
-        most = 0
-        for other in self._sent.get(who, ()):
+        most, more = 0, 8 if ask.chat else 0 if self.profile.as_ids else 2
+        for other, beyond in [*self._sent.get(who, ()), *((text, n) for whose, text, n in beside if whose == who)]:
             n = min(len(numbers), len(other))
             differs = numbers[:n] != other[:n]
-            most = max(most, int(differs.argmax()) if differs.any() else n)
+            same = int(differs.argmax()) if differs.any() else n
+            most = max(most, same)
+            if not self.profile.as_ids or ask.chat or same == len(other):
+                more = max(more, same + beyond)
         if (numbers[:most] == -4).any() or (numbers[:1] == -1).any():
             return None
         messages = max(1, int((numbers[:most] == -2).sum()) // 2)  # what a template has before each
-        return most + self.profile.shared_by(ask) * messages + (8 if ask.chat else 2)
+        return max(most, more) + self.profile.shared_by(ask) * messages
 
 
 def _bytes(text: str) -> bytes:
