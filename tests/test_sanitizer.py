@@ -45,25 +45,41 @@ def tokens(first: int, count: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(first).integers(0, 900, count).astype(np.int32)
 
 
-def compute(cache: Any, sequence: Any, text: np.ndarray[Any, Any], write: bool = False) -> None:
-    """Run ``sequence`` to the end of ``text``; ``write``: rows of their own for each token."""
+def write(batch: Any, values: Any, memory: Any = None, left: bool = True) -> None:
+    """Do what kernels do: write ``values[i]`` to all that token i of a step leaves in each layer. ``memory``: of a worker.
+    ``left``: whether it leaves states inside of the step, too."""
+    import torch
+
+    values = torch.as_tensor(values).float()
+    of_states = torch.as_tensor(batch.state_writes).flatten().long()
+    for layer in batch._schema.layers:
+        view = batch.layer(layer.index)
+        at = memory.layer(layer.index) if memory is not None else view
+        if at.blocks is not None:
+            slots = torch.as_tensor(view.slot_mapping).long()
+            for name in at.blocks.fields:
+                array = at[name]
+                rows = slots % BLOCK // (BLOCK // array.shape[1])
+                array[slots // BLOCK, rows] = values.reshape(-1, *[1] * (array.ndim - 2)).to(array.dtype)
+        if at.state is not None:
+            places = torch.as_tensor(batch.checkpoints.places).long() if left else of_states[:0]
+            for name in at.state.fields:
+                at[name][torch.cat((of_states, places))] = values[-1].to(at[name].dtype)
+
+
+def compute(cache: Any, sequence: Any, text: np.ndarray[Any, Any], most: int = 48) -> None:
+    """Run ``sequence`` to the end of ``text``, in steps of at most ``most`` tokens."""
     while sequence.length < len(text):
         begin = sequence.length
-        step = min(len(text) - begin, int(cache.step_limit(sequence)), 48)
-        batch = cache.batch([sequence], [step])
-        if write:
-            import torch
-
-            view = batch.layer(1)
-            rows = torch.from_numpy(text[begin : begin + step]).reshape(-1, 1, 1).expand(-1, 1, 16).float()
-            view.write(k=rows, v=rows + begin)
-        sequence.commit(text[begin : begin + step])
+        n = min(len(text) - begin, int(cache.step_limit(sequence)), most)
+        write(cache.batch([sequence], [n]), text[begin : begin + n] + 0.001 * np.arange(begin, begin + n))
+        sequence.commit(text[begin : begin + n])
 
 
 def step(cache: Any, sequence: Any) -> None:
-    """Build the arrays of a step of one token."""
+    """Run a step of one token, but do not commit it."""
     sequence.extend(1)
-    cache.batch([sequence], [1])
+    write(cache.batch([sequence], [1]), [7])
 
 
 @pytest.mark.parametrize("schema", [HYBRID, WINDOW], ids=["states", "window"])
@@ -76,7 +92,7 @@ def test_clean_traffic_raises_nothing(schema: Schema, tier: str, tmp_path: Path)
         text = np.concatenate([tokens(turn % 3, int(rng.choice([3, 64, 128]))), tokens(100 + turn, 9)])
         with cache.open(text, ["a", None][turn % 2]) as sequence:
             hits += sequence.cached_tokens
-            compute(cache, sequence, text, write=True)
+            compute(cache, sequence, text)
             child = sequence.fork()
             child.suspend()
             child.resume()
@@ -194,7 +210,7 @@ def test_a_record_of_another_text_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     )  # fmt: skip
     for first in range(1, 14):
         with cache.open(tokens(first, 64)) as sequence:
-            compute(cache, sequence, tokens(first, 64), write=True)
+            compute(cache, sequence, tokens(first, 64))
     from_host = type(cache.core.memory).from_host
 
     def shifted(memory: Any, group: int, ids: Any, table: Any, rows: Any) -> None:
@@ -231,7 +247,7 @@ def test_moved_blocks_are_nobodys_where_they_were() -> None:
 def test_what_goes_to_a_tier_allocates_no_swap() -> None:
     cache = cache_of(WINDOW, tiers=[host_tier("4MiB", write="commit")], limits=Limits(swap="1MiB"))
     with cache.open(tokens(1, 64)) as sequence:
-        compute(cache, sequence, tokens(1, 64), write=True)
+        compute(cache, sequence, tokens(1, 64))
     assert cache.core.swap._table is None and cache.flush(5.0)
 
 
@@ -246,8 +262,7 @@ def test_a_state_in_one_place_may_be_taken_back() -> None:
     schema, text = Schema.from_hf_config(config, dtype="float32"), tokens(1, 30)
     cache = cache_of(schema.rewindable(2))
     first = cache.open(text)
-    cache.batch([first], [BLOCK + 1])
-    first.commit(text[: BLOCK + 1])
+    compute(cache, first, text[: BLOCK + 1])
     first.close()
     with cache.open(text) as again:
         assert again.cached_tokens == BLOCK
@@ -265,7 +280,7 @@ def test_equal_bytes_of_a_hand_over_name_nobody() -> None:
     texts = [tokens(1, 40), tokens(2, 40)]
     sequences = [cache.open(text) for text in texts]
     for sequence, text in zip(sequences, texts):
-        compute(cache, sequence, text)  # writes no rows: all blocks have the same bytes
+        compute(cache, sequence, text)
     memory, group = cache.core.memory, cache.core.full
     first, second = (group.held_places(one._request.slot)[:1] for one in sequences)
     table = np.zeros((1, memory.record_nbytes(group.index)), np.uint8)

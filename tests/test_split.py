@@ -198,7 +198,7 @@ def test_a_kind_of_copies_that_is_left_out_is_seen(kind: str, name: str) -> None
 
 
 def test_every_kind_of_copies_is_tested() -> None:
-    assert {*KIND_IN, "poison"} == {*KINDS}
+    assert {*KIND_IN, "poison", "wrote", "reads"} == {*KINDS}  # of these in test_sanitizer_written.py
 
 
 # -- one batch after another -------------------------------------------------------------------------------------------
@@ -526,7 +526,10 @@ MALFORMED = [
     ["block", 0, [1, 2], [3], 8, 0], ["block", 0, [1], [2], -8, 0], ["block", 0, [1], [2], 10**30, 0],
     ["swap_out", 0, [1], [17], 0, 0], ["swap_out", 0, [1, 2], [3], 0, 0], ["swap_in", 0, [17], [1], 0, 0],
     ["swap_in", 0, [1], [1, 2], 0, 0], ["clear", 0, [], [1], 0, 0], ["reset", 0, [1], [1], 0, 0],
-    ["round", 0, [], [1], 0, 0], ["poison", 0, [], [0], 0, 0], {"kind": "block"}, "block", 7, None,
+    ["round", 0, [], [1], 0, 0], ["poison", 0, [], [0], 0, 0], ["wrote", 0, [1], [], 0, 0], ["wrote", 0, [], [1], 0, 0],
+    ["wrote", 0, [1], [17], 0, 0], ["wrote", 0, [1] * 65, [1], 0, 0], ["wrote", 0, [1], [1], 10**30, 0],
+    ["wrote", 0, [2**31], [1], 0, 0], ["reads", 0, [], [1], 0, 0], ["reads", 0, [1], [17], 0, 0], {"kind": "block"}, "block",
+    7, None,
 ]  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
         mirrors = [Mirror(settings.block_size)] if settings.seed % 2 == 0 else []
         watched: dict[str, Any] = dict(observers=mirrors, sanitize=not mirrors)
         if settings.split:
-            cache = SplitCache(made(device="none", **watched), Worker(made(device="cpu")))
+            cache = SplitCache(made(device="none", **watched), Worker(made(device="cpu", sanitize=not mirrors)))
         else:
             cache = made(device="cpu", **watched)
     return cache, drivers

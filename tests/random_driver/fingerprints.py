@@ -61,4 +61,6 @@ class Stamp:
 
     def __call__(self, marks: Marks) -> npt.NDArray[Any]:
         numbers = ((marks * self._factor) >> self._shift).astype(self._dtype)
+        if self._dtype == np.uint8:
+            numbers[numbers == 255] = 0  # rows of nothing but this byte look like free memory
         return np.ldexp(self._dtype.type(127), numbers.astype(np.int32) - 32) if self._is_rounded else numbers

@@ -96,8 +96,10 @@ class KVCache:
             comes.
         observers: are told what happens in the cache, each a ``kvpagoda.abc.CacheObserver`` (``docs/own-parts.md``).
         sanitize: keep beside each row and state where it comes from, and raise CheckFailed before a step reads
-            another's: to find faults of this library, or of an engine's calls (``docs/audit.md``). Each step then costs
-            O(tokens).
+            another's, or what nobody wrote: to find faults of this library, of an engine's calls and of its kernels
+            (``docs/audit.md``). Implies ``poison``. Each step then costs O(tokens), and its rows are read once more: one
+            comparison on the device and a byte for each row to the host, for each group of each request. If a scheduler
+            and its ``Worker`` both sanitize, the worker finds copies that it was not sent.
 
     Raises:
         BadInput: an argument is of a wrong type or out of range, or arguments exclude each other; the message names it.
@@ -154,9 +156,9 @@ class KVCache:
             checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
             checkpoint_format=retention.checkpoint_format,
         )  # fmt: skip
-        own = _memory(plan, device, truth(poison, "poison"), bool(tiers), memory, limits.page_locked)
-        sanitizer = None
-        if truth(sanitize, "sanitize"):
+        sanitize, sanitizer = truth(sanitize, "sanitize"), None
+        own = _memory(plan, device, truth(poison, "poison") or sanitize, bool(tiers), memory, limits.page_locked)
+        if sanitize:
             from kvpagoda.core.sanitizer import FollowedSettler, Sanitizer
 
             sanitizer = Sanitizer(plan, own)

@@ -49,6 +49,7 @@ class Worker:
         self._scheduler: str | None = None
         self._resets = self._number = self._done = 0
         memory, self._swap = core.memory, core.swap
+        sanitize = (lambda _: None) if core.sanitizer is None else core.sanitizer.apply
         self._calls: dict[str, Callable[[Copy], object]] = {
             "block": lambda one: memory.copy(one.group, one.source, one.target),
             "move": lambda one: memory.move(one.group, one.source, one.target),
@@ -59,6 +60,7 @@ class Worker:
             "round": lambda one: memory.round(one.group, one.target, one.into),
             "clear": lambda one: memory.clear_sectors(one.target),
             "poison": lambda one: memory.freed(one.group, one.target),
+            **dict.fromkeys(("wrote", "reads"), sanitize),
         }
 
     @property
@@ -103,6 +105,7 @@ class Worker:
             NeedsReset: they are of another scheduler, which needs a worker of its own; or those of an earlier batch are
                 missing: apply them first, or, if they are lost, close the scheduler's requests and ``reset`` it, after
                 which it begins anew.
+            CheckFailed: both caches sanitize, and the step would read what is not as the scheduler expects it.
         """
         core = self._core
         given = Copies.from_json(copies) if isinstance(copies, str | bytes) else instance_of(copies, Copies, "copies")
@@ -134,6 +137,9 @@ class Worker:
         if begins:
             core.memory.forget_copies()  # what could not be poisoned
             core.memory.clear_sectors(np.arange(1, max(1, core.plan.num_sectors), dtype=np.int32))
+            for index, group in enumerate(core.plan.groups) if core.sanitizer is not None else ():
+                core.memory.freed(index, np.arange(group.first_id, group.num_rows, dtype=np.int32))
+            core.memory.poison_freed()
             self._resets, self._number, self._done = given.resets, 0, 0
         for one in given.operations[self._done :]:
             self._calls[one.kind](one)

@@ -594,7 +594,7 @@ class Batch:
         ``Checkpointer.name_states``.
         """
         if core.sanitizer is not None:
-            core.sanitizer.check(requests, before[: len(requests)].tolist())
+            core.sanitizer.check(requests, before.tolist(), rows.counts.tolist())
         buffers.begin()
         self.core, self._schema, self._requests = core, schema, requests
         self._named = named

@@ -12,6 +12,7 @@ from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup, BlockPlaces
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.groups.base import CachedPart, Freed
+from kvpagoda.core.memory.copies import Copy
 from kvpagoda.errors import BadInput
 
 
@@ -36,7 +37,11 @@ class Hit(Protocol):
 class RowChecker(Protocol):
     """Checks what a step reads, before it reads it: the ``Sanitizer`` of a cache."""
 
-    def check(self, requests: Many[RequestState], before: Many[int]) -> None: ...
+    def check(self, requests: Many[RequestState], before: Many[int], counts: Many[int]) -> None: ...
+
+    def follow(self, requests: Many[RequestState]) -> None: ...
+
+    def apply(self, one: Copy) -> None: ...
 
 
 class NoTiers:

@@ -149,6 +149,8 @@ class Lifecycle:
         length = request.own_length - n
         self.ending.check_unfenced(request, "rewound")
         self._check_rewindable(request, length)
+        if self.core.sanitizer is not None:
+            self.core.sanitizer.follow((request,))  # what is taken back was written
         media_ids = {index: media_id for index, media_id in request.media_ids.items() if index < length}
         columns, epochs = length // self.core.block_size, request.epochs_until(length)
         due = [depth for depth in request.checkpoints.due if depth <= columns]

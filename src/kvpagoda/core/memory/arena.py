@@ -30,6 +30,7 @@ from kvpagoda.units import format_bytes
 Tensor = torch.Tensor
 LONG_ROW = 16 << 10
 """Bytes from which copying rows one by one is faster than torch's indexing (measured on an AVX-512 CPU)."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Region = tuple[slice, Tensor]
 """A byte range of a record, and these bytes of every row."""
 
@@ -279,6 +280,33 @@ class Arena:
         index = self.staging.to_device(ids, np.int64)
         for _, rows in self.regions():
             fill_rows(rows, index, 0xFF)
+
+    def is_poisoned(
+        self, ids: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32] | None, width: int, *, again: bool = False
+    ) -> npt.NDArray[np.bool_]:
+        """Return which rows have a field with no other byte than 0xFF, as ``poison`` leaves them: bool ``[n]``. No sound row
+        has one: of floats all would be NaN, with the sign and all bits set.
+
+        They are compared where they are, O(bytes of the rows), and a byte for each comes to the host.
+
+        Args:
+            ids: int32 ``[n]``, of records, at least one.
+            tokens: int32 ``[n]``, which of the tokens of each record; None: all of it. Of fields with a row for several
+                tokens, their last one has the row.
+            width: tokens of a record.
+            again: poison these rows first.
+        """
+        records, at = self.staging.to_device(np.stack((ids, ids if tokens is None else tokens)), np.int64)
+        size, found = width // self.layout.kernel_pages, torch.zeros(len(ids), dtype=torch.bool, device=self.device)
+        pages, within = records * self.layout.kernel_pages + at // size, at % size
+        for field in (field for fields in self._views.values() for field in fields.values()):
+            bits = field.view(_INTEGERS[field.element_size()])  # all bytes are 0xFF: -1
+            each = 1 if tokens is None else size // field.shape[1]
+            has_row, index = (at + 1) % each == 0, (records,) if tokens is None else (pages, within // each)
+            if again:
+                bits[tuple(one[has_row] for one in index)] = -1
+            found |= has_row & (bits[index] == -1).reshape(len(ids), -1).all(1)
+        return found.cpu().numpy()
 
     def row_index(
         self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int], *, is_proven: bool = False

@@ -15,11 +15,11 @@ import numpy as np
 from kvpagoda.arrays import Ids
 from kvpagoda.errors import BadInput, shown, unknown_name
 from kvpagoda.schema import Plan
-from kvpagoda.units import table_rows, whole_number
+from kvpagoda.units import ceil_div, table_rows, whole_number
 
 VERSION = 1
 _COPYING = ("block", "state", "move", "swap_out", "swap_in")
-KINDS = (*_COPYING, "reset", "round", "clear", "poison")
+KINDS = (*_COPYING, "reset", "round", "clear", "poison", "wrote", "reads")
 _NOWHERE = 0, 0
 
 
@@ -37,13 +37,18 @@ class Copy(NamedTuple):
         clear     -                   sectors             set to zeros, or to NaN if the worker's cache poisons
         poison    -                   blocks of group     free now: set to NaN if the worker's cache poisons
 
+    and of a scheduler that sanitizes, for a worker that does (others pass over them):
+
+        wrote     codes               blocks of group     provenance of the rows that the step before wrote
+        reads     digests             blocks of group     provenance of all rows of the blocks that the step reads
+
     Args:
         kind: one of the above.
         group: an index of ``plan.groups``.
-        source: ids, int32 ``[n]``.
+        source: ids, int32 ``[n]``; codes of rows or digests of blocks: numbers of 31 bits, one for each.
         target: ids, int32 ``[n]``.
         rows: how many tokens' rows of a block or a move are used, from the first source on; whole blocks may be copied.
-            0 for other kinds.
+            Of ``wrote`` the row of the first block that was written first. 0 for other kinds.
         into: an index of ``plan.groups``: ``group`` but for states with checkpoints in another encoding.
     """
 
@@ -143,6 +148,13 @@ class Copies:
             _check(one, plan, swap_rows, row_nbytes)
 
 
+def word_columns(plan: Plan) -> list[int]:
+    """Return how many words of provenance a block of each group has: of its rows, or of a state that it can go back to."""
+    ahead = min((tokens for _, _, tokens in plan.rewinds), default=0)  # a state in one place is taken back by so many
+    num_states = 1 if any(group.places > 1 for group in plan.groups) else 1 + ahead
+    return [num_states if group.growth.is_state else plan.block_size for group in plan.groups]
+
+
 def agreement_of(plan: Plan, fingerprint: str, swap_rows: int, row_nbytes: int) -> str:
     """Return what a scheduler and its worker must share, as text. ``fingerprint``: of what the memory keeps."""
     groups = ", ".join(f"{group.num_rows} of {group.name}" for group in plan.groups)
@@ -194,6 +206,11 @@ def _check(one: Copy, plan: Plan, swap_rows: int, row_nbytes: int) -> None:
         num_sources = table_rows(num_targets, group.layout.nbytes, row_nbytes)
     elif one.kind == "clear":
         target = 1, plan.num_sectors
+    elif one.kind in ("wrote", "reads"):
+        source = 0, 1 << 31
+        num_sources = len(one.source if one.kind == "wrote" else one.target)
+        if one.kind == "wrote":
+            num_targets = ceil_div(one.rows + num_sources, word_columns(plan)[one.group])
     counts, wanted = (len(one.source), len(one.target)), (num_sources, num_targets)
     if counts != wanted:
         raise BadInput(f"a copy {one.kind!r} from {group.name} has {wanted} sources and targets, got {counts}")

@@ -53,13 +53,13 @@ class RemoteMemory(NoMemory):
         self._num_ids = self._number = 0
         self._resets += 1
 
-    def _note(
+    def note(
         self, kind: str, group: int, source: Ids, target: Ids, rows: int | None = 0, into: int | None = None
     ) -> None:
         """Note an operation. The ids are copied, as their arrays may change. ``rows``: None: all rows."""
         if self._operations is None:
             return
-        self._num_ids += len(source) + len(target)
+        self._num_ids += len(target) + (len(source) if kind != "wrote" else 0)  # of these, one for each token
         if self._num_ids > self._most_ids or len(self._operations) == self._most:
             self._operations = None
             return
@@ -69,29 +69,29 @@ class RemoteMemory(NoMemory):
         self._operations.append(Copy(kind, group, source, target, rows, group if into is None else into))
 
     def copy(self, group: int, sources: Ids, targets: Ids, rows: int | None = None) -> None:
-        self._note("state" if self._are_states[group] else "block", group, sources, targets, rows)
+        self.note("state" if self._are_states[group] else "block", group, sources, targets, rows)
 
     def move(self, group: int, sources: Ids, targets: Ids) -> None:
-        self._note("move", group, sources, targets, None)
+        self.note("move", group, sources, targets, None)
 
     def convert(self, group: int, sources: Ids, other: int, targets: Ids) -> None:
-        self._note("state", group, sources, targets, into=other)
+        self.note("state", group, sources, targets, into=other)
 
     def round(self, group: int, ids: Ids, other: int) -> None:
-        self._note("round", group, _NONE, ids, into=other)
+        self.note("round", group, _NONE, ids, into=other)
 
     def reset(self, group: int, ids: Ids) -> None:
-        self._note("reset", group, _NONE, ids)
+        self.note("reset", group, _NONE, ids)
 
     def clear_sectors(self, sectors: Ids) -> None:
-        self._note("clear", 0, _NONE, sectors)
+        self.note("clear", 0, _NONE, sectors)
 
     def freed(self, group: int, ids: Ids) -> None:
         if self.is_poisoning and len(ids):
-            self._note("poison", group, _NONE, ids)
+            self.note("poison", group, _NONE, ids)
 
     def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int], layer: int | None = None) -> None:
-        self._note("swap_out", group, ids, np.array(rows, np.int32))
+        self.note("swap_out", group, ids, np.array(rows, np.int32))
 
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
-        self._note("swap_in", group, np.array(rows, np.int32), ids)
+        self.note("swap_in", group, np.array(rows, np.int32), ids)
