@@ -23,6 +23,7 @@ from kvpagoda.replay import Group, Schedule, replay
 from kvpagoda.replay.engines import edge_unified
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import serve_with
+from kvpagoda.replay.engines.edge_states import StateLRU
 from kvpagoda.replay.engines.edge_unified import Shared, UnifiedLRU, shared
 from kvpagoda.replay.engines.pool import divided
 
@@ -110,15 +111,16 @@ def test_beside_its_other_settings(sglang: Process, setting: dict[str, object]) 
 @pytest.mark.parametrize("wrong", ["leaf", "state", "apart", "own", "sink"])
 def test_a_difference_would_be_seen(sglang: Process, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits are unequal if blocks evict states of their own, if a state evicts states first, if the memory is divided, if
-    less room is kept, and if all of the memory can hold something."""
+    more room is kept, and if all of the memory can hold something."""
     mode = "16 share a budget"
-    run = SOURCE, oracle.asked(64, 288, oracle.SCHEDULES[mode]) | RUN
+    run = SOURCE, oracle.asked(64, 200, oracle.SCHEDULES[mode]) | RUN
+    assert oracle.agreements(sglang, SGLANG, mode, [run])["unequal"] == 0
     lose_leaf, lose_state = UnifiedLRU._lose_leaf, UnifiedLRU._lose_state
     change: dict[str, tuple[object, str, object]] = {
         "leaf": (UnifiedLRU, "_lose_leaf", lambda self: lose_state(self, 1 << 30) or lose_leaf(self)),
         "state": (UnifiedLRU, "_ids", property(lambda self: 0, lambda self, value: None)),
-        "apart": (edge_unified.UnifiedLRU, "_take", lambda self, count: edge_unified.StateLRU._take(self, count)),
-        "own": (edge_unified, "OWN", 0),
+        "apart": (UnifiedLRU, "_take", StateLRU._take),
+        "own": (edge_unified, "OWN", 6),
         "sink": (edge_unified, "ceil_div", lambda a, b: a // b - (a == b)),
     }
     monkeypatch.setattr(*change[wrong])
