@@ -24,7 +24,7 @@ from kvpagoda.replay.engines import edge_unified
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import serve_with
 from kvpagoda.replay.engines.edge_states import StateLRU
-from kvpagoda.replay.engines.edge_unified import Shared, UnifiedLRU, shared
+from kvpagoda.replay.engines.edge_unified import OneMemory, UnifiedLRU, shared
 from kvpagoda.replay.engines.pool import divided
 
 STATE = Group.from_text("full+state")
@@ -34,8 +34,8 @@ one_memory = partial(replay, engine=SGLANG, block_size=64, groups=STATE, unified
 def test_the_memory_is_what_would_be_divided() -> None:
     """11 blocks and 10 slots of one block each; what begins it holds nothing."""
     pool = divided(SGLANG, STATE, 64, 21, unified=True)
-    assert (pool.num_blocks, pool.num_apart, pool.shared) == (11, 9, Shared(20, 1, 1, 20))
-    assert shared(1_000, 100, 30) == Shared(1_000 - 120, 100, 30, 32)  # a block does not fit into three slots
+    assert (pool.num_blocks, pool.num_apart, pool.shared) == (11, 9, OneMemory(20, 1, 1, 20))
+    assert shared(1_000, 100, 30) == OneMemory(1_000 - 120, 100, 30, 32)  # a block does not fit into three slots
 
 
 def test_texts_take_what_states_do_not_need() -> None:

@@ -16,7 +16,7 @@ from kvpagoda.replay.engines.groups import Group
 from kvpagoda.units import ceil_div
 
 
-class Shared(NamedTuple):
+class OneMemory(NamedTuple):
     """One memory: ``nbytes`` of it that can hold something, in bytes (or in units) of which a block takes ``block`` and a
     state ``state``; ``num_ids``: the most states."""
 
@@ -26,15 +26,15 @@ class Shared(NamedTuple):
     num_ids: int
 
 
-def shared(nbytes: int, block: int, state: int) -> Shared:
+def shared(nbytes: int, block: int, state: int) -> OneMemory:
     """Return what can be held in ``nbytes``: in whole blocks of them, without whole states at its beginning, which hold
     nothing and have the bytes of a block or of a state, whichever is more.
 
     >>> shared(1_000, 30, 100)
-    Shared(nbytes=890, block=30, state=100, num_ids=9)
+    OneMemory(nbytes=890, block=30, state=100, num_ids=9)
     """
     nothing = ceil_div(max(block, state), state) * state
-    return Shared(nbytes // block * block - nothing, block, state, nbytes // state - 1)
+    return OneMemory(nbytes // block * block - nothing, block, state, nbytes // state - 1)
 
 
 def check_groups(engine: str, groups: Sequence[Group], has_edges: bool) -> None:
@@ -59,7 +59,7 @@ class UnifiedLRU(StateLRU):
     _rest = _ids = 0
 
     def __init__(
-        self, chains: Chains, num_blocks: int, num_slots: int, memory: Shared, per_path: int | None = None
+        self, chains: Chains, num_blocks: int, num_slots: int, memory: OneMemory, per_path: int | None = None
     ) -> None:
         self.memory = memory
         super().__init__(chains, num_blocks, num_slots, per_path)

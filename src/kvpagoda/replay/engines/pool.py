@@ -38,7 +38,7 @@ class EnginePool(NamedTuple):
     num_blocks: int
     nbytes: int = 0
     num_apart: int = 0
-    shared: edge_unified.Shared | None = None
+    shared: edge_unified.OneMemory | None = None
 
 
 def divided(
