@@ -60,6 +60,8 @@ RETENTIONS = {"retention 0": 0, "retention of 16 blocks": 16, "all retained": No
 """vLLM's ``prefix_cache_retention_interval``, in blocks."""
 STATES: dict[str, dict[str, dict[str, Any]]] = {"dynamo-1.6.1": {"": {}, "one state, ": {"groups": "full+state"}}}
 """Engine -> what is said before the title of a case -> its settings: Dynamo's ``state_cache`` of one block."""
+ONE_MEMORY = {"sglang-0.5.23": {"unified_memory": True}}
+"""Engine -> settings with which models with states are judged once more."""
 Run = tuple[dict[str, Any], dict[str, Any]]
 """(arguments of ``trace_of``, other arguments of the task ``oracle``)."""
 
@@ -150,16 +152,21 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
                 title = f"{name} hashed from tokens"
                 yield from (Case(title, named[name], 64, mode, {"hashed": True}, (2,)) for mode in modes)
     yield from models(engine, named)
+    if engine in ONE_MEMORY:
+        yield from models(engine, named, "one memory", ONE_MEMORY[engine])
 
 
-def models(engine: str, named: dict[str, list[dict[str, Any]]]) -> Iterator[Case]:
-    """Yield the models with groups that the profile has: of vLLM all, with its retentions, of SGLang all but chunks, of Dynamo
-    states."""
+def models(
+    engine: str, named: dict[str, list[dict[str, Any]]], setting: str = "", more: Mapping[str, Any] | None = None
+) -> Iterator[Case]:
+    """Yield the models with groups that the profile has: of vLLM all, with its retentions, of SGLang all but chunks, states in
+    one memory with blocks too, of Dynamo states."""
     retentions = RETENTIONS if engine.startswith("vllm") else {"": None}
     for (model, groups), (said, blocks) in product(MODELS.items(), retentions.items()):
         if blocks and "chunk" in groups:
             continue  # vLLM refuses it
         is_unknown = engine.startswith("dynamo") and not (engine in STATES and "state" in groups)
+        is_unknown |= bool(setting) and "state" not in groups
         if is_unknown or (not said and "chunk" in groups):
             continue
         for (title, given), size in product(named.items(), (16, 64)):
@@ -168,7 +175,8 @@ def models(engine: str, named: dict[str, list[dict[str, Any]]]) -> Iterator[Case
             if len(given) > 1:
                 title, given = f"{FEW} {title.split()[1]}", given[:FEW]
             settings = {"groups": groups} | ({"retention": blocks and blocks * size} if said else {})
-            head = ", ".join(filter(None, (model, said, title)))
+            settings |= more or {}
+            head = ", ".join(filter(None, (model, setting, said, title)))
             modes = JUDGES[engine].modes
             yield from (Case(head, given, size, mode, settings, (0, 2, 4)) for mode in modes)
 
@@ -200,7 +208,8 @@ def measure(options: Options) -> list[Row]:
 def ours(engine: str, source: dict[str, Any], wanted: dict[str, Any]) -> EngineResult:
     """Serve one run with our profile of ``engine``."""
     names = (
-        "block_size", "at_once", "step_tokens", "shared", "retention", "match_unit", "memory_ratio", "states_per_path"
+        "block_size", "at_once", "step_tokens", "shared", "retention", "match_unit", "memory_ratio", "states_per_path",
+        "unified_memory", "watermark", "reserve_prompt",
     )  # fmt: skip
     settings = {name: wanted[name] for name in names if name in wanted}
     groups = Group.from_text(wanted.get("groups", "full"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -22,6 +23,7 @@ from benchmarks.one_budget import QWEN3_NEXT_80B
 from benchmarks.peers import look_in_consumers, stubs
 from kvpagoda.replay import Group
 from kvpagoda.replay.engines.chains import Chains
+from kvpagoda.replay.engines.edge_states import OWN
 from kvpagoda.replay.engines.edge_states import slots as state_slots
 from kvpagoda.replay.engines.edge_windows import pools
 
@@ -48,6 +50,7 @@ def _make_importable() -> None:
 _make_importable()
 from benchmarks.peers import sglang as peer  # noqa: E402
 from benchmarks.peers import sglang_settings, sglang_states  # noqa: E402
+from benchmarks.peers.sglang_unified import Unified  # noqa: E402
 
 allocation = import_module("sglang.srt.mem_cache.allocation")  # after the peer, which stands in for kernels
 common = import_module("sglang.srt.mem_cache.common")
@@ -73,7 +76,7 @@ class Peer:
 
     ``core``: "rust" (what it serves with) or "python" of its unified tree; "old": the older ``RadixCache``. ``groups``: as
     ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows or states. ``memory_ratio``,
-    ``states_per_path``: see ``replay_engine``. The memory of a step is allocated
+    ``states_per_path``, ``unified_memory``: see ``replay_engine``. The memory of a step is allocated
     for all its requests together, as ``alloc_for_extend`` does."""
 
     finds_all = False
@@ -87,6 +90,7 @@ class Peer:
         groups: str = "full",
         memory_ratio: float | None = None,
         states_per_path: int | None = None,
+        unified_memory: bool = False,
     ) -> None:
         torch.set_num_threads(1)
         self.chains, self.page = chains, chains.block_size
@@ -99,15 +103,24 @@ class Peer:
         self.window = size - 1 if size else 0  # as its models give it: the tokens before the newest that are read
         self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page if size else 0
         settings = MODEL if self.has_states else None
-        most = {} if states_per_path is None else {"mamba_max_states_per_path": states_per_path}
-        model = sglang_settings.publish(settings, self.page, attention="torch_native", **most)  # calls no kernel
+        most: dict[str, Any] = {} if states_per_path is None else {"mamba_max_states_per_path": states_per_path}
+        most |= {"enable_unified_memory": True} if unified_memory else {}
+        attention = "triton" if unified_memory else "torch_native"  # calls no kernel
+        model = sglang_settings.publish(settings, self.page, attention=attention, **most)
         self.most = sglang_states.most_requests(self.tokens, window_blocks) if self.has_states else AT_ONCE
-        self.rows = (
-            sglang_states.States(AT_ONCE, longest, window_blocks)
-            if self.has_states
-            else peer.ReqToTokenPool(AT_ONCE, longest, "cpu", False)
-        )
-        self.allocator = self._allocator()
+        self.unified = unified_memory
+        if unified_memory:
+            states = sum(kind == Group("state") for kind in kinds)
+            memory = Unified(AT_ONCE, longest, self.page, blocks, window_blocks, len(kinds) - states, states)
+            self.rows, self.allocator = memory.rows, memory.allocator
+        else:
+            self.rows = (
+                sglang_states.States(AT_ONCE, longest, window_blocks)
+                if self.has_states
+                else peer.ReqToTokenPool(AT_ONCE, longest, "cpu", False)
+            )
+            self.allocator = self._allocator()
+        self._empty = int(self.allocator.available_size()) // self.page
         params = peer.CacheInitParams(
             disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=self.page,
             eviction_policy="lru", tree_core_backend=core, sliding_window_size=self.window or None,
@@ -167,7 +180,8 @@ class Peer:
         assert asked == request
         made.lock = self.tree.lock(made.last_node)
         found = self._pages(made.prefix_len)
-        fits = self._pages(known) - found <= self._left() and self._pages(end) - found <= self._left_in_windows()
+        room = self._left() - self._kept([*self.running.values(), made])
+        fits = self._pages(known) - found <= room and self._pages(end) - found <= self._left_in_windows()
         if not fits or len(self.running) >= self.most:
             self.tree.unlock(made.lock)
             if self.has_states:
@@ -185,7 +199,8 @@ class Peer:
             self.batch.reqs, self.batch.forward_mode = [made], Mode.DECODE
             made.decode_batch_idx = length - made.known
             self.batch.maybe_evict_swa()
-        if self._pages(end) - self._pages(length) > min(self._left(), self._left_in_windows()):
+        room = self._left() - self._kept(self.running.values())
+        if self._pages(end) - self._pages(length) > min(room, self._left_in_windows()):
             return False
         self._promise(request, end)
         return True
@@ -214,10 +229,21 @@ class Peer:
         assert not self.running and not self.promised
         if self.has_states:
             assert self.rows.mamba_allocator.available_size() + self.tree.mamba_evictable_size() == self.rows._num_slots
+        assert not self.unified or not self.allocator.verify_byte_accounting()
+        if self.unified:  # states that are kept take room
+            self.tree.evict(peer.EvictParams(num_tokens=self.tree.full_evictable_size()))
+            self.tokens = self._empty * self.page
         assert (self._left(), self._left_in_windows()) == (
             self.tokens // self.page,
             self.window_tokens // self.page or FREE,
         )
+
+    def _kept(self, requests: Iterable[Any]) -> int:
+        """Pages for which requests keep room in one memory: of the slots of each, and one more."""
+        if not self.unified:
+            return 0
+        held = (int(one.kv.holds_mamba) + 2 * (one.kv.mamba_ping_pong_track_buffer is not None) for one in requests)
+        return sum(OWN + 1 - slots for slots in held) * self._pages(self.allocator.mamba_slot_full_token_cost())
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page)

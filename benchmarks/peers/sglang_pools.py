@@ -23,10 +23,16 @@ class Peer:
     """See the top of this file."""
 
     @staticmethod
-    def divide(config: dict[str, Any], budget: int, block_size: int, ratio: float | None = None) -> dict[str, Any]:
+    def divide(
+        config: dict[str, Any], budget: int, block_size: int, ratio: float | None = None, unified: bool = False
+    ) -> dict[str, Any]:
         """Return the blocks of full attention, of windows, and the slots for states in ``budget`` bytes. ``ratio``: of what
-        is set apart; None: the default."""
-        options = {} if ratio is None else {"mamba_full_memory_ratio": ratio, "swa_full_tokens_ratio": ratio}
+        is set apart; None: the default. ``unified``: with states one memory for both, of which ``rest`` are the bytes beside
+        the slots."""
+        options: dict[str, Any] = (
+            {} if ratio is None else {"mamba_full_memory_ratio": ratio, "swa_full_tokens_ratio": ratio}
+        )
+        options |= {"enable_unified_memory": True} if unified else {}
         model = sglang_settings.publish(config, block_size, **options)
         plain = SimpleNamespace(
             is_none=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False
@@ -46,10 +52,11 @@ class Peer:
         rest = budget / GIB
         if runner.mambaish_config is not None:
             rest = planning.KVCacheConfigurator._handle_max_mamba_cache(runner, rest)
-        made = pools.create_memory_pool_configurator(runner).calculate_pool_sizes(int(rest * GIB), block_size)
+        runner._apply_token_constraints = lambda num_tokens: num_tokens  # the user has not given any
+        made = planning.KVCacheConfigurator.config_from_budget(runner, int(rest * GIB))
         slots = context.get_schedule().max_mamba_cache_size or 0
         ratio = planning.KVCacheConfigurator._calculate_mamba_ratio(runner)
         return {
             "blocks": made.max_total_num_tokens // block_size, "windows": (made.swa_max_total_num_tokens or 0) // block_size,
-            "slots": slots, "slots_per_request": ratio,
+            "slots": slots, "slots_per_request": ratio, "rest": made.unified_total_bytes or 0,
         }  # fmt: skip

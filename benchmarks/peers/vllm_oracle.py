@@ -42,17 +42,17 @@ class Peer:
     """vLLM's manager of ``num_blocks`` blocks, and its null block, over the requests of ``chains``.
 
     ``hashed``: vLLM hashes the tokens of each request itself. Otherwise the keys of ``chains`` are its hashes, which is
-    much faster. ``watermark``, ``retention``, ``match_unit``: see vLLM's options. ``groups``: as
+    much faster. ``watermark``, ``retention``, ``match_unit``, ``reserve_prompt``: see ``replay_engine``. ``groups``: as
     ``kvpagoda.replay.Group.from_text`` reads them. ``in_flight``: the most tokens of a request that a step computes."""
 
     finds_all = False
 
     def __init__(
         self, chains: Chains, num_blocks: int, *, hashed: bool = False, watermark: float = 0.0, retention: int | None = 0,
-        groups: str = "full", in_flight: int | None = None, match_unit: int | None = None,
+        groups: str = "full", in_flight: int | None = None, match_unit: int | None = None, reserve_prompt: bool = True,
     ) -> None:  # fmt: skip
         self.chains, self.num_blocks, self.size = chains, num_blocks, chains.block_size
-        unit = match_unit or self.size
+        unit, self._must_fit = match_unit or self.size, reserve_prompt
         self._units = Chains(chains.trace, unit)
         longest = int(chains.totals.max()) + 1
         kinds = Group.from_text(groups)
@@ -106,7 +106,7 @@ class Peer:
         assert asked == request
         made = self.requests[request]
         is_fit = self.manager.allocate_slots(
-            made, end - hit, hit, blocks, full_sequence_must_fit=True, has_scheduled_reqs=bool(self.running)
+            made, end - hit, hit, blocks, full_sequence_must_fit=self._must_fit, has_scheduled_reqs=bool(self.running)
         )
         if is_fit is None:
             return False

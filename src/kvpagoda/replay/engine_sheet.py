@@ -17,7 +17,8 @@ from kvpagoda.replay.report import Sheet, Source, order_of
 _SETTINGS: dict[str, Callable[[str], Any]] = {
     "block_size": int, "at_once": int, "step_tokens": int, "shared": lambda text: bool(int(text)), "groups": Group.from_text,
     "retention": lambda text: None if text == "none" else int(text), "match_unit": int,
-    "memory_ratio": float, "states_per_path": int,
+    "memory_ratio": float, "states_per_path": int, "unified_memory": lambda text: bool(int(text)),
+    "watermark": float, "reserve_prompt": lambda text: bool(int(text)),
 }  # fmt: skip
 
 

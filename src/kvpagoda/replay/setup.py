@@ -68,6 +68,9 @@ class Fleet:
     match_unit: int | None = None
     memory_ratio: float | None = None
     states_per_path: int | None = None
+    unified_memory: bool = False
+    watermark: float = 0.0
+    reserve_prompt: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", whole_number(self.workers, "workers", at_least=1, below=10_001))

@@ -173,3 +173,18 @@ def test_sglang_plans_the_same(sglang: Process, budget: str, block_size: int, ra
             ours = pool(schema_of(config), budget, block_size, SGLANG, ratio if has_apart else None)
             assert (planned["blocks"], planned["windows"] + planned["slots"]) == (ours.num_blocks, ours.num_apart)
             assert (planned["slots"] > 0) == (config["model_type"] in ("qwen3_next", "nemotron_h"))
+
+
+@pytest.mark.parametrize(("budget", "ratio"), [("20GiB", None), ("33333333333", 0.4)])
+def test_sglang_plans_one_memory_of_the_same_bytes(sglang: Process, budget: str, ratio: float | None) -> None:
+    for config in MODELS.values():
+        if config["model_type"] in ("qwen3_next", "nemotron_h"):
+            asked = {"config": config, "budget": parse_bytes(budget), "block_size": 64, "ratio": ratio}
+            planned, schema = sglang.ask("divide", unified=True, **asked), schema_of(config)
+            plan = cache_for(None, schema, "1GiB", 64).plan
+            ours, apart = (pool_of(SGLANG, schema, plan, budget, 64, ratio, one) for one in (True, False))
+            assert ours.shared is not None and (ours.num_blocks, ours.num_apart) == (apart.num_blocks, apart.num_apart)
+            assert planned["slots"] == ours.num_apart and planned["blocks"] == ours.num_blocks
+            assert ours.nbytes == planned["rest"] + planned["slots"] * ours.shared.state
+            floor = ours.nbytes // ours.shared.block * ours.shared.block - ours.shared.nbytes
+            assert floor == -(-max(ours.shared.state, ours.shared.block) // ours.shared.state) * ours.shared.state

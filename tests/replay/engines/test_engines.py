@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from letters import hits, trace
@@ -146,6 +147,27 @@ def test_the_engine_itself_with_groups_of_layers(vllm: Process, groups: str, ret
         found.append(oracle.agreements(vllm, VLLM, mode, runs))
     assert {row["unequal"] for row in found} == {0}, found
     assert max(row["hit_percent"] for row in found) > 1
+
+
+@pytest.mark.parametrize("setting", [{"watermark": 0.1}, {"watermark": 0.35}, {"reserve_prompt": False}])
+@pytest.mark.parametrize("groups", ["full", "full+2*window:100", "full+3*state"])
+def test_who_is_admitted_is_a_setting(vllm: Process, groups: str, setting: dict[str, Any]) -> None:
+    """Requests that need more than their chunk leave some room free, or all of a prompt need not fit."""
+    schedule, more = oracle.SCHEDULES["16 share a budget"], {"groups": groups}
+    source = {"name": "mix", "limit": 60, "seed": 16}
+    least = oracle.capacities(oracle.trace_of(**source), 16, 1, len(Group.from_text(groups)))[0]
+    plain = oracle.asked(16, least, schedule) | more
+    row = oracle.agreements(vllm, VLLM, "", [(source, plain | setting)])
+    assert row["unequal"] == 0 and row["hit_percent"] > 1
+    assert row["hit_percent"] != oracle.agreements(vllm, VLLM, "", [(source, plain)])["hit_percent"]
+
+
+def test_errors_of_who_is_admitted() -> None:
+    for setting in ({"watermark": 0.1}, {"reserve_prompt": False}):
+        with raises(BadInput, needed="sglang-0.5.23", available=setting.get("watermark", 0.0)):
+            replay(trace("ab"), 40, engine="sglang-0.5.23", **setting)  # type: ignore[call-overload]
+    with raises(BadInput, needed=1.0, available=1):
+        replay(trace("ab"), 40, engine=VLLM, watermark=1.0)
 
 
 @pytest.mark.parametrize(("size", "unit", "retention"), [(64, 16, 0), (16, 4, None), (128, 16, 512)])

@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpagoda.errors import BadInput, NeverFits
-from kvpagoda.replay.engines import edge_states, edge_windows
+from kvpagoda.replay.engines import edge_states, edge_unified, edge_windows
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.profiles import profile
 from kvpagoda.units import ceil_div, parse_bytes, whole_number
@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # a replay of blocks needs no models
     from kvpagoda.schema.plan import Plan
 
 _LEAST_BLOCK = 16
+_PAGE = 4096
+"""Of so many bytes a multiple is what SGLang's one memory has beside the states that would be set apart."""
 _KEPT_WHOLE = (
     "afmoe", "cohere2", "exaone4", "exaonemoe", "gemma2", "gemma3", "qwen2moe",
 )  # fmt: skip
@@ -28,35 +30,48 @@ class EnginePool(NamedTuple):
     """What an engine makes of its memory: ``num_blocks`` blocks of ``block_size`` tokens, which the ``groups`` share.
 
     SGLang's are blocks of full attention, and ``num_apart`` is what it sets apart for the other layers: blocks of windows, or
-    slots of states. ``nbytes``: of all this together, with what holds nothing; 0 if it was not divided by bytes."""
+    slots of states. ``nbytes``: of all this together, with what holds nothing; 0 if it was not divided by bytes. ``shared``:
+    the one memory that blocks and slots have with ``unified_memory``, where the two numbers only limit the requests."""
 
     groups: tuple[Group, ...]
     block_size: int
     num_blocks: int
     nbytes: int = 0
     num_apart: int = 0
+    shared: edge_unified.OneMemory | None = None
 
 
 def divided(
-    engine: str, groups: Sequence[Group], block_size: int, num_blocks: int, ratio: float | None = None
+    engine: str,
+    groups: Sequence[Group],
+    block_size: int,
+    num_blocks: int,
+    ratio: float | None = None,
+    unified: bool = False,
 ) -> EnginePool:
-    """Return what ``engine`` makes of the memory of ``num_blocks`` blocks of one group each; ``ratio``: see ``pool_of``.
-    Raises BadInput for groups, and blocks of so many tokens with states, that SGLang does not have, and for a ratio that has
-    no effect or is out of range.
+    """Return what ``engine`` makes of the memory of ``num_blocks`` blocks of one group each; ``ratio``, ``unified``: see
+    ``pool_of``. Raises BadInput for groups, and blocks of so many tokens with states, that SGLang does not have, for a ratio
+    that has no effect or is out of range, and for one memory of others than states.
 
     >>> pool = divided("sglang-0.5.23", Group.from_text("full+3*state"), 64, 1_900)
     >>> pool.num_blocks, pool.num_apart
     (1000, 300)
     """
-    ratio, apart = _ratio(engine, groups, ratio), 0
+    ratio, apart, memory = _ratio(engine, groups, ratio), 0, None
+    if unified:
+        edge_unified.check_groups(engine, groups, profile(engine).store == "edges")
     if profile(engine).store == "edges" and Group("state") in groups:
         num_blocks, apart = edge_states.slots(num_blocks, groups, ratio)
         if edge_states.INTERVAL % block_size:
             text = f"with states SGLang's blocks divide {edge_states.INTERVAL} tokens, got {block_size}"
             raise BadInput(text, needed=block_size, available=edge_states.INTERVAL)
+        if unified:
+            states = sum(group == Group("state") for group in groups)
+            full = len(groups) - states
+            memory = edge_unified.shared(num_blocks * full + (apart + 1) * states, full, states)
     elif profile(engine).store == "edges":
         num_blocks, apart, _ = edge_windows.pools(num_blocks, groups, ratio)
-    return EnginePool(tuple(groups), block_size, num_blocks, 0, apart)
+    return EnginePool(tuple(groups), block_size, num_blocks, 0, apart, memory)
 
 
 def pool_of(
@@ -66,6 +81,7 @@ def pool_of(
     budget: int | str,
     block_size: int | None = None,
     ratio: float | None = None,
+    unified: bool = False,
 ) -> EnginePool:
     """Return what ``engine`` makes of ``budget`` bytes. ``plan``: ours for ``schema``, which says what layers take.
 
@@ -77,7 +93,8 @@ def pool_of(
     SGLang's: a block holds ``block_size`` tokens of all layers with full attention. Blocks of all layers with windows hold
     ``ratio`` times as many tokens (None: 0.8), but windows of models that SGLang does not list, as Gemma-3, are kept like
     full attention. With states, slots have ``ratio`` times the memory of blocks (None: 0.9), each of a state of every layer,
-    of which one holds nothing. Raises BadInput, also for layers that no profile has, and NeverFits.
+    of which one holds nothing. ``unified``: it has one memory of as many bytes for blocks and states instead. Raises
+    BadInput, also for layers that no profile has, and NeverFits.
     """
     size, memory = whole_number(block_size or _LEAST_BLOCK, "block_size", at_least=1), parse_bytes(budget)
     taken: dict[Growth, int] = {}
@@ -87,8 +104,10 @@ def pool_of(
             raise BadInput(f"no profile of an engine has layers like {part.name} of {plan.schema_name}")
         taken[growth] = payload if growth.is_state else payload // part.block_size
     if profile(engine).store == "edges":
-        return _sglang(engine, _as_sglang_keeps(schema.name, taken), size, memory, ratio)
+        return _sglang(engine, _as_sglang_keeps(schema.name, taken), size, memory, ratio, unified)
     _ratio(engine, (), ratio)  # raises BadInput
+    if unified:
+        edge_unified.check_groups(engine, (), False)  # raises BadInput
     counts = Counter(layer.growth for layer in schema.layers if layer.growth is not None)
     for growth in (growth for growth in taken if growth.is_state):
         counts[growth] = sum(bool(layer.state_rows()) for layer in schema.layers)
@@ -143,11 +162,13 @@ def _as_sglang_keeps(name: str, taken: dict[Growth, int]) -> dict[Growth, int]:
     return merged
 
 
-def _sglang(engine: str, taken: Mapping[Growth, int], size: int, memory: int, given: float | None = None) -> EnginePool:
+def _sglang(
+    engine: str, taken: Mapping[Growth, int], size: int, memory: int, given: float | None = None, unified: bool = False
+) -> EnginePool:
     """Return SGLang's blocks of ``size`` tokens and what it sets apart in ``memory`` bytes. ``taken``: the bytes of a token,
     or of a state, of all layers of a kind. ``given``: the ratio."""
     groups = tuple(_group(growth) for growth in taken)
-    divided(engine, groups, size, 0, given)  # raises BadInput
+    divided(engine, groups, size, 0, given, unified)  # raises BadInput
     of = {group.kind: nbytes for group, nbytes in zip(groups, taken.values())}
     token, window, state = of["full"], of.get("window", 0), of.get("state", 0)
     least, apart, ratio = 0, 0, _ratio(engine, groups, given)
@@ -170,7 +191,10 @@ def _sglang(engine: str, taken: Mapping[Growth, int], size: int, memory: int, gi
             f"{unit} bytes for windows or states: too few for a request",
             needed=ceil(needed), available=memory,
         )  # fmt: skip
-    return EnginePool(groups, size, blocks, spent + blocks * token * size, apart)
+    if not unified:
+        return EnginePool(groups, size, blocks, spent + blocks * token * size, apart)
+    nbytes = (memory - spent) // _PAGE * _PAGE + apart * state
+    return EnginePool(groups, size, blocks, nbytes, apart, edge_unified.shared(nbytes, token * size, state))
 
 
 def _group(growth: Growth) -> Group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,16 @@ from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import Manager, Schedule, serve_with
 from kvpagoda.replay.engines.edge_lru import EdgeLRU
 from kvpagoda.replay.engines.edge_states import StateLRU
+from kvpagoda.replay.engines.edge_unified import UnifiedLRU
 from kvpagoda.replay.engines.edge_windows import WindowLRU
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.moved_states import MovedStates
 from kvpagoda.replay.engines.pool import EnginePool, divided
-from kvpagoda.replay.engines.profiles import profile
+from kvpagoda.replay.engines.profiles import Profile, profile
 from kvpagoda.replay.engines.queued import FULL, QueuedManager
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Ints, Trace, readable
-from kvpagoda.units import whole_number
+from kvpagoda.units import real_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ def replay_engine(
     match_unit: int | None = None,
     memory_ratio: float | None = None,
     states_per_path: int | None = None,
+    unified_memory: bool = False,
+    watermark: float = 0.0,
+    reserve_prompt: bool = True,
     on_request: Callable[[int], None] | None = None,
 ) -> EngineResult:
     """Serve a trace with the cache of an engine, and count what each prompt finds.
@@ -113,6 +117,12 @@ def replay_engine(
             (None: 0.8).
         states_per_path: SGLang's ``mamba_max_states_per_path``: a new state evicts the first ones of its text beyond so many,
             but those where texts part and those of running requests. None: its default, no limit.
+        unified_memory: SGLang's ``enable_unified_memory``, for groups with states: blocks and states share the memory that
+            ``memory_ratio`` would divide, which then limits only how many requests run.
+        watermark: vLLM's ``watermark``, the share of the blocks, below 1, that stay free when a request is admitted beside
+            others.
+        reserve_prompt: vLLM's ``scheduler_reserve_full_isl``: a request is admitted if its whole prompt fits (default), not
+            its first chunk alone.
         on_request: called after each step with the number of finished requests.
 
     Raises:
@@ -130,8 +140,9 @@ def replay_engine(
     capacity = whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31 - 1)
     columns = readable(trace)
     chains = Chains(columns, block_size)
-    pool = divided(engine, groups, chains.block_size, capacity, memory_ratio)
-    manager = manager_of(engine, chains, pool, schedule, retention, match_unit, states_per_path)
+    pool = divided(engine, groups, chains.block_size, capacity, memory_ratio, unified_memory)
+    admits = admission(engine, watermark, reserve_prompt)
+    manager = manager_of(engine, chains, pool, schedule, retention, match_unit, states_per_path, admits)
     served = serve_with(manager, chains, schedule, on_request)
     return EngineResult(
         columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
@@ -147,9 +158,11 @@ def manager_of(
     retention: int | None,
     match_unit: int | None = None,
     states_per_path: int | None = None,
+    admits: Profile | None = None,
 ) -> Manager:
-    """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``. Raises BadInput."""
-    known, groups = profile(engine), pool.groups
+    """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``; ``admits``: see ``admission``. Raises
+    BadInput."""
+    known, groups = admits or profile(engine), pool.groups
     _check_groups(engine, groups, retention, chains.block_size)
     _check_unit(engine, groups, match_unit, chains.block_size)
     if states_per_path is not None:
@@ -162,6 +175,8 @@ def manager_of(
 
         return OwnManager(chains, pool.num_blocks, schedule.at_once)
     if known.store == "edges":
+        if pool.shared is not None:
+            return UnifiedLRU(chains, pool.num_blocks, pool.num_apart, pool.shared, states_per_path)
         if Group("state") in groups:
             return StateLRU(chains, pool.num_blocks, pool.num_apart, states_per_path)
         window = max(group.size for group in groups)
@@ -171,6 +186,19 @@ def manager_of(
     if known.moves_states and len(groups) > 1:
         return MovedStates(chains, pool.num_blocks, known, len(groups) - 1, schedule.step_tokens)
     return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens, match_unit)
+
+
+def admission(engine: str, watermark: float, reserve_prompt: bool) -> Profile:
+    """Return the profile of ``engine`` with these settings of ``replay_engine``. Raises BadInput if it does not have them."""
+    known = profile(engine)
+    if (watermark or not reserve_prompt) and not engine.startswith("vllm"):
+        text = f"{engine} with watermark={watermark}, reserve_prompt={reserve_prompt}: they are vLLM's"
+        raise BadInput(text, needed=engine, available=watermark)
+    if not real_number(watermark, "watermark") < 1:
+        raise BadInput(f"watermark is a share of the blocks below 1, got {watermark}", needed=watermark, available=1)
+    return replace(
+        known, watermark=watermark or known.watermark, reserves=known.reserves if reserve_prompt else "chunk"
+    )
 
 
 def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:

@@ -122,6 +122,9 @@ def simulate(
     match_unit: int | None = None,
     memory_ratio: float | None = None,
     states_per_path: int | None = None,
+    unified_memory: bool = False,
+    watermark: float = 0.0,
+    reserve_prompt: bool = True,
     tiers: Mapping[str, int | str] | None = None,
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
@@ -146,6 +149,9 @@ def simulate(
         match_unit: see ``replay_engine``.
         memory_ratio: see ``replay_engine``.
         states_per_path: see ``replay_engine``.
+        unified_memory: see ``replay_engine``.
+        watermark: see ``replay_engine``.
+        reserve_prompt: see ``replay_engine``.
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
         seed: of random routing.
         on_request: called with the number of requests that ended.
@@ -167,7 +173,8 @@ def simulate(
     """
     setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
     fleet = Fleet(
-        costs, workers, routing, engine, retention, tiers or {}, seed, match_unit, memory_ratio, states_per_path
+        costs, workers, routing, engine, retention, tiers or {}, seed, match_unit, memory_ratio, states_per_path,
+        unified_memory, watermark, reserve_prompt,
     )  # fmt: skip
     made = Simulation(trace, setup, fleet)
     try:
