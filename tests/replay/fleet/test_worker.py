@@ -77,8 +77,8 @@ class OneByOne:
         for request in self.prefilling:
             budget -= self.piece(request, budget, pieces)
         most = self.cache.plan.max_requests
-        while self.batching.waiting and budget > 0 and not self.is_blocked:
-            if len(decoding) + len(self.prefilling) == most:
+        while self.batching.waiting and not self.is_blocked:
+            if len(decoding) + len(self.prefilling) == most or self.batching.next_waits(pieces) or budget <= 0:
                 break
             self.cache.flush(60.0)
             try:
