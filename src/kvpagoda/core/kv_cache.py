@@ -508,7 +508,7 @@ class KVCache:
             True at most until each running request has computed its prompt.
 
         Raises:
-            BadInput: an argument is of a wrong type or out of range.
+            BadInput: an argument is of a wrong type or out of range; said only while a request computes its prompt.
             StaleHandle: the cache is closed.
         """
         self._lifecycle.ending.leave_dropped_fences()
