@@ -122,7 +122,7 @@ def serve(
         step_tokens: the most of each request in a step.
         batch_tokens: the most of all requests in a step together, those that run longest first, and one of an output, as
             engines do (vLLM's ``max_num_batched_tokens``). A request then waits for the next step while a running one
-            computes a block of its prompt, as in vLLM for models with states. None: neither.
+            computes a part of its prompt, see ``KVCache.should_wait``. None: neither.
         policy: see ``kvpagoda.replay.setup.Setup``.
         tiers: below the cache; without memory behind the cache a record is one page.
         part: the numbers of the requests to serve; None: all.
