@@ -12,7 +12,7 @@ from typing import Any
 from kvpagoda.arrays import Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin, PrefixMatch
+from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.prefix import Match
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
@@ -149,7 +149,8 @@ def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Lookup | 
 
 
 def _look_up(core: Core, running: _Running, token_ids: Any, namespace: Any, media: Any) -> Lookup:
-    found, shared = _found_and_shared(core, running, token_ids, namespace, media)
+    keys, key, shared = _shared(core, running, token_ids, namespace, media)
+    _, found = core.prefix.find(keys, key)
     pending = max([common - found.num_tokens for common, _ in shared], default=0)
     return Lookup(found.num_tokens, found.resumable, max(0, pending), found.groups, found.limited_by)
 
@@ -192,10 +193,10 @@ def should_wait(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapp
     computing = [request for request in core.running.values() if request.length < request.prompt_length]
     if not computing or (points.ends_steps and not core.prefix.most_checkpoints):
         return False
-    found, shared = _found_and_shared(core, _by_beginning(core, computing), token_ids, namespace, media)
+    keys, key, shared = _shared(core, _by_beginning(core, computing), token_ids, namespace, media)
     ahead = [(at, one) for common, one in shared if (at := points.rounded(common, is_bounded=True)) > one.length]
     at, request = max(ahead, key=lambda one: one[0], default=(0, None))
-    if request is None or at <= found.resumable:
+    if request is None or at <= core.prefix.find(keys, key)[1].resumable:
         return False
     if points.ends_steps:
         request.checkpoints.also_at(at // core.block_size)
@@ -213,19 +214,18 @@ def _by_beginning(core: Core, requests: Iterable[RequestState]) -> _Running:
     return running
 
 
-def _found_and_shared(
+def _shared(
     core: Core, running: _Running, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
-) -> tuple[PrefixMatch, list[tuple[int, RequestState]]]:
-    """Return what is cached of a text, and each request of ``running`` that begins with the same block, after how many of
-    its leading tokens: in whole blocks and at most all but the last token, that the request has in its prompt or has
-    committed."""
+) -> tuple[Ids, bytes, list[tuple[int, RequestState]]]:
+    """Return a text and its namespace as the prefix tree takes them, and each request of ``running`` that begins with the
+    same block, after how many of its leading tokens: in whole blocks and at most all but the last token, that the request
+    has in its prompt or has committed."""
     tokens = as_tokens(token_ids, core.vocab_size)
     keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
-    _, found = core.prefix.find(keys, key)
-    keys, shared, size = keys[: max(0, len(keys) - 1)], list[tuple[int, RequestState]](), core.block_size
-    for request in running.get((key, keys[:size].tobytes()), ()):
-        known = request.keys(0, min(len(keys), max(request.prompt_length, request.own_length)))
-        same = known == keys[: len(known)]
+    most, shared, size = keys[: max(0, len(keys) - 1)], list[tuple[int, RequestState]](), core.block_size
+    for request in running.get((key, most[:size].tobytes()), ()):
+        known = request.keys(0, min(len(most), max(request.prompt_length, request.own_length)))
+        same = known == most[: len(known)]
         at = int(same.argmin())
         shared.append(((len(known) if same[at] else at) // size * size, request))
-    return found, shared
+    return keys, key, shared
