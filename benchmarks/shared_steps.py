@@ -2,7 +2,7 @@
 
 An engine's step computes at most so many tokens of *all* requests (vLLM's ``max_num_batched_tokens``, 8,192 for its server on
 an H100), those that run longest first, and one token of each output. A request waits for the next step while a running one
-computes a block of its prompt, as vLLM's manager of states has it (``serve(batch_tokens=)``). In ``hybrid_peers`` a step
+computes a part of its prompt (``KVCache.should_wait``), as vLLM's manager of states has it. In ``hybrid_peers`` a step
 computes 2,048 tokens of *every* request, so that 64 prompts grow at the same time; requests of one conversation that follow
 each other then start together, and none finds what another is about to compute. Here both sides are served in an engine's
 steps ("of all"), and a few cases in those of ``hybrid_peers`` ("of each"), to tell what the cache finds from what admission

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda import KVCache, Limits, Namespace
+from kvpagoda import KVCache, Limits, Namespace, Retention
 from kvpagoda.errors import BadInput
 from kvpagoda.scheduling import Job, RunQueue
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
@@ -331,6 +331,88 @@ def test_blocks_of_weights_that_return_are_found_and_those_of_mixed_weights_are_
     staying.close()
     assert cache.lookup(text).cached == 39, "what is current again is not dropped"
     cache.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_should_wait_while_a_running_request_computes_a_part_of_it(name: str) -> None:
+    """Until the running request is where the two part, or is at the last whole block of both; with states a step of it ends
+    there. Not for less than a block, for what was found already, or for what another namespace computes."""
+    cache, text = cache_of(*KINDS[name]), list(range(40))
+    parting = [*range(22), *[7] * 20]
+    assert not cache.should_wait(text)
+    running = cache.open(text, capacity=0)
+    assert cache.should_wait(text) and cache.should_wait(parting)
+    assert not cache.should_wait(text, "other") and not cache.should_wait(text, media={0: b"p" * 16})
+    assert not cache.should_wait([0, 1, 2, 9, 9, 9]) and not cache.should_wait(range(4)) and cache.should_wait(range(5))
+    with raises(BadInput, needed=-2, available=2**31 - 1):
+        cache.should_wait([-2])
+    compute(cache, running, 12)
+    assert cache.should_wait(parting) and not cache.should_wait([*range(13), *[7] * 20])
+    compute(cache, running, 20)
+    assert cache.should_wait(text) and not cache.should_wait(parting)
+    with cache.open(parting, capacity=0) as second:
+        assert second.cached_tokens == 20
+    compute(cache, running)
+    running.extend(8)
+    running.commit([9] * 8)
+    assert not cache.should_wait([*text, *[9] * 20]), "a request that decodes computes no prompt"
+    cache.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_waits_for_who_computes_its_beginning_again(name: str) -> None:
+    """The first request computed 20 tokens of the third prompt in one step, where no states were kept. The second computes
+    them again, and keeps them there."""
+    cache, has_states = cache_of(*KINDS[name]), STATE in KINDS[name]
+    texts = [[*range(20), *[100 + i] * 20] for i in range(3)]
+    first = cache.open(texts[0], capacity=0)
+    first.extend(32)
+    first.commit(texts[0][:32])
+    second = cache.open(texts[1], capacity=0)
+    assert second.cached_tokens == (0 if has_states else 20)
+    assert cache.should_wait(texts[2]) is has_states
+    compute(cache, second, 20)
+    assert not cache.should_wait(texts[2]) and cache.open(texts[2], capacity=0).cached_tokens == 20
+    cache.check()
+
+
+def test_nobody_waits_for_states_that_are_not_kept() -> None:
+    """Without checkpoints no request starts from another's states, so waiting would not help."""
+    cache = cache_of(FULL, STATE, retention=Retention(checkpoints=0))
+    cache.open(range(40), capacity=0)
+    assert cache.lookup(range(40)).pending == 36 and not cache.should_wait(range(40))
+
+
+def test_a_prompt_does_not_wait_for_less_than_the_grid() -> None:
+    cache = cache_of(FULL, limits=Limits(hit_grid=16))
+    cache.open(range(40), capacity=0)
+    assert not cache.should_wait([*range(15), 99, 99]) and cache.should_wait([*range(16), 99, 99])
+
+
+@pytest.mark.parametrize("common", [32, 160])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_short_common_prefix_holds_up_nobody_for_long(name: str, common: int) -> None:
+    """64 jobs with a system prompt of a few blocks, 64 tokens of each in a step: the others wait for one step, or for the
+    three in which the first computes it."""
+    schema = cache_of(*KINDS[name]).schema
+    cache = KVCache(schema, num_blocks=4000, block_size=16, max_requests=64, device="none")
+    queue: RunQueue[Job] = RunQueue(cache)
+    for i in range(64):
+        queue.enter(Job(np.concatenate((np.arange(common), np.full(256, 1000 + i))).astype(np.int32), common + 256))
+    steps = 0
+    while queue.waiting or queue.running:
+        queue.admit()
+        for job in [*queue.running]:
+            assert job.sequence is not None
+            n = min(64, job.total - job.sequence.length, cache.step_limit(job.sequence))
+            assert queue.make_room(job, n)
+            job.sequence.commit(job.text[job.sequence.length : job.sequence.length + n])
+            if job.sequence.length == job.total:
+                queue.remove(job)
+        steps += 1
+    assert cache.stats().computed_tokens == common + 64 * 256
+    alone = -(-common // 64) + 4  # the steps of one request alone, and of states one more for the end of its prompt
+    assert steps <= alone + (common < 64) + ("state" in name or name == "all")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -86,6 +86,22 @@ def test_a_request_waits_while_a_step_computes_its_prompt(steps: int, has_states
     assert serve(short, schema, "1MiB", batch_tokens=100, **arguments).steps == 2  # type: ignore[arg-type]
 
 
+def test_a_running_request_keeps_its_states_where_a_waiting_one_parts_from_it() -> None:
+    """The first prompt has 96 tokens; the second parts from it after 64, in the middle of what the first step would compute,
+    also when it computes all tokens of a step. So that step ends there."""
+    records = [
+        {"timestamp": 0, "input_length": 97, "output_length": 1, "hash_ids": chain}
+        for chain in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8])
+    ]
+    state = Layer(1, "state", (Recurrent((Rows("r", (4, 8), "float32"),)),))
+    schema = Schema((Layer(0, "full_attention", (Attention(1, 1, 8, "float16"),)), state), "states")
+    for tokens in (200, 90):
+        served = serve(
+            records, schema, "1MiB", tokens_per_id=16, step_tokens=tokens, batch_tokens=tokens, block_size=16
+        )
+        assert served.each[:, 2].tolist() == [0, 64]
+
+
 def test_what_is_counted() -> None:
     """Two requests of 40 tokens that share 32, by hand: 16 of blocks of 16, and what a checkpoint needs."""
     records = [

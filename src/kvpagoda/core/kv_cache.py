@@ -23,7 +23,7 @@ from kvpagoda.core.cache.core import Core, Settings
 from kvpagoda.core.cache.guard import either_way, even_asleep, exclusive
 from kvpagoda.core.cache.invariants import check
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.lookup import AnyNamespace, Lookup, PrefixReuse, look_up, prefetch
+from kvpagoda.core.cache.lookup import AnyNamespace, Lookup, PrefixReuse, look_up, prefetch, should_wait
 from kvpagoda.core.cache.options import Identity, Limits, Retention
 from kvpagoda.core.cache.prefix_cache import Pin, PrefixCache
 from kvpagoda.core.cache.request import RequestState, breakpoints_of, buffer_of
@@ -489,6 +489,33 @@ class KVCache:
         self._lifecycle.ending.leave_dropped_fences()
         self._settler.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
+
+    @exclusive
+    def should_wait(
+        self, token_ids: TokenIds, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+    ) -> bool:
+        """Return whether this prompt should be opened in a later step, since a running request is about to compute a part of
+        it. Ask again in each step, before the pieces of the step are cut.
+
+        In a model with states the running request then keeps a checkpoint where the two texts part (``step_limit``).
+        O(n) for a prompt of n tokens, and for each running request that computes a prompt with the same first block;
+        O(requests) if none does.
+
+        Args:
+            token_ids: the prompt, see ``open``.
+            namespace: see ``open``.
+            media: see ``open``.
+
+        Returns:
+            True at most until each running request has computed its prompt.
+
+        Raises:
+            BadInput: an argument is of a wrong type or out of range; said only while a request computes its prompt.
+            StaleHandle: the cache is closed.
+        """
+        self._lifecycle.ending.leave_dropped_fences()
+        self._settler.settle_waiting()
+        return should_wait(self._core, token_ids, namespace, media)
 
     @overload
     @exclusive

@@ -27,7 +27,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from kvpagoda.arrays import TokenIds, Tokens
-from kvpagoda.core.cache.lookup import AnyNamespace, checkpoint_at_divergence
+from kvpagoda.core.cache.lookup import AnyNamespace
 from kvpagoda.core.cache.request import Breakpoint, breakpoints_of, positions_of
 from kvpagoda.core.cache.sequence import Sequence, published_request
 from kvpagoda.core.cache.swap import Rate
@@ -192,9 +192,9 @@ class RunQueue(Generic[J]):
     preempted. So the oldest job always runs to its end. A preempted job starts again, before any younger one, when
     blocks for all its ``total`` tokens can be reserved.
 
-    Until ``took`` is called, computing is taken to cost nothing. A job that shares a prefix with a running job waits
-    until that job has published the prefix. While the oldest job waits, its text is read from the tiers into host
-    memory.
+    Until ``took`` is called, computing is taken to cost nothing. The oldest job, and those behind it, wait while a running
+    one computes a part of its text (``KVCache.should_wait``). While the oldest job waits, its text is read from the tiers
+    into host memory.
 
     Args:
         cache: all of its requests are jobs of this queue.
@@ -263,7 +263,7 @@ class RunQueue(Generic[J]):
         """
         while self.waiting:
             job = self.waiting[0]
-            if self.running and job.suspended is None and self._can_share(job):
+            if self.running and not job.suspended and self.cache.should_wait(job.text, job.namespace, media=job.media):
                 return
             try:
                 sequence = self._begin(job)
@@ -278,16 +278,6 @@ class RunQueue(Generic[J]):
                 self._waits.add(monotonic() - job.entered_at)
                 job.entered_at = None
             self._start(job, sequence)
-
-    def _can_share(self, job: J) -> bool:
-        """Return whether a running job is about to publish a prefix of ``job``, which ``job`` then need not compute.
-
-        If the model has states, the running job keeps a checkpoint where the two texts part.
-        """
-        cache, text, namespace, media = self.cache, job.text, job.namespace, job.media
-        if cache.core.states is not None:
-            return checkpoint_at_divergence(cache.core, text, namespace, media)
-        return bool(cache.lookup(text, namespace, media=media).pending)
 
     def fork(self, source: J, job: J) -> None:
         """Start a job as a fork of a running one, with all its committed tokens. If blocks or slots are short, it waits

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
 from kvpagoda.errors import NeverFits, OutOfBlocks
 from kvpagoda.replay.texts import Tokens, text_of
@@ -71,6 +73,10 @@ class AdmittedRequest:
         self.sequence.commit(self.text[self.sequence.length : end])
 
 
+Piece = tuple[AdmittedRequest, int]
+"""What a step computes of a request: the request, and where its piece ends."""
+
+
 class Batching:
     """The waiting requests of one ``cache``, in their order, and what was found for those that were admitted.
 
@@ -81,16 +87,29 @@ class Batching:
         self.waiting = deque(numbers)
         self.never_fit = self.prompt_tokens = self.matched = 0
         self.limited_by: Counter[str] = Counter()
+        self._next: tuple[int, Tokens, int] = (-1, np.empty(0, np.int32), 0)
 
-    def text(self, number: int) -> tuple[Tokens, int]:
-        """Return the tokens of request ``number``, and how many of them are the prompt; see ``text_of``."""
-        return text_of(self._trace, number, self._per_id)
+    def next_text(self) -> tuple[int, Tokens, int]:
+        """Return the number of the request that waits longest, its tokens, and how many of them are the prompt; see
+        ``text_of``."""
+        number = self.waiting[0]
+        if self._next[0] != number:
+            self._next = (number, *text_of(self._trace, number, self._per_id))
+        return self._next
+
+    def next_waits(self, pieces: list[Piece]) -> bool:
+        """Return whether the request that waits longest is better opened in the next step: see ``KVCache.should_wait``. If so,
+        shorten the ``pieces`` of this step to where it can start."""
+        _, text, num_prompt = self.next_text()
+        waits = self.cache.should_wait(text[:num_prompt])
+        if waits:
+            pieces[:] = [(request, self.piece(request, end - request.sequence.length)) for request, end in pieces]
+        return waits
 
     def open_next(self) -> tuple[int, AdmittedRequest | None]:
         """Open the request that waits longest. Return its number, and None in place of it if it is larger than the
         cache. Raises RetryLater if there is no room now; the request then still waits."""
-        number = self.waiting[0]
-        text, num_prompt = self.text(number)
+        number, text, num_prompt = self.next_text()
         try:
             sequence = self.cache.open(text[:num_prompt], capacity=0, reserve=len(text))
         except NeverFits:
@@ -104,7 +123,10 @@ class Batching:
         return number, AdmittedRequest(number, sequence, text, num_prompt, self.cache.block_size)
 
     def piece(self, request: AdmittedRequest, limit: int) -> int:
-        """Return where the next piece of a prompt ends: after ``limit`` tokens, or where a checkpoint is due, or at the end
-        of the prompt."""
+        """Return where the next piece of a request ends: after ``limit`` tokens; of a prompt also where a checkpoint is due,
+        and at its end."""
+        length = request.sequence.length
+        if length >= request.num_prompt:
+            return length + limit
         due = int(self.cache.step_limit(request.sequence))
-        return min(request.num_prompt, request.sequence.length + min(limit, due))
+        return min(request.num_prompt, length + min(limit, due))

@@ -17,7 +17,7 @@ from kvpagoda.events.event_log import EventLog
 from kvpagoda.policies import EvictionPolicy, policy_name
 from kvpagoda.probe import Probe
 from kvpagoda.recording import Recording
-from kvpagoda.replay.batching import AdmittedRequest, Batching
+from kvpagoda.replay.batching import AdmittedRequest, Batching, Piece
 from kvpagoda.replay.jobs import process_pool
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.setup import Setup
@@ -122,7 +122,7 @@ def serve(
         step_tokens: the most of each request in a step.
         batch_tokens: the most of all requests in a step together, those that run longest first, and one of an output, as
             engines do (vLLM's ``max_num_batched_tokens``). A request then waits for the next step while a running one
-            computes a block of its prompt, as in vLLM for models with states. None: neither.
+            computes a part of its prompt, see ``KVCache.should_wait``. None: neither.
         policy: see ``kvpagoda.replay.setup.Setup``.
         tiers: below the cache; without memory behind the cache a record is one page.
         part: the numbers of the requests to serve; None: all.
@@ -271,11 +271,11 @@ class Steps:
             self.unusable += self.probe.unusable_nbytes()
         return bool(self.running or self.batching.waiting)
 
-    def _admit(self, due: list[tuple[AdmittedRequest, int]]) -> bool:
+    def _admit(self, due: list[Piece]) -> bool:
         """Open the waiting requests that there is room for, and tokens of this step, and add them to ``due`` with where
         their first pieces end. Return whether one has to wait for memory."""
-        while self.batching.waiting and self.left and len(due) < self.batching.cache.plan.max_requests:
-            if self.batch_tokens and self._computes_for_next(due):
+        while self.batching.waiting and len(due) < self.batching.cache.plan.max_requests:
+            if self.batch_tokens and (self.batching.next_waits(due) or not self.left):
                 return False
             try:
                 _, request = self.batching.open_next()
@@ -287,22 +287,6 @@ class Steps:
                 due.append((request, self._due(request)))
                 sequence = request.sequence
                 self.each.append((request.num_prompt, sequence.match.num_tokens, sequence.cached_tokens))
-        return False
-
-    def _computes_for_next(self, due: list[tuple[AdmittedRequest, int]]) -> bool:
-        """Return whether a request of ``due`` computes in this step a block of the prompt of the request that waits longest,
-        which finds it in the next step. O(due + prompt) array work."""
-        computed = [(request, end) for request, end in due if request.sequence.length < min(end, request.num_prompt)]
-        if not computed:
-            return False
-        text, num_prompt = self.batching.text(self.batching.waiting[0])
-        for request, end in computed:
-            begin, until = request.sequence.length, request.sequence.length + request.block_size
-            if until > min(end, num_prompt - 1):
-                continue
-            is_next = np.array_equal(text[begin:until], request.text[begin:until])
-            if is_next and np.array_equal(text[:begin], request.text[:begin]):
-                return True
         return False
 
     def _due(self, request: AdmittedRequest) -> int:

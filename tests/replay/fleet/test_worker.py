@@ -77,8 +77,8 @@ class OneByOne:
         for request in self.prefilling:
             budget -= self.piece(request, budget, pieces)
         most = self.cache.plan.max_requests
-        while self.batching.waiting and budget > 0 and not self.is_blocked:
-            if len(decoding) + len(self.prefilling) == most:
+        while self.batching.waiting and not self.is_blocked:
+            if len(decoding) + len(self.prefilling) == most or self.batching.next_waits(pieces) or budget <= 0:
                 break
             self.cache.flush(60.0)
             try:
@@ -150,6 +150,22 @@ def test_every_request_ends_once_and_in_order() -> None:
     outputs = requests(9).output_lengths
     assert (each.last[served] == each.first[served])[outputs[served] <= 1].all()
     assert (each.last[served] > each.first[served])[outputs[served] > 1].all()
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_turns_that_arrive_closely_find_one_another(name: str) -> None:
+    """Six turns of one conversation, each 64 tokens longer than the one before, arrive within a step: each waits until the
+    one before has computed its prompt, and finds that. Another text waits behind them, and no longer."""
+    chains = [[*range(1, 5 + 4 * turn)] for turn in range(6)] + [[*range(90, 98)]]
+    records = [
+        {"timestamp": number * 1e-3, "input_length": 16 * len(chain) + 1, "output_length": 20, "hash_ids": chain}
+        for number, chain in enumerate(chains)
+    ]
+    settings: dict[str, Any] = {"costs": COSTS, "tokens_per_id": 16, "step_tokens": 512, "block_size": 16}
+    found = simulate(records, SCHEMAS[name], "1MiB", **settings)
+    assert found.each.cached.tolist() == [0, *(64 * turn for turn in range(1, 6)), 0]
+    steps = 6 if name != "states" else 12  # with states each turn also has a step of its last token
+    assert found.each.admitted[-1] < (steps + 1) * (0.003 + 0.0001 * 65) * 1e12
 
 
 @pytest.mark.parametrize("budget", ["14KiB", "40KiB", "1MiB"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from kvpagoda.arrays import Ids, TokenIds, Tokens, as_tokens
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
-from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin, PrefixMatch
+from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin
 from kvpagoda.core.cache.request import RequestState
 from kvpagoda.core.prefix import Match
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
@@ -141,7 +141,7 @@ def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Lookup | 
     O(n) for a text of n tokens, and O(common tokens) for each running request that begins with the same block. All
     running requests are visited once for all texts."""
     core.check_open()
-    running = _running_by_beginning(core)
+    running = _by_beginning(core, core.running.values())
     if not _are_texts(token_ids):
         return _look_up(core, running, token_ids, namespace, media)
     given = [_for_each(value, len(token_ids), name) for value, name in ((namespace, "namespaces"), (media, "media"))]
@@ -149,8 +149,10 @@ def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Lookup | 
 
 
 def _look_up(core: Core, running: _Running, token_ids: Any, namespace: Any, media: Any) -> Lookup:
-    found, common, _ = _found_and_running(core, running, token_ids, namespace, media)
-    return Lookup(found.num_tokens, found.resumable, max(0, common - found.num_tokens), found.groups, found.limited_by)
+    keys, key, shared = _shared(core, running, token_ids, namespace, media)
+    _, found = core.prefix.find(keys, key)
+    pending = max([common - found.num_tokens for common, _ in shared], default=0)
+    return Lookup(found.num_tokens, found.resumable, max(0, pending), found.groups, found.limited_by)
 
 
 def _are_texts(token_ids: Any) -> bool:
@@ -183,52 +185,47 @@ def read_ahead(core: Core, tokens: Tokens, key: bytes, media_ids: dict[int, int]
     return core.tiers.prefetch(key, tokens, media_ids, match.num_blocks, found.resumable // core.block_size)
 
 
-def checkpoint_at_divergence(
-    core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
-) -> bool:
-    """Make the running request with the longest common prefix keep a checkpoint where its text and this one diverge.
-
-    For models with states. Return False if nothing of this text is pending, if the checkpoint would save nothing, or if
-    the running request is past that position already. Costs as much as ``look_up``."""
-    running = _running_by_beginning(core)
-    found, common, request = _found_and_running(core, running, token_ids, namespace, media)
-    grid = core.prefix.points.grid
-    at = common // core.block_size // grid * grid
-    is_pending = common > found.num_tokens
-    if request is None or not is_pending or at * core.block_size <= max(request.length, found.resumable):
+def should_wait(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> bool:
+    """Return whether a text should wait for a running request, which then keeps its states where the two part; see
+    ``KVCache.should_wait``. Costs as much as ``look_up``; O(requests) while none computes its prompt."""
+    core.check_open()
+    points = core.prefix.points
+    computing = [request for request in core.running.values() if request.length < request.prompt_length]
+    if not computing or (points.ends_steps and not core.prefix.most_checkpoints):
         return False
-    if request.checkpoints.also_at(at):
-        request.settle_at = min(request.settle_at, at * core.block_size)
+    keys, key, shared = _shared(core, _by_beginning(core, computing), token_ids, namespace, media)
+    ahead = [(at, one) for common, one in shared if (at := points.rounded(common, is_bounded=True)) > one.length]
+    at, request = max(ahead, key=lambda one: one[0], default=(0, None))
+    if request is None or at <= core.prefix.find(keys, key)[1].resumable:
+        return False
+    if points.ends_steps:
+        request.checkpoints.also_at(at // core.block_size)
+        request.settle_at = min(request.settle_at, at)
     return True
 
 
-def _running_by_beginning(core: Core) -> _Running:
-    """Return the running requests whose blocks others may share, by namespace and first block, in the order in which
-    they began. O(requests)."""
+def _by_beginning(core: Core, requests: Iterable[RequestState]) -> _Running:
+    """Return those of ``requests`` whose blocks others may share, by namespace and first block, in their order.
+    O(requests)."""
     running, size = _Running(), core.block_size
-    for request in core.running.values():
+    for request in requests:
         if request.publishes and max(request.prompt_length, request.own_length) >= size:
             running.setdefault((request.namespace, request.keys(0, size).tobytes()), []).append(request)
     return running
 
 
-def _found_and_running(
+def _shared(
     core: Core, running: _Running, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
-) -> tuple[PrefixMatch, int, RequestState | None]:
-    """Return what is cached of a text, and how much of it a running request has.
-
-    The second result is the largest number of leading tokens, in whole blocks and at most all but the last token, that
-    one request of ``running`` has in its prompt or has committed; the third is this request (None: no common block)."""
+) -> tuple[Ids, bytes, list[tuple[int, RequestState]]]:
+    """Return a text and its namespace as the prefix tree takes them, and each request of ``running`` that begins with the
+    same block, after how many of its leading tokens: in whole blocks and at most all but the last token, that the request
+    has in its prompt or has committed."""
     tokens = as_tokens(token_ids, core.vocab_size)
     keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
-    _, found = core.prefix.find(keys, key)
-    keys = keys[: max(0, len(keys) - 1)]
-    longest, nearest, size = 0, None, core.block_size
-    for request in running.get((key, keys[:size].tobytes()), ()):
-        known = request.keys(0, min(len(keys), max(request.prompt_length, request.own_length)))
-        same = known == keys[: len(known)]
+    most, shared, size = keys[: max(0, len(keys) - 1)], list[tuple[int, RequestState]](), core.block_size
+    for request in running.get((key, most[:size].tobytes()), ()):
+        known = request.keys(0, min(len(most), max(request.prompt_length, request.own_length)))
+        same = known == most[: len(known)]
         at = int(same.argmin())
-        common = (len(known) if same[at] else at) // size * size
-        if common > longest:
-            longest, nearest = common, request
-    return found, longest, nearest
+        shared.append(((len(known) if same[at] else at) // size * size, request))
+    return keys, key, shared

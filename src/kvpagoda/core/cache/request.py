@@ -93,12 +93,10 @@ class OwnCheckpoints:
     asked: Breakpoints | None = None
     tail: int = -1
 
-    def also_at(self, depth: int) -> bool:
-        """Keep one after ``depth`` blocks too; return whether that is new."""
-        if depth in self.due:
-            return False
-        insort(self.due, depth)
-        return True
+    def also_at(self, depth: int) -> None:
+        """Keep one after ``depth`` blocks too."""
+        if depth not in self.due:
+            insort(self.due, depth)
 
 
 @dataclass(slots=True, eq=False)

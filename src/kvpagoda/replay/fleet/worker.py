@@ -20,7 +20,7 @@ import numpy as np
 
 from kvpagoda.errors import RetryLater
 from kvpagoda.probe import Probe
-from kvpagoda.replay.batching import AdmittedRequest, Batching
+from kvpagoda.replay.batching import AdmittedRequest, Batching, Piece
 from kvpagoda.replay.fleet.costs import PER_SECOND, Ticks
 from kvpagoda.replay.setup import Setup
 from kvpagoda.replay.trace import Floats, Ints
@@ -121,7 +121,7 @@ class FleetWorker:
         self._expected: dict[int, int] = {}  # waiting request -> its share of the backlog
         self._prefilling: list[AdmittedRequest] = []
         self._decoding: set[AdmittedRequest] = set()
-        self._pieces: list[tuple[AdmittedRequest, int]] = []  # of the step: a request, and where its piece ends
+        self._pieces: list[Piece] = []  # of the step: a request, and where its piece ends
         self._began = self._stretch = 0  # when the step began; how many steps in one go
         self._probe = Probe(self._cache)
         self._has_tiers = bool(self._probe.num_loaded)
@@ -223,7 +223,9 @@ class FleetWorker:
     def _admit(self, budget: int, now: int) -> None:
         """Open waiting requests, and give them pieces, while there are slots, memory and tokens of the ``budget``."""
         waiting = self.batching.waiting
-        while waiting and budget > 0 and not self._is_blocked and self._has_slot():
+        while waiting and not self._is_blocked and self._has_slot():
+            if self.batching.next_waits(self._pieces) or budget <= 0:
+                return
             if self._has_tiers:
                 self._cache.flush(60.0)  # what was evicted is stored, however long this machine takes
             read = self._probe.num_loaded
