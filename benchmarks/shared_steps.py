@@ -16,7 +16,9 @@ is.
 
 vLLM is its own ``KVCacheManager`` (``peers/vllm_hybrid.py``). ``again_percent`` is what it computes again after preemptions,
 in percent of the prompt tokens; ours reserves room for outputs and preempts nothing. "bound": no cache finds more in the
-steps of ours (``kvpagoda.replay.hit_bound``).
+steps of ours (``kvpagoda.replay.hit_bound``): it is one of caches that admit and end each request when ours does, which
+vLLM does not. In its steps too, nobody finds more than all that earlier requests have in common with a prompt
+(``any_steps_percent``), since every request is admitted in its order.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {}, "unit 16": UNIT, "every 4096": EVERY, "every 4096 and unit 16": EVERY | UNIT,
     "every 1024": {"prefix_cache_retention_interval": 1024}, "every 8192": {"prefix_cache_retention_interval": 8192},
     "every 8192 and unit 16": {"prefix_cache_retention_interval": 8192} | UNIT, "watermark 0.1": {"watermark": 0.1},
-    "8 at once": {"max_num_seqs": 8}, "every 4096, 8 at once": EVERY | {"max_num_seqs": 8},
+    "8 at once": {"max_num_seqs": 8}, "16 at once": {"max_num_seqs": 16}, "32 at once": {"max_num_seqs": 32},
+    "every 4096, 8 at once": EVERY | {"max_num_seqs": 8}, "every 4096, 16 at once": EVERY | {"max_num_seqs": 16},
+    "every 4096, 32 at once": EVERY | {"max_num_seqs": 32}, "every 4096, watermark 0.1": EVERY | {"watermark": 0.1},
     "every 4096, watermark 0.3": EVERY | {"watermark": 0.3},
 }  # fmt: skip
 """vLLM's options, by the names of a row; ``unit``: its ``--prefix-match-unit``, which only models with states can use."""
@@ -47,20 +51,23 @@ OURS: dict[str, dict[str, Any]] = {
     "checkpoints every 32768": {"checkpoint_every": 2048}, "checkpoints every 8192": {"checkpoint_every": 512},
 }  # fmt: skip
 """Options of ours, by the names of a row, in blocks of 16 tokens."""
+NO_BOUNDS = {("bound", name) for name in OURS}  # the bound does not know where checkpoints lie
 PLAIN, STATES = ("defaults", "every 4096"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
-OFTEN = tuple(OURS)
+OFTEN, AT_ONCE = tuple(OURS), ("8 at once", "16 at once", "32 at once")
+EVERY_AT_ONCE = tuple(f"every 4096, {name}" for name in AT_ONCE)
+ROOM = ("watermark 0.1", "every 4096, watermark 0.1")
 CHATS = ("defaults", "every 8192", "unit 16", "every 8192 and unit 16")
 CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, "8 at once", OFTEN[0])),
+    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, *ROOM, *AT_ONCE, OFTEN[0])),
     ("agent", "Qwen3-Next-80B", "200GiB", ALL, (*STATES[:2], OFTEN[0])),
     ("agent cut", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
     ("agent cut", "Qwen3-Next-80B", "50GiB", ALL, STATES[:2]),
-    ("agent", "gpt-oss-120b", "50GiB", ALL, PLAIN),
-    ("agent 600", "gpt-oss-120b", "200GiB", ALL, PLAIN),
-    ("agent 600", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], OFTEN[1])),
-    ("agent 600", "Nemotron-H-8B", "200GiB", ALL, (*STATES[:1], OFTEN[1])),
-    ("agent 400", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "watermark 0.1")),
-    ("agent 400", "Gemma-3-27B", "200GiB", ALL, PLAIN[:1]),
+    ("agent", "gpt-oss-120b", "50GiB", ALL, (*PLAIN, *ROOM, *AT_ONCE, *EVERY_AT_ONCE)),
+    ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN),
+    ("agent", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], OFTEN[1])),
+    ("agent", "Nemotron-H-8B", "200GiB", ALL, (*STATES[:1], OFTEN[1])),
+    ("agent", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "every 1024", "every 8192", AT_ONCE[0])),
+    ("agent", "Gemma-3-27B", "200GiB", ALL, (*PLAIN, "every 1024", "every 8192")),
     ("agent", "Qwen3-Next-80B", "50GiB", EACH, (*STATES, "8 at once", "every 4096, 8 at once", "every 4096, watermark 0.3")),
     ("conversation", "Qwen3-Next-80B", "400GiB", ALL, CHATS),
     ("conversation", "gpt-oss-120b", "400GiB", ALL, ("defaults", "every 1024")),
@@ -74,14 +81,14 @@ def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
     for trace, model, budget, steps, settings in CASES[:: 4 if options.quick else 1]:
         title = f"{trace}, {model}, {budget}, {steps}"
-        for setting in ("", *(name for name in settings if name in OURS or name == "8 at once")):
-            if "ours" in options.peers and options.only in f"{title}, ours {setting}|":
-                case = f"{title}, ours {setting}".strip()
-                figures = ours(trace, model, budget, steps, (SETTINGS | OURS).get(setting, {}), is_quick=options.quick)
-                rows.append({"case": case, "who": "ours", **_of(title, setting or "defaults"), **figures})
-        if "ours" in options.peers and options.only in f"{title}, bound|":
-            figures = bound(trace, model, budget, steps, is_quick=options.quick)
-            rows.append({"case": f"{title}, bound", "who": "bound", **_of(title, "defaults"), **figures})
+        here = ["", *(name for name in settings if name in OURS or name in AT_ONCE)] if "ours" in options.peers else []
+        for setting in here:
+            for who, serve_with in (("ours", ours), ("bound", bound)):
+                if options.only in f"{title}, {who} {setting}|" and (who, setting) not in NO_BOUNDS:
+                    options_here = (SETTINGS | OURS).get(setting, {})
+                    figures = serve_with(trace, model, budget, steps, options_here, is_quick=options.quick)
+                    case = f"{title}, {who} {setting}".strip()
+                    rows.append({"case": case, "who": who, **_of(title, setting or "defaults"), **figures})
         asked = [name for name in settings if name not in OURS and options.only in f"{title}, {name}|"]
         if "vllm" not in options.peers or not asked:
             continue
@@ -109,11 +116,19 @@ def ours(
     }  # fmt: skip
 
 
-def bound(trace: str, model: str, budget: str, steps: str, *, is_quick: bool = False) -> dict[str, Any]:
-    """Bound what any cache finds in the steps of ours. ``unlimited_percent``: in any memory."""
-    requests, schema, arguments = _given(trace, model, steps, {}, is_quick)
+def bound(
+    trace: str, model: str, budget: str, steps: str, setting: dict[str, Any], *, is_quick: bool = False
+) -> dict[str, Any]:
+    """Bound what any cache finds in the steps of ours. ``unlimited_percent``: in any memory. ``any_steps_percent``: in any
+    memory and in any steps, if requests are admitted in their order."""
+    requests, schema, arguments = _given(trace, model, steps, setting, is_quick)
     found = hit_bound(requests, schema, budget, **arguments)
-    return {"hit_percent": 100 * found.bound, "unlimited_percent": 100 * found.unlimited}
+    alone = {**arguments, "max_requests": 1, "batch_tokens": None}
+    one_by_one = hit_bound(requests, schema, budget, **alone, rounds=0)
+    return {
+        "hit_percent": 100 * found.bound, "packed_percent": 100 * found.packed,
+        "unlimited_percent": 100 * found.unlimited, "any_steps_percent": 100 * one_by_one.unlimited,
+    }  # fmt: skip
 
 
 def _given(
