@@ -37,14 +37,17 @@ QUESTION = "What do hybrid models find of the prompts of coding agents, and of c
 LIMITS = {"agent": 1500, "agent 400": 400, "agent 600": 600, "agent cut": 1500, "conversation": 3000}
 ALL, EACH = "8192 of all", "2048 of each"
 UNIT, EVERY = {"prefix_match_unit": 16}, {"prefix_cache_retention_interval": 4096}
+FEWER: dict[str, dict[str, Any]] = {
+    "4 at once": {"max_num_seqs": 4}, "8 at once": {"max_num_seqs": 8}, "16 at once": {"max_num_seqs": 16},
+    "32 at once": {"max_num_seqs": 32},
+}  # fmt: skip
+ROOM = {"watermark 0.1": {"watermark": 0.1}, "watermark 0.3": {"watermark": 0.3}}
+"""What leaves room for those that run: fewer requests, or blocks that no request may take when it is admitted."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {}, "unit 16": UNIT, "every 4096": EVERY, "every 4096 and unit 16": EVERY | UNIT,
     "every 1024": {"prefix_cache_retention_interval": 1024}, "every 8192": {"prefix_cache_retention_interval": 8192},
-    "every 8192 and unit 16": {"prefix_cache_retention_interval": 8192} | UNIT, "watermark 0.1": {"watermark": 0.1},
-    "8 at once": {"max_num_seqs": 8}, "16 at once": {"max_num_seqs": 16}, "32 at once": {"max_num_seqs": 32},
-    "every 4096, 8 at once": EVERY | {"max_num_seqs": 8}, "every 4096, 16 at once": EVERY | {"max_num_seqs": 16},
-    "every 4096, 32 at once": EVERY | {"max_num_seqs": 32}, "every 4096, watermark 0.1": EVERY | {"watermark": 0.1},
-    "every 4096, watermark 0.3": EVERY | {"watermark": 0.3},
+    "every 8192 and unit 16": {"prefix_cache_retention_interval": 8192} | UNIT, **FEWER, **ROOM,
+    **{f"every 4096, {name}": EVERY | options for name, options in (FEWER | ROOM).items()},
 }  # fmt: skip
 """vLLM's options, by the names of a row; ``unit``: its ``--prefix-match-unit``, which only models with states can use."""
 OURS: dict[str, dict[str, Any]] = {
@@ -53,21 +56,20 @@ OURS: dict[str, dict[str, Any]] = {
 """Options of ours, by the names of a row, in blocks of 16 tokens."""
 NO_BOUNDS = {("bound", name) for name in OURS}  # the bound does not know where checkpoints lie
 PLAIN, STATES = ("defaults", "every 4096"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
-OFTEN, AT_ONCE = tuple(OURS), ("8 at once", "16 at once", "32 at once")
-EVERY_AT_ONCE = tuple(f"every 4096, {name}" for name in AT_ONCE)
-ROOM = ("watermark 0.1", "every 4096, watermark 0.1")
+OFTEN, AT_ONCE, WATERMARKS = tuple(OURS), tuple(FEWER), tuple(ROOM)
+EVERY_AT_ONCE, EVERY_WATERMARKS = ([f"every 4096, {name}" for name in names] for names in (FEWER, ROOM))
 CHATS = ("defaults", "every 8192", "unit 16", "every 8192 and unit 16")
 CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, *ROOM, *AT_ONCE, OFTEN[0])),
+    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, *WATERMARKS, *AT_ONCE[1:], OFTEN[0])),
     ("agent", "Qwen3-Next-80B", "200GiB", ALL, (*STATES[:2], OFTEN[0])),
     ("agent cut", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
     ("agent cut", "Qwen3-Next-80B", "50GiB", ALL, STATES[:2]),
-    ("agent", "gpt-oss-120b", "50GiB", ALL, (*PLAIN, *ROOM, *AT_ONCE, *EVERY_AT_ONCE)),
+    ("agent", "gpt-oss-120b", "50GiB", ALL, (*PLAIN, *WATERMARKS, *EVERY_WATERMARKS, *AT_ONCE[1:], *EVERY_AT_ONCE[1:])),
     ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN),
     ("agent", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], OFTEN[1])),
     ("agent", "Nemotron-H-8B", "200GiB", ALL, (*STATES[:1], OFTEN[1])),
-    ("agent", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "every 1024", "every 8192", AT_ONCE[0])),
-    ("agent", "Gemma-3-27B", "200GiB", ALL, (*PLAIN, "every 1024", "every 8192")),
+    ("agent", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, *EVERY_WATERMARKS, *AT_ONCE[:2], *EVERY_AT_ONCE[:2])),
+    ("agent", "Gemma-3-27B", "200GiB", ALL, PLAIN),
     ("agent", "Qwen3-Next-80B", "50GiB", EACH, (*STATES, "8 at once", "every 4096, 8 at once", "every 4096, watermark 0.3")),
     ("conversation", "Qwen3-Next-80B", "400GiB", ALL, CHATS),
     ("conversation", "gpt-oss-120b", "400GiB", ALL, ("defaults", "every 1024")),
@@ -81,7 +83,7 @@ def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
     for trace, model, budget, steps, settings in CASES[:: 4 if options.quick else 1]:
         title = f"{trace}, {model}, {budget}, {steps}"
-        here = ["", *(name for name in settings if name in OURS or name in AT_ONCE)] if "ours" in options.peers else []
+        here = ["", *(name for name in settings if name in OURS or name in FEWER)] if "ours" in options.peers else []
         for setting in here:
             for who, serve_with in (("ours", ours), ("bound", bound)):
                 if options.only in f"{title}, {who} {setting}|" and (who, setting) not in NO_BOUNDS:
