@@ -8,16 +8,15 @@ each other then start together, and none finds what another is about to compute.
 steps ("of all"), and a few cases in those of ``hybrid_peers`` ("of each"), to tell what the cache finds from what admission
 lets it find.
 
-The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), or as many as a
-name says; the chats are the first 3,000 of the conversation trace. Requests are admitted in their order, as soon as there is
-room: their times are not used, so a request does not wait for the answer to the one before it. "agent cut": prompts end with
-a whole id of the trace, 64 tokens; what follows it in a prompt is in no later one of the trace, though in the conversation it
-is.
+The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), the chats the first
+3,000 of the conversation trace. Requests are admitted in their order, as soon as there is room: their times are not used, so
+a request does not wait for the answer to the one before it. "agent cut": prompts end with a whole id of the trace, 64 tokens;
+what follows it in a prompt is in no later one of the trace, though in the conversation it is.
 
 vLLM is its own ``KVCacheManager`` (``peers/vllm_hybrid.py``). ``again_percent`` is what it computes again after preemptions,
 in percent of the prompt tokens; ours reserves room for outputs and preempts nothing. "bound": no cache finds more in the
 steps of ours (``kvpagoda.replay.hit_bound``): it is one of caches that admit and end each request when ours does, which
-vLLM does not. In its steps too, nobody finds more than all that earlier requests have in common with a prompt
+vLLM does not. In any steps nobody finds more than all that earlier requests have in common with a prompt
 (``any_steps_percent``), since every request is admitted in its order.
 """
 
@@ -34,7 +33,7 @@ from kvpagoda.replay import Trace, hit_bound, serve, synthetic
 from kvpagoda.units import parse_bytes
 
 QUESTION = "What do hybrid models find of the prompts of coding agents, and of chats, in the steps of an engine?"
-LIMITS = {"agent": 1500, "agent 400": 400, "agent 600": 600, "agent cut": 1500, "conversation": 3000}
+LIMITS = {"agent": 1500, "agent cut": 1500, "conversation": 3000}
 ALL, EACH = "8192 of all", "2048 of each"
 UNIT, EVERY = {"prefix_match_unit": 16}, {"prefix_cache_retention_interval": 4096}
 FEWER: dict[str, dict[str, Any]] = {
