@@ -8,15 +8,16 @@ each other then start together, and none finds what another is about to compute.
 steps ("of all"), and a few cases in those of ``hybrid_peers`` ("of each"), to tell what the cache finds from what admission
 lets it find.
 
-The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), or as many as a
-name says; the chats are the first 3,000 of the conversation trace. Requests are admitted in their order, as soon as there is
-room: their times are not used, so a request does not wait for the answer to the one before it. "agent cut": prompts end with
-a whole id of the trace, 64 tokens; what follows it in a prompt is in no later one of the trace, though in the conversation it
-is.
+The agents are the first 1,500 requests of the weka trace (13 conversations, 151.6 million prompt tokens), the chats the first
+3,000 of the conversation trace. Requests are admitted in their order, as soon as there is room: their times are not used, so
+a request does not wait for the answer to the one before it. "agent cut": prompts end with a whole id of the trace, 64 tokens;
+what follows it in a prompt is in no later one of the trace, though in the conversation it is.
 
 vLLM is its own ``KVCacheManager`` (``peers/vllm_hybrid.py``). ``again_percent`` is what it computes again after preemptions,
 in percent of the prompt tokens; ours reserves room for outputs and preempts nothing. "bound": no cache finds more in the
-steps of ours (``kvpagoda.replay.hit_bound``).
+steps of ours (``kvpagoda.replay.hit_bound``): it is one of caches that admit and end each request when ours does, which
+vLLM does not. In any steps nobody finds more than all that earlier requests have in common with a prompt
+(``any_steps_percent``), since every request is admitted in its order.
 """
 
 from __future__ import annotations
@@ -32,35 +33,42 @@ from kvpagoda.replay import Trace, hit_bound, serve, synthetic
 from kvpagoda.units import parse_bytes
 
 QUESTION = "What do hybrid models find of the prompts of coding agents, and of chats, in the steps of an engine?"
-LIMITS = {"agent": 1500, "agent 400": 400, "agent 600": 600, "agent cut": 1500, "conversation": 3000}
+LIMITS = {"agent": 1500, "agent cut": 1500, "conversation": 3000}
 ALL, EACH = "8192 of all", "2048 of each"
 UNIT, EVERY = {"prefix_match_unit": 16}, {"prefix_cache_retention_interval": 4096}
+FEWER: dict[str, dict[str, Any]] = {
+    "4 at once": {"max_num_seqs": 4}, "8 at once": {"max_num_seqs": 8}, "16 at once": {"max_num_seqs": 16},
+    "32 at once": {"max_num_seqs": 32},
+}  # fmt: skip
+ROOM = {"watermark 0.1": {"watermark": 0.1}, "watermark 0.3": {"watermark": 0.3}}
+"""What leaves room for those that run: fewer requests, or blocks that no request may take when it is admitted."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {}, "unit 16": UNIT, "every 4096": EVERY, "every 4096 and unit 16": EVERY | UNIT,
     "every 1024": {"prefix_cache_retention_interval": 1024}, "every 8192": {"prefix_cache_retention_interval": 8192},
-    "every 8192 and unit 16": {"prefix_cache_retention_interval": 8192} | UNIT, "watermark 0.1": {"watermark": 0.1},
-    "8 at once": {"max_num_seqs": 8}, "every 4096, 8 at once": EVERY | {"max_num_seqs": 8},
-    "every 4096, watermark 0.3": EVERY | {"watermark": 0.3},
+    "every 8192 and unit 16": {"prefix_cache_retention_interval": 8192} | UNIT, **FEWER, **ROOM,
+    **{f"every 4096, {name}": EVERY | options for name, options in (FEWER | ROOM).items()},
 }  # fmt: skip
 """vLLM's options, by the names of a row; ``unit``: its ``--prefix-match-unit``, which only models with states can use."""
 OURS: dict[str, dict[str, Any]] = {
     "checkpoints every 32768": {"checkpoint_every": 2048}, "checkpoints every 8192": {"checkpoint_every": 512},
 }  # fmt: skip
 """Options of ours, by the names of a row, in blocks of 16 tokens."""
+NO_BOUNDS = {("bound", name) for name in OURS}  # the bound does not know where checkpoints lie
 PLAIN, STATES = ("defaults", "every 4096"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
-OFTEN = tuple(OURS)
+OFTEN, AT_ONCE, WATERMARKS = tuple(OURS), tuple(FEWER), tuple(ROOM)
+EVERY_AT_ONCE, EVERY_WATERMARKS = ([f"every 4096, {name}" for name in names] for names in (FEWER, ROOM))
 CHATS = ("defaults", "every 8192", "unit 16", "every 8192 and unit 16")
 CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, "8 at once", OFTEN[0])),
+    ("agent", "Qwen3-Next-80B", "50GiB", ALL, (*STATES, *WATERMARKS, *AT_ONCE[1:], OFTEN[0])),
     ("agent", "Qwen3-Next-80B", "200GiB", ALL, (*STATES[:2], OFTEN[0])),
     ("agent cut", "Qwen3-Next-80B", "200GiB", ALL, STATES[:2]),
     ("agent cut", "Qwen3-Next-80B", "50GiB", ALL, STATES[:2]),
-    ("agent", "gpt-oss-120b", "50GiB", ALL, PLAIN),
-    ("agent 600", "gpt-oss-120b", "200GiB", ALL, PLAIN),
-    ("agent 600", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], OFTEN[1])),
-    ("agent 600", "Nemotron-H-8B", "200GiB", ALL, (*STATES[:1], OFTEN[1])),
-    ("agent 400", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, "watermark 0.1")),
-    ("agent 400", "Gemma-3-27B", "200GiB", ALL, PLAIN[:1]),
+    ("agent", "gpt-oss-120b", "50GiB", ALL, (*PLAIN, *WATERMARKS, *EVERY_WATERMARKS, *AT_ONCE[1:], *EVERY_AT_ONCE[1:])),
+    ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN),
+    ("agent", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], OFTEN[1])),
+    ("agent", "Nemotron-H-8B", "200GiB", ALL, (*STATES[:1], OFTEN[1])),
+    ("agent", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, *EVERY_WATERMARKS, *AT_ONCE[:2], *EVERY_AT_ONCE[:2])),
+    ("agent", "Gemma-3-27B", "200GiB", ALL, PLAIN),
     ("agent", "Qwen3-Next-80B", "50GiB", EACH, (*STATES, "8 at once", "every 4096, 8 at once", "every 4096, watermark 0.3")),
     ("conversation", "Qwen3-Next-80B", "400GiB", ALL, CHATS),
     ("conversation", "gpt-oss-120b", "400GiB", ALL, ("defaults", "every 1024")),
@@ -74,14 +82,14 @@ def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
     for trace, model, budget, steps, settings in CASES[:: 4 if options.quick else 1]:
         title = f"{trace}, {model}, {budget}, {steps}"
-        for setting in ("", *(name for name in settings if name in OURS or name == "8 at once")):
-            if "ours" in options.peers and options.only in f"{title}, ours {setting}|":
-                case = f"{title}, ours {setting}".strip()
-                figures = ours(trace, model, budget, steps, (SETTINGS | OURS).get(setting, {}), is_quick=options.quick)
-                rows.append({"case": case, "who": "ours", **_of(title, setting or "defaults"), **figures})
-        if "ours" in options.peers and options.only in f"{title}, bound|":
-            figures = bound(trace, model, budget, steps, is_quick=options.quick)
-            rows.append({"case": f"{title}, bound", "who": "bound", **_of(title, "defaults"), **figures})
+        here = ["", *(name for name in settings if name in OURS or name in FEWER)] if "ours" in options.peers else []
+        for setting in here:
+            for who, serve_with in (("ours", ours), ("bound", bound)):
+                if options.only in f"{title}, {who} {setting}|" and (who, setting) not in NO_BOUNDS:
+                    options_here = (SETTINGS | OURS).get(setting, {})
+                    figures = serve_with(trace, model, budget, steps, options_here, is_quick=options.quick)
+                    case = f"{title}, {who} {setting}".strip()
+                    rows.append({"case": case, "who": who, **_of(title, setting or "defaults"), **figures})
         asked = [name for name in settings if name not in OURS and options.only in f"{title}, {name}|"]
         if "vllm" not in options.peers or not asked:
             continue
@@ -109,11 +117,19 @@ def ours(
     }  # fmt: skip
 
 
-def bound(trace: str, model: str, budget: str, steps: str, *, is_quick: bool = False) -> dict[str, Any]:
-    """Bound what any cache finds in the steps of ours. ``unlimited_percent``: in any memory."""
-    requests, schema, arguments = _given(trace, model, steps, {}, is_quick)
+def bound(
+    trace: str, model: str, budget: str, steps: str, setting: dict[str, Any], *, is_quick: bool = False
+) -> dict[str, Any]:
+    """Bound what any cache finds in the steps of ours. ``unlimited_percent``: in any memory. ``any_steps_percent``: in any
+    memory and in any steps, if requests are admitted in their order."""
+    requests, schema, arguments = _given(trace, model, steps, setting, is_quick)
     found = hit_bound(requests, schema, budget, **arguments)
-    return {"hit_percent": 100 * found.bound, "unlimited_percent": 100 * found.unlimited}
+    alone = {**arguments, "max_requests": 1, "batch_tokens": None}
+    one_by_one = hit_bound(requests, schema, budget, **alone, rounds=0)
+    return {
+        "hit_percent": 100 * found.bound, "packed_percent": 100 * found.packed,
+        "unlimited_percent": 100 * found.unlimited, "any_steps_percent": 100 * one_by_one.unlimited,
+    }  # fmt: skip
 
 
 def _given(

@@ -265,14 +265,16 @@ def _fill(model: Any) -> None:
 
 def found(model: str, quick: bool, unit: int | None = None) -> list[Row]:
     """Return a row for each cell: tokens found by each manager, and how many requests have the tokens of one without a cache.
-    ``unit``: of vLLM's managers alone, in whose names it stands."""
+    ``unit``: vLLM's ``--prefix-match-unit``, which stands in the names of the managers."""
     rows: list[Row] = []
     chats, sizes, rates = LONG.get(model, (Chats(), BLOCKS, AT_ONCE))
     if quick:
         chats, sizes, rates = chats._replace(conversations=8, turns=3), sizes[:1], rates[1:2] or rates
     engine = Engine(model, **({} if unit is None else {"prefix_match_unit": unit}))
     size = engine.block_size
-    managers = ["vLLM", "vLLM, all", f"vLLM, {(2 if model in LONG else 8) * size}", *["ours"] * (unit is None)]
+    managers, of_unit = ["vLLM", "vLLM, all", f"vLLM, {(2 if model in LONG else 8) * size}", "ours"], ""
+    if unit is not None:
+        of_unit = f", unit {unit}"
     if model == "full attention":
         managers = ["vLLM", "ours"]
     for at_once in rates:
@@ -281,12 +283,11 @@ def found(model: str, quick: bool, unit: int | None = None) -> list[Row]:
         engine.exchange("vLLM, all", None)
         unlimited, _, _ = engine.run(chats, at_once)
         for blocks in sizes:
-            row: Row = {"case": model, "blocks": blocks, "at once": at_once, "unlimited": unlimited}
+            row: Row = {"case": model, "blocks": blocks, "at once": at_once, f"unlimited{of_unit}": unlimited}
             for who in managers:
                 engine.exchange(who, blocks)
-                name = who if unit is None else f"{who}, unit {unit}"
-                row[name], said, _ = engine.run(chats, at_once)
-                row[f"{name}: equal"] = sum(one == other for one, other in zip(said, cold))
+                row[f"{who}{of_unit}"], said, _ = engine.run(chats, at_once)
+                row[f"{who}{of_unit}: equal"] = sum(one == other for one, other in zip(said, cold))
             rows.append(row)
     return rows
 

@@ -72,7 +72,7 @@ def test_random_traffic_with_every_policy(shape: str, policy: str) -> None:
 SIZE = 4
 
 
-def manager_of(*kinds: str, blocks: int = 24, **more: Any) -> KVCacheManager:
+def manager_of(*kinds: str, blocks: int = 24, unit: int = SIZE, **more: Any) -> KVCacheManager:
     import torch
 
     interface = PROJECT.kv_cache_interface
@@ -88,13 +88,13 @@ def manager_of(*kinds: str, blocks: int = 24, **more: Any) -> KVCacheManager:
     config = interface.KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=0
     )
-    return KVCacheManager(config, 256, scheduler_block_size=SIZE, hash_block_size=SIZE, **more)
+    return KVCacheManager(config, 256, scheduler_block_size=SIZE, hash_block_size=unit, **more)
 
 
 def ask(manager: KVCacheManager, tokens: list[int], name: str, answer: int = 1, step: int = 256) -> int:
     """Run a request to its end, ``step`` tokens at a time; return how many tokens were found."""
     sampling = PROJECT.sampling_params.SamplingParams(max_tokens=answer, ignore_eos=True)
-    hasher = get_request_block_hasher(SIZE, sha256)
+    hasher = get_request_block_hasher(manager.block_pool.hash_block_size, sha256)
     request = PROJECT.request.Request(name, tokens, sampling, None, block_hasher=hasher)
     blocks, found, request.shared_prefix_boundary = manager.get_computed_blocks(request)
     begin: Any = (found, blocks)
@@ -103,6 +103,8 @@ def ask(manager: KVCacheManager, tokens: list[int], name: str, answer: int = 1, 
         n = min(step, request.num_tokens - computed)
         manager.new_step_starts()
         assert manager.allocate_slots(request, n, *begin) is not None
+        _, retained = manager.take_kv_cache_block_copies()
+        manager.block_pool.free_blocks(retained)
         request.status = PROJECT.request.RequestStatus.RUNNING
         request.num_computed_tokens, begin = computed + n, (0, None)
         if request.num_computed_tokens == request.num_tokens:
@@ -144,10 +146,19 @@ def test_a_prompt_that_is_sent_again_is_found_up_to_its_last_block() -> None:
         assert ask(manager, text(1, 41), "again", answer=20, step=SIZE) == 40
 
 
-@pytest.mark.parametrize(("kind", "needed"), [("window", 2), ("state", 1)])
-def test_the_end_of_an_answer_stays_resumable_as_long_as_its_text(kind: str, needed: int) -> None:
+def test_with_a_unit_of_matching_a_prompt_is_found_up_to_its_end_inside_a_block() -> None:
+    for unit, end in ((SIZE, 20), (SIZE // 2, 22)):
+        manager = manager_of("full", "state", blocks=60, unit=unit)
+        assert ask(manager, text(1, 23), "first", answer=3, step=2) == 0
+        assert [ask(manager, [*text(1, 23), *text(n, 9)], f"{n}", step=2) for n in (2, 3)] == [end, end]
+        assert ask(manager, text(4, 16 * SIZE), "other", step=SIZE) == 0
+        assert ask(manager, text(1, 23), "again", step=2) == end
+
+
+@pytest.mark.parametrize(("kind", "needed", "unit"), [("window", 2, SIZE), ("state", 1, SIZE), ("state", 1, SIZE // 2)])
+def test_the_end_of_an_answer_stays_resumable_as_long_as_its_text(kind: str, needed: int, unit: int) -> None:
     """A state leaves its request when the next one is written, before the request ends."""
-    manager = manager_of("full", kind, blocks=60)
+    manager = manager_of("full", kind, blocks=60, unit=unit)
     assert ask(manager, text(1, 20), "a", answer=10, step=SIZE) == 0
     queue = manager.block_pool.free_block_queue
     order = [block for block in queue.get_all_free_blocks() if block.block_hash is not None]

@@ -127,7 +127,7 @@ VALUES: dict[tuple[str, str], str] = {
     ("v1/core/block_pool.py", "BlockPool"): "blocks free_block_queue num_gpu_blocks hash_block_size",
     ("v1/core/kv_cache_coordinator.py", "KVCacheCoordinator"): "single_type_managers retention_interval scheduler_block_size",
     (KINDS, "SingleTypeKVCacheManager"): "block_pool block_size kv_cache_group_id kv_cache_spec req_to_blocks use_eagle "
-    "cache_hit_alignment_tokens _partial_hit_reqs",
+    "_partial_hit_reqs",
     (KINDS, "MambaManager"): "num_speculative_blocks _checkpoints",
     ("v1/request.py", "Request"): "request_id status num_tokens num_prompt_tokens num_computed_tokens num_in_flight_tokens "
     "num_preemptions all_token_ids prompt_token_ids prompt_embeds block_hashes shared_prefix_boundary kv_hints cache_salt "

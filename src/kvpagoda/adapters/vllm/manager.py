@@ -92,7 +92,7 @@ class KVCacheManager(kv_cache_manager.KVCacheManager):  # type: ignore[misc]
         for manager in self._bounded:
             self._alike.setdefault((manager.kv_cache_spec, manager.use_eagle), []).append(manager)
         every = self.options.checkpoint_every or self.coordinator.retention_interval or 0
-        unit = min((manager.cache_hit_alignment_tokens for manager in self._bounded), default=1)
+        unit = self.coordinator.scheduler_block_size if self._bounded else 1  # also where hits end inside a block
         self.rule = RetentionRule(unit, every, keeps_prompt_end=False)
         if self._bounded:
             self.coordinator.retention_interval = None  # all blocks can be found; which ones stay is decided here
