@@ -20,9 +20,9 @@ from sources import FILES, SRC, nodes
 FUNCTION_LINES = 90
 """The most physical lines of a function. Long files and classes are printed by the tool and do not fail a test."""
 PARAMETERS = 8
-CACHE_NAMES, SEQUENCE_NAMES = 30, 20
-# 20 and 15, and what was asked for since: lookup, epoch, layer, hints, apply, sleep, wake, sender and receive, warm_up;
-# epochs, checkpoints and step_checkpoints, hints, hand_over
+CACHE_NAMES, SEQUENCE_NAMES = 31, 20
+# 20 and 15, and what was asked for since: lookup, epoch, layer, hints, apply, sleep, wake, sender and receive, warm_up,
+# should_wait; epochs, checkpoints and step_checkpoints, hints, hand_over
 
 TOOL = Path(__file__).parents[1] / "tools" / "code_size.py"
 CONTRACT = {

@@ -89,12 +89,15 @@ class Batching:
         self.limited_by: Counter[str] = Counter()
         self._next: tuple[int, Tokens, int] = (-1, np.empty(0, np.int32), 0)
 
+    def text(self, number: int) -> tuple[Tokens, int]:
+        """Return the tokens of request ``number``, and how many of them are the prompt; see ``text_of``."""
+        return text_of(self._trace, number, self._per_id)
+
     def next_text(self) -> tuple[int, Tokens, int]:
-        """Return the number of the request that waits longest, its tokens, and how many of them are the prompt; see
-        ``text_of``."""
+        """Return the number of the request that waits longest, and its ``text``."""
         number = self.waiting[0]
         if self._next[0] != number:
-            self._next = (number, *text_of(self._trace, number, self._per_id))
+            self._next = (number, *self.text(number))
         return self._next
 
     def next_waits(self, pieces: list[Piece]) -> bool:
