@@ -67,6 +67,8 @@ def test_a_hit_one_token_too_long_is_found(tmp_path: Path) -> None:
 
 
 def test_keys_without_some_tokens_are_found(tmp_path: Path) -> None:
+    """They are tokens of a chat's template: another role has the same text from there on."""
     report = audited(tmp_path, "keys")
     assert report.code == 1, [*report.lines()][:8]
-    assert report.findings[0].sort == "counter"
+    first = report.findings[0]
+    assert (first.sort, first.kind) == ("rows", "other role"), [*report.lines()][:8]

@@ -20,7 +20,10 @@ from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
 _RESERVE = 8
 """A part of the requests, 1 of so many, that is left for the smallest cases of findings, once an answer was wrong."""
 _AGAIN = 6  # how often a suspicious case is tried again at once
-_PENDING = 60  # answers that wait for twins, where these cost churn
+_PENDING = 60  # answers that wait for twins, where these cost churn ..
+_SPARE = (
+    5  # .. unless less than so many times their cost is left: some need more churn, and those that differ a second twin
+)
 _LEAST_JUDGED, _LEAST_PAIRS = 12, 3
 _HALF = 6  # tokens of an answer of which two halves are compared
 _LOUD = 1.0
@@ -400,7 +403,8 @@ class Audit:
             OutOfRequests: too few requests are left.
             Unanswered: the server does not answer.
         """
-        if self.server.profile.cold == "churn" and not flush and len(self._pending) < _PENDING:
+        may_wait = self.server.profile.cold == "churn" and not flush and len(self._pending) < _PENDING
+        if may_wait and self.server.num_left > _SPARE * self._cost_of_pending():
             return
         trials, self._pending = self._pending, []
         missing = list({trial.key: trial for trial in trials if trial.key not in self._twins}.values())
