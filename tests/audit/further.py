@@ -257,7 +257,7 @@ class NewWeights(OldWeights):
 
     def restarted(self, engine: Engine) -> None:
         super().restarted(engine)
-        engine.cache.reset()
+        engine.cache.invalidate(weights="others")
 
 
 class Junction(Fault):

@@ -710,7 +710,8 @@ class KVCache:
 
     @either_way
     def reset(self) -> None:
-        """Forget everything that is kept for reuse, for example after new weights.
+        """Forget everything that is kept for reuse in memory. What tiers have stays, and is found again: after new weights,
+        ``invalidate``.
 
         After NeedsReset it forgets every request too; their sequences are closed then.
 
