@@ -25,10 +25,10 @@ from browser import chromium
 from json_schema import schema_of, violations
 from kvpagoda.audit import audit, command, findings
 from kvpagoda.audit.findings import Finding
-from kvpagoda.audit.judge import Audit
+from kvpagoda.audit.judge import Audit, Trial
 from kvpagoda.audit.probes import ProbeTexts
-from kvpagoda.audit.prompts import Case, one
-from kvpagoda.audit.server import Server
+from kvpagoda.audit.prompts import Ask, Case, PromptPart, one
+from kvpagoda.audit.server import Server, ServerAnswer
 from kvpagoda.errors import BadInput
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -110,6 +110,20 @@ def test_a_fault_of_one_hit_in_some_is_shown_as_often_as_it_takes(name: str, see
         ]
     values = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
     assert any(value != values[-1] for value in values[:-1])
+
+
+def test_values_are_those_of_the_nearer_twin() -> None:
+    """The other one is shorter, or has no log-probabilities: it has no token there."""
+    tops = [{"a": -1.0}, {"b": -1.0}, {"c": -1.0}]
+    wrong = ServerAnswer("abc", ("a", "b", "c"), tuple(tops))
+    near = replace(wrong, tops=(*tops[:2], {"c": -3.0}))
+    far = replace(wrong, tops=({"a": -9.0},), tokens=("a",))
+    ask = Ask((PromptPart((1,)),), "repeat")
+    trial = Trial(Case("hits", one(ask)), 0, ask, [], wrong, "key")
+    trial.at, trial.twins = 3, [far, near]
+    assert findings._values(trial) == ["# seen, at token 3: 'c' -1; cold: 'c' -3"]
+    trial.twins = [replace(far, tops=())]
+    assert findings._values(trial) == ["# seen: 'abc'; cold: 'abc'"]
 
 
 def test_a_program_may_call_it() -> None:

@@ -153,11 +153,12 @@ def _seen_again(audit: Audit, found: Finding) -> Trial | None:
 
 def _values(trial: Trial) -> list[str]:
     """Return a line with what the server said in ``trial`` and in its cold twin, where they part."""
-    at, wrong, right = trial.at - 1, trial.answer, trial.twins[0]
-    if not wrong.tops:
+    wrong, right = trial.answer, min(trial.twins, key=lambda twin: distance(trial.answer, twin)[0])
+    if not (wrong.tops and right.tops):
         return [f"# seen: {shown(wrong.text)}; cold: {shown(right.text)}"]
-    values = [f"{one.tokens[at]!r} {one.tops[at][one.tokens[at]]:.4g}" for one in (wrong, right)]
-    return [f"# seen, at token {trial.at}: {values[0]}; cold: {values[1]}"]
+    at = distance(wrong, right)[1] - 1  # of the nearer twin: the other one may be shorter
+    values = [f"{one.tokens[at]!r} {one.tops[at].get(one.tokens[at], math.nan):.4g}" for one in (wrong, right)]
+    return [f"# seen, at token {at + 1}: {values[0]}; cold: {values[1]}"]
 
 
 def _how_often(found: Finding) -> list[str]:

@@ -20,10 +20,9 @@ from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
 _RESERVE = 8
 """A part of the requests, 1 of so many, that is left for the smallest cases of findings, once an answer was wrong."""
 _AGAIN = 6  # how often a suspicious case is tried again at once
-_PENDING = 60  # answers that wait for twins, where these cost churn ..
-_SPARE = (
-    5  # .. unless less than so many times their cost is left: some need more churn, and those that differ a second twin
-)
+_PENDING = 60  # answers that wait for twins, where these cost churn
+_SPARE = 5
+"""They wait while more than so many times their cost is left: some need more churn, and those that differ a second twin."""
 _LEAST_JUDGED, _LEAST_PAIRS = 12, 3
 _HALF = 6  # tokens of an answer of which two halves are compared
 _LOUD = 1.0
@@ -230,9 +229,8 @@ class Audit:
         """Look at the counter of ``answer``, and return it."""
         if answer.cached is not None:
             self.results.num_counted += 1
-            is_known = (
-                "chat" if ask.chat else "completion"
-            ) in self.server.profile.shared  # what all prompts begin with
+            kind = "chat" if ask.chat else "completion"
+            is_known = kind in self.server.profile.shared  # with how many tokens all prompts begin
             too_many = is_known and answer.common is not None and answer.cached > answer.common
             if too_many or answer.cached > answer.num_prompt > 0:
                 self.results.miscounts.append(Miscount(self._who(ask), self._case, number, ask, [*answers], answer))
