@@ -75,10 +75,10 @@ def serve(
     return dict(peer(config, budget, cut_to_ids(requests, per_id) if is_cut else requests, per_id).run())
 
 
-def divide(peer: Any, *, config: dict[str, Any], budget: int, block_size: int, ratio: float | None = None) -> Figures:
-    """Return how the peer divides ``budget`` bytes for a model, in blocks of ``block_size`` tokens. ``ratio``: of what is set
-    apart; None: the default."""
-    return dict(peer.divide(config, budget, block_size, ratio))
+def divide(peer: Any, *, config: dict[str, Any], budget: int, block_size: int, **settings: Any) -> Figures:
+    """Return how the peer divides ``budget`` bytes for a model, in blocks of ``block_size`` tokens. ``settings``: of the peer,
+    such as its ratio of what is set apart."""
+    return dict(peer.divide(config, budget, block_size, **settings))
 
 
 def oracle(
