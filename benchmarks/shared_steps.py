@@ -41,7 +41,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "32 at once": {"max_num_seqs": 32},
 }  # fmt: skip
 ROOM = {"watermark 0.1": {"watermark": 0.1}, "watermark 0.3": {"watermark": 0.3}}
-"""What leaves room for those that run: fewer requests, or blocks that no request may take when it is admitted."""
+"""What leaves room for those that run, and for texts: fewer requests, or blocks that none may take when it is admitted."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {}, "unit 16": UNIT, "every 4096": EVERY, "every 4096 and unit 16": EVERY | UNIT,
     "every 1024": {"prefix_cache_retention_interval": 1024}, "every 8192": {"prefix_cache_retention_interval": 8192},
@@ -53,7 +53,7 @@ OURS: dict[str, dict[str, Any]] = {
     "checkpoints every 32768": {"checkpoint_every": 2048}, "checkpoints every 8192": {"checkpoint_every": 512},
 }  # fmt: skip
 """Options of ours, by the names of a row, in blocks of 16 tokens."""
-NO_BOUNDS = {("bound", name) for name in OURS}  # the bound does not know where checkpoints lie
+NO_BOUNDS = {("bound", name) for name in OURS | ROOM}  # the bound knows neither where checkpoints lie nor a watermark
 PLAIN, STATES = ("defaults", "every 4096"), ("defaults", "unit 16", "every 4096", "every 4096 and unit 16")
 OFTEN, AT_ONCE, WATERMARKS = tuple(OURS), tuple(FEWER), tuple(ROOM)
 EVERY_AT_ONCE, EVERY_WATERMARKS = ([f"every 4096, {name}" for name in names] for names in (FEWER, ROOM))
@@ -65,9 +65,9 @@ CASES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("agent cut", "Qwen3-Next-80B", "50GiB", ALL, STATES[:2]),
     ("agent", "gpt-oss-120b", "50GiB", ALL, (*PLAIN, *WATERMARKS, *EVERY_WATERMARKS, *AT_ONCE[1:], *EVERY_AT_ONCE[1:])),
     ("agent", "gpt-oss-120b", "200GiB", ALL, PLAIN),
-    ("agent", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], OFTEN[1])),
+    ("agent", "Nemotron-H-8B", "50GiB", ALL, (*STATES[:2], *WATERMARKS, OFTEN[1])),
     ("agent", "Nemotron-H-8B", "200GiB", ALL, (*STATES[:1], OFTEN[1])),
-    ("agent", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, *EVERY_WATERMARKS, *AT_ONCE[:2], *EVERY_AT_ONCE[:2])),
+    ("agent", "Gemma-3-27B", "50GiB", ALL, (*PLAIN, *WATERMARKS, *EVERY_WATERMARKS, *AT_ONCE[:2], *EVERY_AT_ONCE[:2])),
     ("agent", "Gemma-3-27B", "200GiB", ALL, PLAIN),
     ("agent", "Qwen3-Next-80B", "50GiB", EACH, (*STATES, "8 at once", "every 4096, 8 at once", "every 4096, watermark 0.3")),
     ("conversation", "Qwen3-Next-80B", "400GiB", ALL, CHATS),
@@ -82,7 +82,7 @@ def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
     for trace, model, budget, steps, settings in CASES[:: 4 if options.quick else 1]:
         title = f"{trace}, {model}, {budget}, {steps}"
-        here = ["", *(name for name in settings if name in OURS or name in FEWER)] if "ours" in options.peers else []
+        here = ["", *(name for name in settings if name in OURS | FEWER | ROOM)] if "ours" in options.peers else []
         for setting in here:
             for who, serve_with in (("ours", ours), ("bound", bound)):
                 if options.only in f"{title}, {who} {setting}|" and (who, setting) not in NO_BOUNDS:
@@ -109,7 +109,7 @@ def ours(
 ) -> dict[str, Any]:
     """Serve ``trace`` with the cache of this library."""
     requests, schema, arguments = _given(trace, model, steps, setting, is_quick)
-    arguments |= {name: setting[name] for name in ("checkpoint_every",) if name in setting}
+    arguments |= {name: setting[name] for name in ("checkpoint_every", "watermark") if name in setting}
     served = serve(requests, schema, budget, **arguments)
     return {
         "hit_percent": 100 * served.hit_rate, "preempted": 0, "again_percent": 0.0, "mean_running": served.mean_running,
