@@ -31,6 +31,7 @@ def cache_for(
     checkpoints: int | None = None,
     checkpoint_every: int = 0,
     checkpoint_format: str | None = None,
+    watermark: float = 0.0,
     **settings: Any,
 ) -> KVCache:
     """Return a cache without memory for the layers of ``schema``, in which every request of ``trace`` may run that fits
@@ -42,7 +43,7 @@ def cache_for(
     return KVCache(
         replace(schema, vocab_size=None), budget, device="none", order=None if shared else "layer",
         retention=Retention(checkpoints, checkpoint_every, checkpoint_format=checkpoint_format),
-        identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens), **settings,
+        identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens, watermark=watermark), **settings,
     )  # fmt: skip
 
 

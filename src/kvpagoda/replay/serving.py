@@ -129,7 +129,7 @@ def serve(
         events: see ``KVCache``.
         record: a file for trace events (see ``kvpagoda.recording``), where a step takes a millisecond.
         on_request: called with the number of finished requests.
-        **settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
+        **settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, watermark, see ``Setup``.
 
     Raises:
         BadInput: an unknown policy or setting, a number out of range, a ``record`` that cannot be written, or a trace

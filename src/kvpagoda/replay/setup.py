@@ -27,7 +27,8 @@ class Setup:
     ``schema``, ``budget``: its layers and its memory. ``tokens_per_id``: tokens that an id of the trace stands for, unless
     the trace says it. ``max_requests``: the most that run at once. ``step_tokens``: the most tokens that a step computes,
     of each request (``serve``) or of all together (``simulate``). ``shared``: one budget for all groups; else a fixed
-    split. ``block_size`` and ``policy`` are those of ``KVCache``, and what begins with checkpoint those of ``Retention``.
+    split. ``block_size`` and ``policy`` are those of ``KVCache``, what begins with checkpoint those of ``Retention``, and
+    ``watermark`` that of ``Limits``.
     Raises BadInput."""
 
     schema: Schema
@@ -41,6 +42,7 @@ class Setup:
     checkpoints: int | None = None
     checkpoint_every: int = 0
     checkpoint_format: str | None = None
+    watermark: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_id", "max_requests", "step_tokens"):

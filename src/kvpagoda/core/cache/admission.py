@@ -386,7 +386,7 @@ class Admission:
         hit: Hit | None = None
         try:
             reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
-            if not core.free_slots:
+            if not core.free_slots or core.dropped:
                 self._check_slot()
             if core.waiting:
                 self._settler.settle_waiting()
@@ -536,9 +536,9 @@ class Admission:
         raise self._core.capacity.shortage(RetryLater, reserved, self._core.plan.budget)
 
     def _check_slot(self) -> None:
-        """Raise RetryLater if every request slot is in use."""
+        """Raise RetryLater if every request slot is in use. Close what was dropped if that, or a watermark, asks for it."""
         core = self._core
-        if not core.free_slots and core.dropped:
+        if core.dropped and (not core.free_slots or core.capacity.watermark):
             self.ending.close_dropped()
         if not core.free_slots:
             text, hint = f"all {core.plan.max_requests} request slots are in use", "close one, or raise max_requests"
@@ -550,10 +550,14 @@ class Admission:
     ) -> Hit | None:  # fmt: skip
         """Return what tiers have of all but the last of the first ``length`` tokens of ``request``, beyond what is
         cached. None if they have nothing, or if the ``reserved`` blocks are not available now."""
-        core = self._core
+        core, num_blocks = self._core, found.resumable // self._core.block_size
         if any(blocks > core.capacity.available(group) for group, blocks in zip(core.groups, reserved)):
             return None
-        return core.tiers.find(request, length, match.num_blocks, found.resumable // core.block_size, prefetch)
+        if core.capacity.watermark:
+            shared = [len(group.shared_columns(num_blocks)) for group in core.groups]
+            if not core.capacity.keeps_watermark([max(0, most - n) for most, n in zip(reserved, shared)]):
+                return None
+        return core.tiers.find(request, length, match.num_blocks, num_blocks, prefetch)
 
     # -- one start ----------------------------------------------------------------------------------------------------
 
@@ -615,7 +619,7 @@ class Admission:
 
     def _own_blocks(self, source: StartSource, reserved: list[int], capacity: int) -> list[BlockPlaces] | None:
         """Make room for ``reserved[i]`` blocks of group i, and return which free blocks are to follow the shared ones, up
-        to ``capacity`` tokens; None if there is no room."""
+        to ``capacity`` tokens; None if there is no room. Raises RetryLater where the watermark forbids it."""
         core, capacity = self._core, max(capacity, source.found.resumable)
         needs: list[int] = []
         more: list[int] = []
@@ -626,6 +630,11 @@ class Admission:
         if source.scratch is not None:
             needs[source.scratch] += 1
             more[source.scratch] += 1
+        if core.capacity.watermark and not core.capacity.keeps_watermark(more):
+            text = f"less than {core.capacity.watermark:.0%} of the memory would stay free beside {len(core.running)} that run"
+            hint = "open it when one of them has ended, or lower Limits(watermark=)"
+            available = [core.capacity.available(group) for group in core.groups]
+            raise RetryLater.with_hint(text, hint, needed=more, available=available)
         if not core.capacity.make_room(needs, more):
             return None
         return [BlockPlaces(group.free.peek(need)) for group, need in zip(core.groups, needs)]

@@ -42,8 +42,8 @@ class Capacity:
     """What can still be allocated or reserved, and how it is made free.
 
     Every reservation can be kept as long as ``slack`` is not negative: the sectors that are free or could be freed
-    cover what groups have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often
-    blocks were moved; index arrays that were made before a move name the old places.
+    cover what groups have outstanding beyond their own blocks. ``running``: slot -> request. ``watermark``: see ``Limits``.
+    ``num_moves``: how often blocks were moved; index arrays that were made before a move name the old places.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._tiers, self._memory, self._guard, self._running = tiers, memory, guard, running
-        self._observers = observers
+        self._observers, self.watermark = observers, 0.0
         self._has_tiers = bool(tiers.levels)
         self.tells_freed = self._has_tiers or memory.is_poisoning
         self._none = [0] * len(groups)
@@ -93,6 +93,15 @@ class Capacity:
         if self._sectors is None:
             return not any(n > group.surplus for n, group in zip(more, self._groups))
         return self.slack(more) >= 0
+
+    def keeps_watermark(self, more: Many[int]) -> bool:
+        """Return whether ``more[i]`` further blocks of group i can be reserved beside running requests, and what
+        ``watermark`` asks for stays free or could be freed."""
+        if not self._running:
+            return True
+        if self._sectors is None:
+            return self.fits([n + int(self.watermark * group.plan.num_blocks) for n, group in zip(more, self._groups)])
+        return self.slack(more) >= int(self.watermark * len(self._sectors.owner))
 
     # -- making room -------------------------------------------------------------------------------------------------
 

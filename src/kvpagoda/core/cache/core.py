@@ -124,6 +124,7 @@ class Core:
             self.running,
             self.observers,
         )
+        self.capacity.watermark = settings.limits.watermark
         #: their ``observable`` methods can be observed
         self.parts: tuple[object, ...] = (self.capacity, self.tiers, *self.tiers.parts)
         _log.info(

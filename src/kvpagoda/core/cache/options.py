@@ -123,6 +123,9 @@ class Limits:
         page_locked: on a GPU, the most bytes of host memory (swap, staging, a host tier) that are page-locked, given
             like ``swap``; None: half of the machine's memory. They are locked piece by piece as they are used, and what
             is not locked is copied through the processor, about ten times slower.
+        watermark: the share of the memory that requests leave to cached texts: one that starts beside others raises
+            RetryLater where less would be left that is free or could be evicted (vLLM's ``watermark``), in each group
+            if they do not share the memory. Running requests grow into it. 0 to below 1; 0: requests take all.
 
     Raises:
         BadInput: a number out of range, or a text that is no size.
@@ -134,6 +137,7 @@ class Limits:
     hit_grid: int = 1
     step_checkpoints: int | None = None
     page_locked: int | str | None = None
+    watermark: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_context is not None:
@@ -142,6 +146,9 @@ class Limits:
         _whole(self, "hit_grid", 1)
         if self.step_checkpoints is not None:
             _whole(self, "step_checkpoints", 0, bits=31)
+        if real_number(self.watermark, "watermark") >= 1:
+            text = f"watermark is a share of the memory, 0 to below 1, got {self.watermark}"
+            raise BadInput(text, needed=self.watermark, available=1, field="watermark")
         for name in ("swap", "page_locked"):
             nbytes = getattr(self, name)
             if isinstance(nbytes, str):
