@@ -21,7 +21,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: bool(int(text)),
 }  # fmt: skip
 """What reads a field of ``EngineSettings``, by its type."""
-_SETTINGS = {
+_SETTINGS: dict[str, Callable[[str], Any]] = {
     "block_size": int, "at_once": int, "step_tokens": int, "shared": _READ["bool"], "groups": Group.from_text,
     **{one.name: _READ[str(one.type)] for one in fields(EngineSettings)},
 }  # fmt: skip
