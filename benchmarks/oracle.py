@@ -8,7 +8,7 @@ the others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.peers import Absent, Process
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import TRACES
-from kvpagoda.replay import Group, Schedule, Trace, replay_engine, synthetic
+from kvpagoda.replay import EngineSettings, Group, Schedule, Trace, replay_engine, synthetic
 from kvpagoda.replay.engines.run import EngineResult
 
 QUESTION = "Does each request find what it finds in the engine's own manager?"
@@ -207,10 +207,7 @@ def measure(options: Options) -> list[Row]:
 
 def ours(engine: str, source: dict[str, Any], wanted: dict[str, Any]) -> EngineResult:
     """Serve one run with our profile of ``engine``."""
-    names = (
-        "block_size", "at_once", "step_tokens", "shared", "retention", "match_unit", "memory_ratio", "states_per_path",
-        "unified_memory", "watermark", "reserve_prompt",
-    )  # fmt: skip
+    names = ("block_size", "at_once", "step_tokens", "shared", *(one.name for one in fields(EngineSettings)))
     settings = {name: wanted[name] for name in names if name in wanted}
     groups = Group.from_text(wanted.get("groups", "full"))
     return replay_engine(trace_of(**source), engine, wanted["num_blocks"], groups=groups, **settings)

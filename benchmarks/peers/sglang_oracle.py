@@ -76,7 +76,7 @@ class Peer:
 
     ``core``: "rust" (what it serves with) or "python" of its unified tree; "old": the older ``RadixCache``. ``groups``: as
     ``kvpagoda.replay.Group.from_text`` reads them: full attention, and windows or states. ``memory_ratio``,
-    ``states_per_path``, ``unified_memory``: see ``replay_engine``. The memory of a step is allocated
+    ``states_per_path``, ``unified_memory``: see ``EngineSettings``. The memory of a step is allocated
     for all its requests together, as ``alloc_for_extend`` does."""
 
     finds_all = False

@@ -42,7 +42,7 @@ class Peer:
     """vLLM's manager of ``num_blocks`` blocks, and its null block, over the requests of ``chains``.
 
     ``hashed``: vLLM hashes the tokens of each request itself. Otherwise the keys of ``chains`` are its hashes, which is
-    much faster. ``watermark``, ``retention``, ``match_unit``, ``reserve_prompt``: see ``replay_engine``. ``groups``: as
+    much faster. ``watermark``, ``retention``, ``match_unit``, ``reserve_prompt``: see ``EngineSettings``. ``groups``: as
     ``kvpagoda.replay.Group.from_text`` reads them. ``in_flight``: the most tokens of a request that a step computes."""
 
     finds_all = False

@@ -7,6 +7,7 @@ from kvpagoda.replay.engines.driver import Schedule
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.profiles import PROFILES, Profile
 from kvpagoda.replay.engines.run import EngineResult, replay_engine
+from kvpagoda.replay.engines.settings import EngineSettings
 from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.run import POLICIES, ReplayResult, hit_rate_curve, replay
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 
 __all__ = [
-    "POLICIES", "PROFILES", "Costs", "EngineResult", "Group", "HitBound", "Profile", "ReplayResult", "Request", "Reuse",
-    "Schedule", "ServeResult", "SimulateResult", "TierCosts", "Trace", "hit_bound", "hit_rate_curve", "lru_hits",
-    "read_requests", "replay", "replay_engine", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker",
-    "simulate", "synthetic", "working_set", "workload",
+    "POLICIES", "PROFILES", "Costs", "EngineResult", "EngineSettings", "Group", "HitBound", "Profile", "ReplayResult",
+    "Request", "Reuse", "Schedule", "ServeResult", "SimulateResult", "TierCosts", "Trace", "hit_bound", "hit_rate_curve",
+    "lru_hits", "read_requests", "replay", "replay_engine", "reuse_distances", "reuse_histogram", "serve",
+    "serve_multi_worker", "simulate", "synthetic", "working_set", "workload",
 ]  # fmt: skip
 
 _LATER = {

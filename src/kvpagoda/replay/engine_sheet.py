@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,18 @@ from kvpagoda.errors import BadInput
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.profiles import profile
 from kvpagoda.replay.engines.run import EngineResult, replay_engine
+from kvpagoda.replay.engines.settings import EngineSettings
 from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.report import Sheet, Source, order_of
 
+_READ: dict[str, Callable[[str], Any]] = {
+    "int | None": lambda text: None if text == "none" else int(text), "float | None": float, "float": float,
+    "bool": lambda text: bool(int(text)),
+}  # fmt: skip
+"""What reads a field of ``EngineSettings``, by its type."""
 _SETTINGS: dict[str, Callable[[str], Any]] = {
-    "block_size": int, "at_once": int, "step_tokens": int, "shared": lambda text: bool(int(text)), "groups": Group.from_text,
-    "retention": lambda text: None if text == "none" else int(text), "match_unit": int,
-    "memory_ratio": float, "states_per_path": int, "unified_memory": lambda text: bool(int(text)),
-    "watermark": float, "reserve_prompt": lambda text: bool(int(text)),
+    "block_size": int, "at_once": int, "step_tokens": int, "shared": _READ["bool"], "groups": Group.from_text,
+    **{one.name: _READ[str(one.type)] for one in fields(EngineSettings)},
 }  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def replay(
         warm_up: the share of the requests that run first and are not counted, rounded down to whole requests.
         on_request: called now and then with the number of finished requests.
         engine: serve the trace as the cache of an engine would.
-        **settings: of ``replay_engine``, with an ``engine``.
+        **settings: of ``replay_engine``, with an ``engine``; most are fields of ``EngineSettings``.
 
     Raises:
         BadInput: an unknown policy, a capacity below 1, a ``warm_up`` that is not at least 0 and below 1, ``settings``

@@ -10,6 +10,7 @@ from kvpagoda import KVCache
 from kvpagoda.errors import BadInput
 from kvpagoda.policies import EvictionPolicy
 from kvpagoda.replay.batching import cache_for
+from kvpagoda.replay.engines.settings import DEFAULTS, EngineSettings
 from kvpagoda.replay.fleet.costs import Costs
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
@@ -58,21 +59,16 @@ _OTHERS = {"schema", "budget", "step_tokens", "tokens_per_id"}
 
 @dataclass(frozen=True)
 class Fleet:
-    """The workers of a simulation, and how it goes; see ``simulate``. Raises BadInput."""
+    """The workers of a simulation, and how it goes; see ``simulate``. ``settings``: of an ``engine`` that is not ours. Raises
+    BadInput."""
 
     costs: Costs | str = "h100"
     workers: int = 1
     routing: str = "round-robin"
     engine: str = OWN
-    retention: int | None = 0
+    settings: EngineSettings = DEFAULTS
     tiers: Mapping[str, int | str] = field(default_factory=dict)
     seed: int = 0
-    match_unit: int | None = None
-    memory_ratio: float | None = None
-    states_per_path: int | None = None
-    unified_memory: bool = False
-    watermark: float = 0.0
-    reserve_prompt: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", whole_number(self.workers, "workers", at_least=1, below=10_001))

@@ -66,7 +66,7 @@ def alone(engine: str, trace: Trace, pool: EnginePool, step_tokens: int | None) 
     schedule = Schedule(1, step_tokens, True)
     if pool.num_apart:
         chains = Chains(trace, pool.block_size)
-        return serve_with(manager_of(engine, chains, pool, schedule, 0), chains, schedule).hits.tolist()
+        return serve_with(manager_of(engine, chains, pool, schedule), chains, schedule).hits.tolist()
     settings = {"block_size": pool.block_size, "step_tokens": step_tokens, "shared": True, "groups": pool.groups}
     return replay_engine(trace, engine, pool.num_blocks, **settings).per_request.tolist()
 
@@ -131,7 +131,7 @@ class Plain:
         plan = cache_for(None, schema, SMALL[name], STEP[name]).plan
         pool, ticks = pool_of(engine, schema, plan, SMALL[name]), Ticks(COSTS, plan)
         chains, schedule = Chains(trace, 16), Schedule(6, STEP[name], True)
-        run = EngineRun(chains, manager_of(engine, chains, pool, schedule, 0), schedule)
+        run = EngineRun(chains, manager_of(engine, chains, pool, schedule), schedule)
         coming, now = [*enumerate(np.round(trace.arrivals * 1e12).astype(np.int64).tolist())][::-1], 0
         self.admitted, self.first, self.last = (np.full(len(trace), -1, np.int64) for _ in range(3))
         self.run = run

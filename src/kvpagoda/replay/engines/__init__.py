@@ -1,6 +1,7 @@
 """The caches of engines, as a replay and a simulation serve a trace with them, without memory.
 
 profiles.py     what engines do with cached blocks, in a few settings each
+settings.py     what else an engine is set to: its options, by the names of our calls
 groups.py       which blocks a kind of layers needs, and keeps for others
 pool.py         how an engine divides memory into blocks
 chains.py       the whole blocks of a trace's requests, by key

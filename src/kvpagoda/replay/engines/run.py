@@ -18,11 +18,12 @@ from kvpagoda.replay.engines.edge_windows import WindowLRU
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.moved_states import MovedStates
 from kvpagoda.replay.engines.pool import EnginePool, divided
-from kvpagoda.replay.engines.profiles import Profile, profile
+from kvpagoda.replay.engines.profiles import profile
 from kvpagoda.replay.engines.queued import FULL, QueuedManager
+from kvpagoda.replay.engines.settings import DEFAULTS, EngineSettings, applied
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Ints, Trace, readable
-from kvpagoda.units import real_number, whole_number
+from kvpagoda.units import instance_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,9 @@ def replay_engine(
     step_tokens: int | None = None,
     shared: bool = False,
     groups: Sequence[Group] = FULL,
-    retention: int | None = 0,
-    match_unit: int | None = None,
-    memory_ratio: float | None = None,
-    states_per_path: int | None = None,
-    unified_memory: bool = False,
-    watermark: float = 0.0,
-    reserve_prompt: bool = True,
+    settings: EngineSettings = DEFAULTS,
     on_request: Callable[[int], None] | None = None,
+    **more: Any,
 ) -> EngineResult:
     """Serve a trace with the cache of an engine, and count what each prompt finds.
 
@@ -108,26 +104,13 @@ def replay_engine(
             size, or states, beside full attention, for which it sets blocks apart (``edge_windows.pools``,
             ``edge_states.slots``); ``dynamo-1.6.1`` states beside full attention, its ``state_cache`` of so many
             blocks.
-        retention: vLLM's ``prefix_cache_retention_interval``: of windows and states others find only what resumes where
-            a prompt ends, where texts part, and after multiples of so many tokens (0: nowhere else; None: all).
-        match_unit: vLLM's ``prefix_match_unit``, for states beside full attention: the last whole unit of so many tokens of
-            a prompt can be found too, within a block. None: its default, whole blocks alone.
-        memory_ratio: SGLang's ``mamba_full_memory_ratio``, the memory of states as a multiple of that of blocks (None: 0.9);
-            with windows its ``swa_full_tokens_ratio``, at most 1, blocks of a layer with a window for one of full attention
-            (None: 0.8).
-        states_per_path: SGLang's ``mamba_max_states_per_path``: a new state evicts the first ones of its text beyond so many,
-            but those where texts part and those of running requests. None: its default, no limit.
-        unified_memory: SGLang's ``enable_unified_memory``, for groups with states: blocks and states share the memory that
-            ``memory_ratio`` would divide, which then limits only how many requests run.
-        watermark: vLLM's ``watermark``, the share of the blocks, below 1, that stay free when a request is admitted beside
-            others.
-        reserve_prompt: vLLM's ``scheduler_reserve_full_isl``: a request is admitted if its whole prompt fits (default), not
-            its first chunk alone.
+        settings: other options of the engine.
         on_request: called after each step with the number of finished requests.
+        **more: fields of ``EngineSettings``, which count more than those of ``settings``.
 
     Raises:
-        BadInput: an unknown engine, a number below 1, groups, a ``retention`` or another setting that the engine does not
-            have or that is out of range or no multiple of ``block_size``, or a trace without blocks; before anything runs.
+        BadInput: an unknown engine, a number below 1, groups or a setting that the engine does not have or that is out of
+            range or no multiple of ``block_size``, or a trace without blocks; before anything runs.
 
     Examples:
         >>> chains = [1, 2], [1, 2], [1, 3]
@@ -136,13 +119,13 @@ def replay_engine(
         [0, 1008, 512]
     """
     profile(engine)
+    settings = replace(instance_of(settings, EngineSettings, "settings"), **more)
     schedule = Schedule(at_once, step_tokens, shared)
     capacity = whole_number(capacity_blocks, "a capacity in blocks", at_least=1, below=2**31 - 1)
     columns = readable(trace)
     chains = Chains(columns, block_size)
-    pool = divided(engine, groups, chains.block_size, capacity, memory_ratio, unified_memory)
-    admits = admission(engine, watermark, reserve_prompt)
-    manager = manager_of(engine, chains, pool, schedule, retention, match_unit, states_per_path, admits)
+    pool = divided(engine, groups, chains.block_size, capacity, settings.memory_ratio, settings.unified_memory)
+    manager = manager_of(engine, chains, pool, schedule, settings)
     served = serve_with(manager, chains, schedule, on_request)
     return EngineResult(
         columns.name, engine, capacity, chains.block_size, schedule.at_once, schedule.step_tokens, len(chains),
@@ -151,58 +134,34 @@ def replay_engine(
 
 
 def manager_of(
-    engine: str,
-    chains: Chains,
-    pool: EnginePool,
-    schedule: Schedule,
-    retention: int | None,
-    match_unit: int | None = None,
-    states_per_path: int | None = None,
-    admits: Profile | None = None,
+    engine: str, chains: Chains, pool: EnginePool, schedule: Schedule, settings: EngineSettings = DEFAULTS
 ) -> Manager:
-    """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``; ``admits``: see ``admission``. Raises
-    BadInput."""
-    known, groups = admits or profile(engine), pool.groups
-    _check_groups(engine, groups, retention, chains.block_size)
-    _check_unit(engine, groups, match_unit, chains.block_size)
-    if states_per_path is not None:
-        whole_number(states_per_path, "states_per_path", at_least=1)
-        if known.store != "edges" or Group("state") not in groups:
-            text = f"{engine} with states_per_path={states_per_path}: it is SGLang's, for groups with states"
-            raise BadInput(text, needed=engine, available=states_per_path)
+    """Return the manager of ``engine`` for ``chains``, with the blocks of ``pool``. Raises BadInput."""
+    groups = pool.groups
+    _check_groups(engine, groups)
+    known = applied(engine, settings, groups, chains.block_size)
     if known.store == "tree":
         from kvpagoda.replay.engines.own_manager import OwnManager  # imports a whole cache
 
         return OwnManager(chains, pool.num_blocks, schedule.at_once)
     if known.store == "edges":
         if pool.shared is not None:
-            return UnifiedLRU(chains, pool.num_blocks, pool.num_apart, pool.shared, states_per_path)
+            return UnifiedLRU(chains, pool.num_blocks, pool.num_apart, pool.shared, settings.states_per_path)
         if Group("state") in groups:
-            return StateLRU(chains, pool.num_blocks, pool.num_apart, states_per_path)
+            return StateLRU(chains, pool.num_blocks, pool.num_apart, settings.states_per_path)
         window = max(group.size for group in groups)
         return (
             WindowLRU(chains, pool.num_blocks, pool.num_apart, window) if window else EdgeLRU(chains, pool.num_blocks)
         )
     if known.moves_states and len(groups) > 1:
         return MovedStates(chains, pool.num_blocks, known, len(groups) - 1, schedule.step_tokens)
-    return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens, match_unit)
-
-
-def admission(engine: str, watermark: float, reserve_prompt: bool) -> Profile:
-    """Return the profile of ``engine`` with these settings of ``replay_engine``. Raises BadInput if it does not have them."""
-    known = profile(engine)
-    if (watermark or not reserve_prompt) and not engine.startswith("vllm"):
-        text = f"{engine} with watermark={watermark}, reserve_prompt={reserve_prompt}: they are vLLM's"
-        raise BadInput(text, needed=engine, available=watermark)
-    if not real_number(watermark, "watermark") < 1:
-        raise BadInput(f"watermark is a share of the blocks below 1, got {watermark}", needed=watermark, available=1)
-    return replace(
-        known, watermark=watermark or known.watermark, reserves=known.reserves if reserve_prompt else "chunk"
+    return QueuedManager(
+        chains, pool.num_blocks, known, groups, settings.retention, schedule.step_tokens, settings.match_unit
     )
 
 
-def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, block_size: int) -> None:
-    """Raise BadInput for groups that the engine does not have here, and for a retention that has no effect on them."""
+def _check_groups(engine: str, groups: Sequence[Group]) -> None:
+    """Raise BadInput for groups that the engine does not have here."""
     has_states = profile(engine).moves_states and tuple(groups) == FULL + (Group("state"),) * (len(groups) - 1)
     if not groups or (tuple(groups) != FULL and not has_states and not engine.startswith(("vllm", "sglang"))):
         raise BadInput(
@@ -210,28 +169,3 @@ def _check_groups(engine: str, groups: Sequence[Group], retention: int | None, b
             "Dynamo's backend vllm full attention with states: full+state",
             needed=engine, available=len(groups),
         )  # fmt: skip
-    if retention != 0 and not engine.startswith("vllm"):
-        text = f"{engine} with retention={retention}: a retention is vLLM's"
-        raise BadInput(text, needed=engine, available=retention)
-    kinds = {group.kind for group in groups}
-    if retention and (whole_number(retention, "retention", 1) % block_size or kinds <= {"full", "chunk"}):
-        text = "a multiple of the tokens of a block, for groups with windows or states"
-        raise BadInput(
-            f"retention must be {text}; got {retention} with blocks of {block_size} and {', '.join(sorted(kinds))}",
-            needed=retention, available=block_size,
-        )  # fmt: skip
-
-
-def _check_unit(engine: str, groups: Sequence[Group], match_unit: int | None, block_size: int) -> None:
-    """Raise BadInput for a unit of matching that the engine does not have, or that has no effect on these groups."""
-    if match_unit is None:
-        return
-    if not engine.startswith("vllm"):
-        text = f"{engine} with match_unit={match_unit}: a unit of matching is vLLM's"
-        raise BadInput(text, needed=engine, available=match_unit)
-    if {group.kind for group in groups} != {"full", "state"}:
-        text = f"match_unit={match_unit} finds parts of blocks of full attention with states alone, as full+3*state"
-        raise BadInput(text, needed=match_unit, available=len(groups))
-    if block_size % whole_number(match_unit, "match_unit", at_least=1):
-        text = f"match_unit must divide the {block_size} tokens of a block, got {match_unit}"
-        raise BadInput(text, needed=match_unit, available=block_size)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import EngineRun, EngineStep, Schedule
 from kvpagoda.replay.engines.pool import pool_of
-from kvpagoda.replay.engines.run import admission, manager_of
+from kvpagoda.replay.engines.run import manager_of
 from kvpagoda.replay.fleet.costs import Costs, Ticks
 from kvpagoda.replay.fleet.worker import Outcomes
 from kvpagoda.replay.setup import Fleet, Setup
@@ -110,16 +110,13 @@ def engine_workers(trace: Trace, setup: Setup, fleet: Fleet, costs: Costs, outco
     """Return workers with the cache that the engine of ``fleet`` has in the budget of ``setup``. Raises BadInput,
     NeverFits."""
     plan = replace(setup, block_size=None).cache(None).plan
-    ratio, unified = fleet.memory_ratio, fleet.unified_memory
-    pool = pool_of(fleet.engine, setup.schema, plan, setup.budget, setup.block_size, ratio, unified)
+    size, settings = setup.block_size, fleet.settings
+    pool = pool_of(fleet.engine, setup.schema, plan, setup.budget, size, settings.memory_ratio, settings.unified_memory)
     chains = Chains(replace(trace, block_size=setup.tokens_per_id), pool.block_size)
     schedule, ticks = Schedule(setup.max_requests, setup.step_tokens, True), Ticks(costs, plan)
-    admits = admission(fleet.engine, fleet.watermark, fleet.reserve_prompt)
     workers = list[EngineWorker]()
     for index in range(fleet.workers):
-        manager = manager_of(
-            fleet.engine, chains, pool, schedule, fleet.retention, fleet.match_unit, fleet.states_per_path, admits
-        )
+        manager = manager_of(fleet.engine, chains, pool, schedule, settings)
         run = EngineRun(chains, manager, schedule, hits=outcomes.cached)
         workers.append(EngineWorker(index, run, ticks, outcomes, pool.nbytes))
     return workers

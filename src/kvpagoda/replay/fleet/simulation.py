@@ -7,7 +7,7 @@ At one time the arrivals come first, then the ends of steps, then new steps begi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from kvpagoda.policies import policy_name
 from kvpagoda.probe import Probe
 from kvpagoda.replay.batching import Batching
+from kvpagoda.replay.engines.settings import DEFAULTS, EngineSettings
 from kvpagoda.replay.fleet.costs import PER_SECOND, Costs, Ticks, tier_specs
 from kvpagoda.replay.fleet.engine_worker import engine_workers
 from kvpagoda.replay.fleet.routing import EngineCaches, OwnCaches, Untold, Views, rule_named
@@ -24,6 +25,7 @@ from kvpagoda.replay.readers import Source
 from kvpagoda.replay.setup import OWN, Fleet, Setup
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
+from kvpagoda.units import instance_of
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,11 @@ def simulate(
     step_tokens: int = 2048,
     policy: str = "lru",
     engine: str = OWN,
-    retention: int | None = 0,
-    match_unit: int | None = None,
-    memory_ratio: float | None = None,
-    states_per_path: int | None = None,
-    unified_memory: bool = False,
-    watermark: float = 0.0,
-    reserve_prompt: bool = True,
+    settings: EngineSettings = DEFAULTS,
     tiers: Mapping[str, int | str] | None = None,
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
-    **settings: Any,
+    **more: Any,
 ) -> SimulateResult:
     """Serve a trace at its times of arrival with several caches, and count hits and times.
 
@@ -145,17 +141,12 @@ def simulate(
         policy: see ``Setup``.
         engine: whose cache the workers have, a name of ``PROFILES``; another engine's evicts, shares and preempts by
             its own rules, and has no policy, tiers or other settings but ``block_size``.
-        retention: see ``replay_engine``.
-        match_unit: see ``replay_engine``.
-        memory_ratio: see ``replay_engine``.
-        states_per_path: see ``replay_engine``.
-        unified_memory: see ``replay_engine``.
-        watermark: see ``replay_engine``.
-        reserve_prompt: see ``replay_engine``.
+        settings: other options of such an engine.
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
         seed: of random routing.
         on_request: called with the number of requests that ended.
-        **settings: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``.
+        **more: block_size, shared, checkpoints, checkpoint_every, checkpoint_format, see ``Setup``; and fields of
+            ``EngineSettings``, which count more than those of ``settings``.
 
     Raises:
         BadInput: an unknown policy, routing, engine, model or tier, a number out of range, fewer ``step_tokens`` than
@@ -171,11 +162,10 @@ def simulate(
         >>> result.finished, round(result.hit_rate, 2), result.first_token["p50"] > 0.01
         (50, 0.71, True)
     """
-    setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **settings)
-    fleet = Fleet(
-        costs, workers, routing, engine, retention, tiers or {}, seed, match_unit, memory_ratio, states_per_path,
-        unified_memory, watermark, reserve_prompt,
-    )  # fmt: skip
+    of_engine = {one.name: more.pop(one.name) for one in fields(EngineSettings) if one.name in more}
+    settings = replace(instance_of(settings, EngineSettings, "settings"), **of_engine)
+    setup = Setup(schema, budget, tokens_per_id, max_requests, step_tokens, policy, **more)
+    fleet = Fleet(costs, workers, routing, engine, settings, tiers or {}, seed)
     made = Simulation(trace, setup, fleet)
     try:
         made.run(on_request)
