@@ -374,7 +374,12 @@ def simulate_trace(
     workers: Annotated[str, worker_option(help="number of caches, with commas")] = "1",
     routing: Annotated[str, worker_option(help="round-robin, random, prefix-aware, with commas")] = "round-robin",
     policy: Annotated[str, cache_option(help="lru, fifo, lfu, lfuda, sieve, s3fifo, arc, auto, with commas")] = "lru",
-    engine: Annotated[str, cache_option(help=f"whose cache, with commas: {ENGINES}")] = "kvpagoda",
+    engine: Annotated[
+        str,
+        cache_option(
+            help=f"whose cache, with commas: {ENGINES}; settings follow, e.g. vllm-0.33,watermark=0.1,retention=none"
+        ),
+    ] = "kvpagoda",
     tier: Annotated[
         list[str] | None, cache_option(help="below each cache: host:400GiB, disk:4TiB, ..; repeat, the fastest first")
     ] = None,
@@ -392,6 +397,7 @@ def simulate_trace(
     Steps take what --costs says; nothing of a GPU is modelled. Ctrl-C prints what is done so far, and exits with 130.
     """
     from kvpagoda.replay import report
+    from kvpagoda.replay.engine_sheet import engines_from_text
     from kvpagoda.replay.fleet import report as fleet_report
     from kvpagoda.replay.fleet.costs import Costs
     from kvpagoda.replay.setup import Fleet, Setup
@@ -399,7 +405,7 @@ def simulate_trace(
     layers = _schema(schema, None, "auto")
     source = partial(report.read, trace, limit, False, seed, tokens_per_id, skip_bad)
     counts = numbers_of(workers, "--workers", "workers")
-    cases = list(product(words_of(budget), words_of(policy), words_of(engine), counts, words_of(routing)))
+    cases = list(product(words_of(budget), words_of(policy), engines_from_text(engine), counts, words_of(routing)))
     tiers = {kind: size for kind, _, size in (text.partition(":") for text in tier or ())}
     setup = Setup(layers, budget, max_requests=max_requests, step_tokens=step_tokens, block_size=block_size)
     fleet = Fleet(Costs.read(costs, layers.name), tiers=tiers, seed=seed)

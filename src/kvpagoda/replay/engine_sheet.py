@@ -15,15 +15,16 @@ from kvpagoda.replay.engines.run import EngineResult, replay_engine
 from kvpagoda.replay.engines.settings import EngineSettings
 from kvpagoda.replay.jobs import run_jobs
 from kvpagoda.replay.report import Sheet, Source, order_of
+from kvpagoda.text import words_of
 
 _READ: dict[str, Callable[[str], Any]] = {
     "int | None": lambda text: None if text == "none" else int(text), "float | None": float, "float": float,
     "bool": lambda text: bool(int(text)),
 }  # fmt: skip
 """What reads a field of ``EngineSettings``, by its type."""
+_OPTIONS: dict[str, Callable[[str], Any]] = {one.name: _READ[str(one.type)] for one in fields(EngineSettings)}
 _SETTINGS: dict[str, Callable[[str], Any]] = {
-    "block_size": int, "at_once": int, "step_tokens": int, "shared": _READ["bool"], "groups": Group.from_text,
-    **{one.name: _READ[str(one.type)] for one in fields(EngineSettings)},
+    "block_size": int, "at_once": int, "step_tokens": int, "shared": _READ["bool"], "groups": Group.from_text, **_OPTIONS,
 }  # fmt: skip
 
 
@@ -33,16 +34,45 @@ def engine_from_text(text: str) -> tuple[str, dict[str, Any]]:
     >>> engine_from_text("vllm-0.33,block_size=64,at_once=16,step_tokens=2048,retention=none")[1]["block_size"]
     64
     """
+    return _read(text, _SETTINGS)
+
+
+def engines_from_text(text: str) -> list[str]:
+    """Split ``text`` into engines with their settings, for ``settings_from_text``.
+
+    >>> engines_from_text("kvpagoda, vllm-0.33,watermark=0.1,retention=none")
+    ['kvpagoda', 'vllm-0.33,watermark=0.1,retention=none']
+    """
+    engines = list[str]()
+    for word in words_of(text):
+        if "=" in word and engines:
+            engines[-1] += f",{word}"
+        else:
+            engines.append(word)
+    return engines
+
+
+def settings_from_text(text: str) -> tuple[str, EngineSettings]:
+    """Return the engine and its settings that ``text`` names. Raises BadInput.
+
+    >>> settings_from_text("vllm-0.33,watermark=0.1")[1].watermark
+    0.1
+    """
+    name, given = _read(text, _OPTIONS)
+    return name, EngineSettings(**given)
+
+
+def _read(text: str, settings: dict[str, Callable[[str], Any]]) -> tuple[str, dict[str, Any]]:
     name, *parts = text.split(",")
     profile(name)
     pairs = [part.partition("=") for part in parts]
     try:
-        return name, {key: _SETTINGS[key](value) for key, _, value in pairs}
+        return name, {key: settings[key](value) for key, _, value in pairs}
     except (KeyError, ValueError) as error:
         if isinstance(error, BadInput):
             raise
         raise BadInput(
-            f"{text!r} is not an engine NAME[,SETTING=VALUE..] with {', '.join(_SETTINGS)}", needed=text
+            f"{text!r} is not an engine NAME[,SETTING=VALUE..] with {', '.join(settings)}", needed=text
         ) from None
 
 

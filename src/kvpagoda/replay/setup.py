@@ -10,7 +10,7 @@ from kvpagoda import KVCache
 from kvpagoda.errors import BadInput
 from kvpagoda.policies import EvictionPolicy
 from kvpagoda.replay.batching import cache_for
-from kvpagoda.replay.engines.settings import DEFAULTS, EngineSettings
+from kvpagoda.replay.engines.settings import DEFAULTS, EngineSettings, check_owner
 from kvpagoda.replay.fleet.costs import Costs
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
@@ -59,8 +59,7 @@ _OTHERS = {"schema", "budget", "step_tokens", "tokens_per_id"}
 
 @dataclass(frozen=True)
 class Fleet:
-    """The workers of a simulation, and how it goes; see ``simulate``. ``settings``: of an ``engine`` that is not ours. Raises
-    BadInput."""
+    """The workers of a simulation, and how it goes; see ``simulate``. ``settings``: of the ``engine``. Raises BadInput."""
 
     costs: Costs | str = "h100"
     workers: int = 1
@@ -79,6 +78,7 @@ class Fleet:
         if step_tokens < most:
             text = f"a step gives each of {most} requests a token, so step_tokens must not be less, got {step_tokens}"
             raise BadInput(text, needed=most, available=step_tokens)
+        check_owner(self.engine, self.settings)
         if self.engine == OWN:
             return
         plain = Setup(setup.schema, setup.budget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from functools import cache
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from letters import trace
@@ -12,7 +13,7 @@ from letters import trace
 from kvpagoda import Schema, simulate
 from kvpagoda.errors import BadInput
 from kvpagoda.replay import EngineSettings, Group, Trace, replay, replay_engine, synthetic
-from kvpagoda.replay.engine_sheet import engine_from_text
+from kvpagoda.replay.engine_sheet import engine_from_text, engines_from_text, settings_from_text
 from kvpagoda.schema.presets import presets
 from raises import raises
 
@@ -54,12 +55,14 @@ def test_an_object_or_keywords(call: str) -> None:
         served(call, settings={"watermark": 0.5})
 
 
-def test_every_option_is_one_of_some_engine_alone() -> None:
+def test_every_option_is_one_of_some_engine() -> None:
     assert {one.name for one in fields(EngineSettings)} == OTHERS.keys()
     for name, value in OTHERS.items():
         assert value != asdict(EngineSettings())[name]
         theirs = name in ("memory_ratio", "states_per_path", "unified_memory")
         for engine in ("kvpagoda", VLLM if theirs else SGLANG):
+            if (engine, name) == ("kvpagoda", "watermark"):
+                continue  # ours too
             with pytest.raises(BadInput, match=f"{engine} with {name}") as caught:
                 replay_engine(trace("ab", size=64), engine, 40, block_size=64, **{name: value})
             assert caught.value.needed == engine
@@ -88,3 +91,27 @@ def test_the_command_line_reads_each() -> None:
     for wrong in ("memory_ratio=none", "watermark=none", "unified_memory=none", "reserve_prompt=yes"):
         with raises(BadInput, needed=f"{VLLM},{wrong}"):
             engine_from_text(f"{VLLM},{wrong}")
+
+
+def test_ours_has_a_watermark_and_no_other_option() -> None:
+    few = {"at_once": 8, "step_tokens": 512, "shared": True}
+    plain, spared = (replay(requests(), BLOCKS, engine="kvpagoda", watermark=share, **few) for share in (0.0, 0.5))
+    assert plain.per_request.tolist() != spared.per_request.tolist()
+    given = {"costs": "h100:llama-3.1-8b", "max_requests": 8, "step_tokens": 512}
+    plain, spared = (simulate(requests(), LAYERS, NBYTES, watermark=share, **given) for share in (0.0, 0.5))
+    assert plain.waited["mean"] < spared.waited["mean"] and spared.finished == plain.finished
+    for name, value in OTHERS.items():
+        if name != "watermark":
+            with raises(BadInput, needed="kvpagoda", available=value):
+                simulate(requests(), LAYERS, NBYTES, **{name: value}, **given)
+
+
+def test_engines_of_a_command_with_their_settings() -> None:
+    text = "kvpagoda,watermark=0.3, vllm-0.33,retention=none,reserve_prompt=0,sglang-0.5.23"
+    assert [settings_from_text(engine) for engine in engines_from_text(text)] == [
+        ("kvpagoda", EngineSettings(watermark=0.3)), (VLLM, EngineSettings(retention=None, reserve_prompt=False)),
+        (SGLANG, EngineSettings()),
+    ]  # fmt: skip
+    for wrong in ("watermark=0.3", "vllm-0.33,block_size=16", "vllm-0.33,watermark=x"):
+        with raises(BadInput, needed=wrong, available=ANY):
+            settings_from_text(engines_from_text(wrong)[0])

@@ -61,6 +61,18 @@ def test_engines_have_rows_of_their_own(here: Command) -> None:
     assert len({row["hit_rate"] for row in rows}) > 1 and all(row["finished"] + row["never_fit"] == 60 for row in rows)
 
 
+def test_engines_with_settings_and_a_wrong_one_before_any_runs(here: Command) -> None:
+    few = ("simulate", "--limit", "60", "--budget", "1GiB", "--json", "--engine")
+    done = here(*few, "kvpagoda,watermark=0.5,kvpagoda")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert [row["engine"] for row in rows] == ["kvpagoda,watermark=0.5", "kvpagoda"]
+    assert rows[0]["waited"]["mean"] > rows[1]["waited"]["mean"]
+    for wrong in ("kvpagoda,vllm-0.33,states_per_path=3", "kvpagoda,no-such", "vllm-0.33,match_unit=8"):
+        done = here(*few, wrong)
+        assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+
+
 def test_ctrl_c_prints_what_is_done(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     finish, ended = FleetWorker.finish, list[int]()
 

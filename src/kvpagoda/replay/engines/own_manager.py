@@ -19,12 +19,12 @@ class OwnManager:
 
     finds_all = False
 
-    def __init__(self, chains: Chains, num_blocks: int, at_once: int) -> None:
+    def __init__(self, chains: Chains, num_blocks: int, at_once: int, watermark: float = 0.0) -> None:
         self.chains, self.texts = chains, dict[int, Ids32]()
         self.running, self.due = dict[int, Sequence](), dict[int, int]()
         self.cache = KVCache(
             FULL, num_blocks=num_blocks, max_requests=at_once, block_size=chains.block_size, device="none",
-            limits=Limits(int(chains.totals.max(initial=1)) + 1),
+            limits=Limits(int(chains.totals.max(initial=1)) + 1, watermark=watermark),
         )  # fmt: skip
         self._probe = Probe(self.cache)
 

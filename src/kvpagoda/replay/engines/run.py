@@ -143,7 +143,7 @@ def manager_of(
     if known.store == "tree":
         from kvpagoda.replay.engines.own_manager import OwnManager  # imports a whole cache
 
-        return OwnManager(chains, pool.num_blocks, schedule.at_once)
+        return OwnManager(chains, pool.num_blocks, schedule.at_once, known.watermark)
     if known.store == "edges":
         if pool.shared is not None:
             return UnifiedLRU(chains, pool.num_blocks, pool.num_apart, pool.shared, settings.states_per_path)

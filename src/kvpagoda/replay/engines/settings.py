@@ -10,10 +10,11 @@ from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.profiles import Profile, profile
 from kvpagoda.units import real_number, whole_number
 
-_OF = {
-    "retention": "vllm", "match_unit": "vllm", "watermark": "vllm", "reserve_prompt": "vllm", "states_per_path": "sglang",
+_OF: dict[str, tuple[str, ...]] = {
+    "retention": ("vllm",), "match_unit": ("vllm",), "watermark": ("vllm", "kvpagoda"), "reserve_prompt": ("vllm",),
+    "memory_ratio": ("sglang",), "states_per_path": ("sglang",), "unified_memory": ("sglang",),
 }  # fmt: skip
-"""How the names of the engines begin that have a setting. What divides memory is checked where it is divided: ``pool``."""
+"""How the names of the engines begin that have a setting."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class EngineSettings:
             many, but those where texts part and those of running requests (None: no limit).
         unified_memory: SGLang's ``--enable-unified-memory``, for groups with states: blocks and states share the memory that
             ``memory_ratio`` would divide, which then limits only how many requests run.
-        watermark: vLLM's ``--watermark``, the share of the blocks, below 1, that stay free when a request is admitted beside
-            others.
+        watermark: vLLM's ``--watermark``, and ``kvpagoda.Limits.watermark``: the share of the blocks, below 1, that stay free
+            when a request is admitted beside others.
         reserve_prompt: vLLM's ``--scheduler-reserve-full-isl``: a request is admitted if its whole prompt fits, not its first
             chunk alone.
 
@@ -64,14 +65,19 @@ DEFAULTS = EngineSettings()
 """No option is set."""
 
 
+def check_owner(engine: str, settings: EngineSettings) -> None:
+    """Raise BadInput if one of ``settings`` is not the default and ``engine`` has no such setting."""
+    for one in fields(settings):
+        value, owners = getattr(settings, one.name), _OF[one.name]
+        if not engine.startswith(owners) and value != one.default:
+            text = f"{engine} with {one.name}={value}: it is a setting of {' and '.join(owners)}"
+            raise BadInput(text, needed=engine, available=value)
+
+
 def applied(engine: str, settings: EngineSettings, groups: Sequence[Group], block_size: int) -> Profile:
     """Return the profile of ``engine`` with ``settings``, for ``groups`` in blocks of ``block_size`` tokens. Raises BadInput
     for one that the engine does not have, or that has no effect."""
-    for one in fields(settings):
-        value, owner = getattr(settings, one.name), _OF.get(one.name, "")
-        if not engine.startswith(owner) and value != one.default:
-            text = f"{engine} with {one.name}={value}: it is a setting of {owner}"
-            raise BadInput(text, needed=engine, available=value)
+    check_owner(engine, settings)
     kinds, retention, unit = {group.kind for group in groups}, settings.retention, settings.match_unit
     if retention and (retention % block_size or kinds <= {"full", "chunk"}):
         text = "retention must be a multiple of the tokens of a block, for groups with windows or states"

@@ -141,7 +141,7 @@ def simulate(
         policy: see ``Setup``.
         engine: whose cache the workers have, a name of ``PROFILES``; another engine's evicts, shares and preempts by
             its own rules, and has no policy, tiers or other settings but ``block_size``.
-        settings: other options of such an engine.
+        settings: other options of the engine; of ours it is ``watermark`` alone.
         tiers: below each cache, the fastest first: a name in the costs -> bytes. They store what the cache evicts.
         seed: of random routing.
         on_request: called with the number of requests that ended.
@@ -179,6 +179,7 @@ class Simulation:
 
     def __init__(self, trace: Source | Trace, setup: Setup, fleet: Fleet) -> None:
         fleet.check(setup)
+        setup = replace(setup, watermark=fleet.settings.watermark) if fleet.engine == OWN else setup
         self._trace, self._setup, self._fleet = Trace.read(trace), setup, fleet
         self.outcomes = Outcomes(self._trace.arrivals)
         costs = fleet.costs
