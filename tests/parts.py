@@ -39,6 +39,9 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "replay/engines/test_edge_unified.py::test_a_difference_would_be_seen": ("leaf",),
     "replay/engines/test_edge_unified.py::test_beside_its_other_settings": ("setting1",),
     "replay/engines/test_edge_unified.py::test_the_engine_itself": ("16-full+state-16 share a budget",),
+    "replay/engines/test_edge_unified.py::test_the_engine_itself_with_windows": ("4-full+window:128-16 share a budget",),
+    "replay/engines/test_edge_unified.py::test_a_difference_of_windows_would_be_seen": ("order",),
+    "replay/engines/test_edge_unified.py::test_windows_beside_its_other_settings": ("setting0",),
     "replay/engines/test_edge_windows.py::test_the_engine_itself": ("4-full+window:128-16 share a budget",),
     "replay/fleet/test_engine_worker.py::test_one_at_a_time_hits_are_those_of_a_replay": (
         "vllm-0.33-states-None", "sglang-0.5.23-window-None", "sglang-0.5.23-big states-None",

@@ -13,7 +13,7 @@ from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import Manager, Schedule, serve_with
 from kvpagoda.replay.engines.edge_lru import EdgeLRU
 from kvpagoda.replay.engines.edge_states import StateLRU
-from kvpagoda.replay.engines.edge_unified import UnifiedLRU
+from kvpagoda.replay.engines.edge_unified import UnifiedStates, UnifiedWindows
 from kvpagoda.replay.engines.edge_windows import WindowLRU
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.moved_states import MovedStates
@@ -117,8 +117,8 @@ def replay_engine(
             (None: 0.8).
         states_per_path: SGLang's ``mamba_max_states_per_path``: a new state evicts the first ones of its text beyond so many,
             but those where texts part and those of running requests. None: its default, no limit.
-        unified_memory: SGLang's ``enable_unified_memory``, for groups with states: blocks and states share the memory that
-            ``memory_ratio`` would divide, which then limits only how many requests run.
+        unified_memory: SGLang's ``enable_unified_memory``, for groups with windows or states: blocks share with them the
+            memory that ``memory_ratio`` would divide, which then limits only how many requests with states run.
         watermark: vLLM's ``watermark``, the share of the blocks, below 1, that stay free when a request is admitted beside
             others.
         reserve_prompt: vLLM's ``scheduler_reserve_full_isl``: a request is admitted if its whole prompt fits (default), not
@@ -175,14 +175,14 @@ def manager_of(
 
         return OwnManager(chains, pool.num_blocks, schedule.at_once)
     if known.store == "edges":
-        if pool.shared is not None:
-            return UnifiedLRU(chains, pool.num_blocks, pool.num_apart, pool.shared, states_per_path)
+        sizes, window, memory = (pool.num_blocks, pool.num_apart), max(group.size for group in groups), pool.shared
+        if Group("state") in groups and memory is not None:
+            return UnifiedStates(chains, *sizes, memory, states_per_path)
         if Group("state") in groups:
-            return StateLRU(chains, pool.num_blocks, pool.num_apart, states_per_path)
-        window = max(group.size for group in groups)
-        return (
-            WindowLRU(chains, pool.num_blocks, pool.num_apart, window) if window else EdgeLRU(chains, pool.num_blocks)
-        )
+            return StateLRU(chains, *sizes, states_per_path)
+        if memory is not None:
+            return UnifiedWindows(chains, *sizes, window, memory)
+        return WindowLRU(chains, *sizes, window) if window else EdgeLRU(chains, pool.num_blocks)
     if known.moves_states and len(groups) > 1:
         return MovedStates(chains, pool.num_blocks, known, len(groups) - 1, schedule.step_tokens)
     return QueuedManager(chains, pool.num_blocks, known, groups, retention, schedule.step_tokens, match_unit)
