@@ -263,6 +263,8 @@ LONG = {
         "events/test_hostile_batches.py::test_a_follower_is_never_wrong_for_long",
     "events/test_vllm_router.py::test_its_structs_read_every_message":
         "events/test_vllm_router.py::test_without_our_fields_it_admits_every_event",
+    "replay/engines/test_edge_unified.py::test_a_real_trace_with_windows_and_preemptions":
+        "replay/engines/test_edge_unified.py::test_the_engine_itself_with_windows",
     "replay/test_auto_replay.py::test_a_point_better_where_arc_is":
         "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru",
     "hf/test_run.py::test_errors_of_the_other_process_arrive":

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks import oracle
 from benchmarks.peers import Process
+from benchmarks.workload import TRACES
 
 from kvpagoda.errors import BadInput
 from kvpagoda.replay import Group, Schedule, replay
@@ -119,6 +120,17 @@ def test_beside_its_other_settings(sglang: Process, setting: dict[str, object]) 
     mode = "16 share a budget"
     plain = oracle.asked(64, 288, oracle.SCHEDULES[mode]) | RUN
     assert oracle.agreements(sglang, SGLANG, mode, [(SOURCE, plain | setting)])["unequal"] == 0
+
+
+@pytest.mark.skipif(not (TRACES / oracle.FILES["conversation"]).exists(), reason="no traces here")
+@pytest.mark.parametrize("share", [0.5, 1.05])
+def test_a_real_trace_with_windows_and_preemptions(sglang: Process, share: float) -> None:
+    """In ``share`` of the blocks that its longest request needs."""
+    mode, source = "16 share a budget", {"name": "conversation", "limit": 60}
+    blocks = int(share * oracle.capacities(oracle.trace_of(**source), 64, 1, 2)[0])
+    run = source, oracle.asked(64, blocks, oracle.SCHEDULES[mode]) | WINDOWS | {"groups": "full+window:128"}
+    row = oracle.agreements(sglang, SGLANG, mode, [run])
+    assert row["unequal"] == 0 and row["preempted"] > 10 and row["never_fit"] == (share < 1) and row["hit_percent"] > 1
 
 
 @pytest.mark.parametrize("setting", [{"memory_ratio": 0.3}, {"core": "python"}])
