@@ -61,7 +61,7 @@ RETENTIONS = {"retention 0": 0, "retention of 16 blocks": 16, "all retained": No
 STATES: dict[str, dict[str, dict[str, Any]]] = {"dynamo-1.6.1": {"": {}, "one state, ": {"groups": "full+state"}}}
 """Engine -> what is said before the title of a case -> its settings: Dynamo's ``state_cache`` of one block."""
 ONE_MEMORY = {"sglang-0.5.23": {"unified_memory": True}}
-"""Engine -> settings with which models with states are judged once more."""
+"""Engine -> settings with which models with windows or states are judged once more."""
 Run = tuple[dict[str, Any], dict[str, Any]]
 """(arguments of ``trace_of``, other arguments of the task ``oracle``)."""
 
@@ -159,14 +159,13 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
 def models(
     engine: str, named: dict[str, list[dict[str, Any]]], setting: str = "", more: Mapping[str, Any] | None = None
 ) -> Iterator[Case]:
-    """Yield the models with groups that the profile has: of vLLM all, with its retentions, of SGLang all but chunks, states in
-    one memory with blocks too, of Dynamo states."""
+    """Yield the models with groups that the profile has: of vLLM all, with its retentions, of SGLang all but chunks, in one
+    memory too, of Dynamo states."""
     retentions = RETENTIONS if engine.startswith("vllm") else {"": None}
     for (model, groups), (said, blocks) in product(MODELS.items(), retentions.items()):
         if blocks and "chunk" in groups:
             continue  # vLLM refuses it
         is_unknown = engine.startswith("dynamo") and not (engine in STATES and "state" in groups)
-        is_unknown |= bool(setting) and "state" not in groups
         if is_unknown or (not said and "chunk" in groups):
             continue
         for (title, given), size in product(named.items(), (16, 64)):

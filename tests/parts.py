@@ -39,6 +39,9 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "replay/engines/test_edge_unified.py::test_a_difference_would_be_seen": ("leaf",),
     "replay/engines/test_edge_unified.py::test_beside_its_other_settings": ("setting1",),
     "replay/engines/test_edge_unified.py::test_the_engine_itself": ("16-full+state-16 share a budget",),
+    "replay/engines/test_edge_unified.py::test_the_engine_itself_with_windows": ("4-full+window:128-16 share a budget",),
+    "replay/engines/test_edge_unified.py::test_a_difference_of_windows_would_be_seen": ("order",),
+    "replay/engines/test_edge_unified.py::test_windows_beside_its_other_settings": ("setting0",),
     "replay/engines/test_edge_windows.py::test_the_engine_itself": ("4-full+window:128-16 share a budget",),
     "replay/fleet/test_engine_worker.py::test_one_at_a_time_hits_are_those_of_a_replay": (
         "vllm-0.33-states-None", "sglang-0.5.23-window-None", "sglang-0.5.23-big states-None",
@@ -260,6 +263,8 @@ LONG = {
         "events/test_hostile_batches.py::test_a_follower_is_never_wrong_for_long",
     "events/test_vllm_router.py::test_its_structs_read_every_message":
         "events/test_vllm_router.py::test_without_our_fields_it_admits_every_event",
+    "replay/engines/test_edge_unified.py::test_a_real_trace_with_windows_and_preemptions":
+        "replay/engines/test_edge_unified.py::test_the_engine_itself_with_windows",
     "replay/test_auto_replay.py::test_a_point_better_where_arc_is":
         "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru",
     "hf/test_run.py::test_errors_of_the_other_process_arrive":

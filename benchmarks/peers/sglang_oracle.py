@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from benchmarks.one_budget import QWEN3_NEXT_80B
+from benchmarks.one_budget import GPT_OSS_120B, QWEN3_NEXT_80B
 from benchmarks.peers import look_in_consumers, stubs
 from kvpagoda.replay import Group
 from kvpagoda.replay.engines.chains import Chains
@@ -49,8 +49,7 @@ def _make_importable() -> None:
 
 _make_importable()
 from benchmarks.peers import sglang as peer  # noqa: E402
-from benchmarks.peers import sglang_settings, sglang_states  # noqa: E402
-from benchmarks.peers.sglang_unified import Unified  # noqa: E402
+from benchmarks.peers import sglang_settings, sglang_states, sglang_unified  # noqa: E402
 
 allocation = import_module("sglang.srt.mem_cache.allocation")  # after the peer, which stands in for kernels
 common = import_module("sglang.srt.mem_cache.common")
@@ -64,8 +63,8 @@ VERSION = peer.VERSION
 LEAST_BLOCK = 1
 AT_ONCE = 64
 """Requests that may run at once."""
-MODEL = QWEN3_NEXT_80B
-"""With states, SGLang gets the settings that it chooses for this model."""
+WITH_STATES, IN_ONE_MEMORY = QWEN3_NEXT_80B, GPT_OSS_120B
+"""With states, and with windows in one memory, SGLang gets the settings that it chooses for this model."""
 FREE = 1 << 62
 """Pages of a pool that there is not."""
 
@@ -102,16 +101,17 @@ class Peer:
         )
         self.window = size - 1 if size else 0  # as its models give it: the tokens before the newest that are read
         self.tokens, self.window_tokens = blocks * self.page, window_blocks * self.page if size else 0
-        settings = MODEL if self.has_states else None
+        settings = WITH_STATES if self.has_states else IN_ONE_MEMORY if unified_memory else None
         most: dict[str, Any] = {} if states_per_path is None else {"mamba_max_states_per_path": states_per_path}
         most |= {"enable_unified_memory": True} if unified_memory else {}
         attention = "triton" if unified_memory else "torch_native"  # calls no kernel
         model = sglang_settings.publish(settings, self.page, attention=attention, **most)
         self.most = sglang_states.most_requests(self.tokens, window_blocks) if self.has_states else AT_ONCE
-        self.unified = unified_memory
-        if unified_memory:
-            states = sum(kind == Group("state") for kind in kinds)
-            memory = Unified(AT_ONCE, longest, self.page, blocks, window_blocks, len(kinds) - states, states)
+        self.unified, full = unified_memory, kinds.count(Group())
+        apart = len(kinds) - full
+        if unified_memory and self.has_states:
+            units = blocks * full + (window_blocks + 1) * apart
+            memory = sglang_unified.Unified(AT_ONCE, longest, self.page, units, full, apart)
             self.rows, self.allocator = memory.rows, memory.allocator
         else:
             self.rows = (
@@ -119,7 +119,8 @@ class Peer:
                 if self.has_states
                 else peer.ReqToTokenPool(AT_ONCE, longest, "cpu", False)
             )
-            self.allocator = self._allocator()
+            beside = sglang_unified.beside_windows
+            self.allocator = beside(self.page, num_blocks, full, apart) if unified_memory else self._allocator()
         self._empty = int(self.allocator.available_size()) // self.page
         params = peer.CacheInitParams(
             disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=self.page,
@@ -180,8 +181,7 @@ class Peer:
         assert asked == request
         made.lock = self.tree.lock(made.last_node)
         found = self._pages(made.prefix_len)
-        room = self._left() - self._kept([*self.running.values(), made])
-        fits = self._pages(known) - found <= room and self._pages(end) - found <= self._left_in_windows()
+        fits = self._fits(self._pages(known) - found, self._pages(end) - found, [*self.running.values(), made])
         if not fits or len(self.running) >= self.most:
             self.tree.unlock(made.lock)
             if self.has_states:
@@ -199,8 +199,8 @@ class Peer:
             self.batch.reqs, self.batch.forward_mode = [made], Mode.DECODE
             made.decode_batch_idx = length - made.known
             self.batch.maybe_evict_swa()
-        room = self._left() - self._kept(self.running.values())
-        if self._pages(end) - self._pages(length) > min(room, self._left_in_windows()):
+        more = self._pages(end) - self._pages(length)
+        if not self._fits(more, more, self.running.values()):
             return False
         self._promise(request, end)
         return True
@@ -230,13 +230,29 @@ class Peer:
         if self.has_states:
             assert self.rows.mamba_allocator.available_size() + self.tree.mamba_evictable_size() == self.rows._num_slots
         assert not self.unified or not self.allocator.verify_byte_accounting()
-        if self.unified:  # states that are kept take room
+        if self.unified:  # what is kept beside blocks takes room
             self.tree.evict(peer.EvictParams(num_tokens=self.tree.full_evictable_size()))
             self.tokens = self._empty * self.page
+        if self.unified and self.window:
+            assert self.allocator.ensure_capacity(self.tokens, self.tokens), "an empty memory can be moved together"
+            assert self.allocator.available_size() == self.tokens
+            return
         assert (self._left(), self._left_in_windows()) == (
             self.tokens // self.page,
             self.window_tokens // self.page or FREE,
         )
+
+    def _fits(self, pages: int, in_windows: int, requests: Iterable[Any]) -> bool:
+        """Whether there is room for so many pages beside what the step has promised, and for what ``requests`` keep."""
+        if not self.unified or not self.window:
+            return pages <= self._left() - self._kept(requests) and in_windows <= self._left_in_windows()
+        return bool(
+            self.allocator.can_reserve(
+                (pages + self.promised) * self.page, (in_windows + self.promised) * self.page,
+                full_evictable_tokens=self.tree.full_evictable_size(),
+                swa_evictable_tokens=self.tree.swa_evictable_size(),
+            )
+        )  # fmt: skip
 
     def _kept(self, requests: Iterable[Any]) -> int:
         """Pages for which requests keep room in one memory: of the slots of each, and one more."""

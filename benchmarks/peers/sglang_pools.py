@@ -24,11 +24,16 @@ class Peer:
 
     @staticmethod
     def divide(
-        config: dict[str, Any], budget: int, block_size: int, ratio: float | None = None, unified: bool = False
+        config: dict[str, Any],
+        budget: int,
+        block_size: int,
+        ratio: float | None = None,
+        unified: bool = False,
+        makes: bool = False,
     ) -> dict[str, Any]:
         """Return the blocks of full attention, of windows, and the slots for states in ``budget`` bytes. ``ratio``: of what
-        is set apart; None: the default. ``unified``: with states one memory for both, of which ``rest`` are the bytes beside
-        the slots."""
+        is set apart; None: the default. ``unified``: one memory for all, of which ``rest`` are the bytes beside the slots.
+        ``makes``: make its pools for windows too, with their bytes, of which ``room`` can hold something."""
         options: dict[str, Any] = (
             {} if ratio is None else {"mamba_full_memory_ratio": ratio, "swa_full_tokens_ratio": ratio}
         )
@@ -56,7 +61,17 @@ class Peer:
         made = planning.KVCacheConfigurator.config_from_budget(runner, int(rest * GIB))
         slots = context.get_schedule().max_mamba_cache_size or 0
         ratio = planning.KVCacheConfigurator._calculate_mamba_ratio(runner)
+        room = 0
+        if makes:
+            runner.device, runner.post_capture_kv_active, runner.forward_stream = "cpu", False, None
+            runner._build_req_to_token_pool = runner._fused_draft_for_swa_factory = lambda **given: None
+            runner._unified_swa_head_geometry = lambda: planning.KVCacheConfigurator._unified_swa_head_geometry(runner)
+            runner.is_hybrid_swa_compress = False
+            pool = planning.KVCacheConfigurator._init_unified_swa_pools(
+                runner, max_num_reqs=1, unified_total_bytes=made.unified_total_bytes
+            )
+            room = pool.token_to_kv_pool_allocator._empty_shared_gap_bytes
         return {
             "blocks": made.max_total_num_tokens // block_size, "windows": (made.swa_max_total_num_tokens or 0) // block_size,
-            "slots": slots, "slots_per_request": ratio, "rest": made.unified_total_bytes or 0,
+            "slots": slots, "slots_per_request": ratio, "rest": made.unified_total_bytes or 0, "room": room,
         }  # fmt: skip

@@ -29,12 +29,21 @@ def judge(name: str) -> Iterator[Process]:
 
 
 def agreement(
-    source: oracle.Row, process: Process, size: int, mode: str, groups: str, seed: int, core: str = "rust"
+    source: oracle.Row,
+    process: Process,
+    size: int,
+    mode: str,
+    groups: str,
+    seed: int,
+    core: str = "rust",
+    **more: object,
 ) -> oracle.Row:
-    """Serve the texts of ``source`` by ``seed`` here and in SGLang, with little memory and with more; return the row."""
+    """Serve the texts of ``source`` by ``seed`` here and in SGLang, with little memory and with more; return the row.
+    ``more``: its other settings."""
     source, schedule = {**source, "seed": seed}, oracle.SCHEDULES[mode]
     sizes = oracle.capacities(oracle.trace_of(**source), size, schedule.at_once, len(Group.from_text(groups)))
     runs = [
-        (source, {**oracle.asked(size, blocks, schedule), "groups": groups, "core": core}) for blocks in sizes[:3:2]
+        (source, {**oracle.asked(size, blocks, schedule), "groups": groups, "core": core, **more})
+        for blocks in sizes[:3:2]
     ]
     return oracle.agreements(process, SGLANG, mode, runs)

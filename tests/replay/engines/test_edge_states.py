@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from checked import Checked, serve_all
 from judges import SGLANG, agreement
 from letters import trace
 
@@ -80,33 +81,14 @@ def test_a_new_state_evicts_the_first_of_its_text() -> None:
     assert found(*texts, states_per_path=2, **once) == [0, 4, 0, 2, 4, 2]
 
 
-class Checked(StateLRU):
+class CheckedStates(Checked, StateLRU):
     """Counts all blocks and slots in every step."""
-
-    def find(self, request: int, known: int) -> int:
-        peeked, hit = self.peek(request), super().find(request, known)
-        assert peeked == hit or known > self.chains.prompts[request]
-        return hit
-
-    def step_starts(self) -> None:
-        super().step_starts()
-        self.tree.check()
-        running = self.running.values()
-        own = sum(one.count - one.held for one in running), sum(one.slots for one in running)
-        assert (self.free + self.tree.num_blocks + own[0], self.free_slots + self.tree.num_windows + own[1]) == (
-            110,
-            40,
-        )
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(4, 96), Schedule(8, 256, shared=True)])
 def test_no_block_is_lost(schedule: Schedule) -> None:
     chains = Chains(oracle.branches(80, 5, 64), 32)
-    cache = Checked(chains, 110, 40)
-    served = serve_with(cache, chains, schedule)
-    cache.step_starts()
-    cache.check()
-    assert not served.never_fit and served.hits.sum() > 0 and cache.num_evicted > 0
+    serve_all(CheckedStates(chains, 110, 40), chains, schedule)
 
 
 of_the_engine = partial(agreement, {"name": "long branches", "limit": 100})

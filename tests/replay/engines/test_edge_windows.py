@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from checked import Checked, serve_all
 from judges import SGLANG, agreement
 from letters import hits, trace
 
@@ -70,35 +71,17 @@ def test_an_edge_that_is_cut_leaves_two_of_the_same_age() -> None:
     assert left == [[(2, True), (1, True)], [(2, False), (1, True)], [(2, False)]] and tree.num_windows == 0
 
 
-class Checked(WindowLRU):
+class CheckedWindows(Checked, WindowLRU):
     """Counts all blocks in every step."""
-
-    def find(self, request: int, known: int) -> int:
-        peeked, found = self.peek(request), super().find(request, known)
-        assert peeked == found or known > self.chains.prompts[request]
-        return found
-
-    def step_starts(self) -> None:
-        super().step_starts()
-        self.tree.check()
-        running = self.running.values()
-        own = sum(one.count - one.held for one in running), sum(one.count - max(one.held, one.slid) for one in running)
-        found = self.free + self.tree.num_blocks + own[0], self.free_windows + self.tree.num_windows + own[1]
-        assert found == self.all_blocks and min(self.free, self.free_windows) >= 0
-
-    all_blocks = (0, 0)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(4, 96), Schedule(8, 256, shared=True)])
 @pytest.mark.parametrize("size", [40, 200])
 def test_no_block_is_lost(size: int, schedule: Schedule) -> None:
     chains = Chains(oracle.branches(100, size), 16)
-    cache = Checked(chains, 60, 45, size)
-    cache.all_blocks = 60, 45
-    served = serve_with(cache, chains, schedule)
-    cache.step_starts()
-    cache.check()
-    assert not served.never_fit and served.hits.sum() > 0 and cache.free_windows + cache.tree.num_idle == 45
+    cache = CheckedWindows(chains, 60, 45, size)
+    serve_all(cache, chains, schedule)
+    assert cache.free_apart + cache.tree.num_idle == 45
 
 
 of_the_engine = partial(agreement, {"name": "branches", "limit": 150})

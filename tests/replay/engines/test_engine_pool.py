@@ -48,8 +48,9 @@ def pool(
     block_size: int | None = None,
     engine: str = VLLM,
     ratio: float | None = None,
+    unified: bool = False,
 ) -> EnginePool:
-    return pool_of(engine, schema, cache_for(None, schema, "1GiB", 64).plan, budget, block_size, ratio)
+    return pool_of(engine, schema, cache_for(None, schema, "1GiB", 64).plan, budget, block_size, ratio, unified)
 
 
 def test_groups_have_as_many_layers_each_and_share_the_blocks() -> None:
@@ -97,14 +98,16 @@ def test_sglang_has_a_pool_for_each_kind_of_layers() -> None:
     assert found == EnginePool(Group.from_text("full+state"), 64, 26, 15 * 3000 + 26 * 2048, 14)
 
 
-@pytest.mark.parametrize("kind", ["full", "window", "state"])
-def test_what_sglang_divides_is_never_more_than_the_budget(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "unified"), [("full", False), ("window", False), ("state", False), ("window", True), ("state", True)]
+)
+def test_what_sglang_divides_is_never_more_than_the_budget(kind: str, unified: bool) -> None:
     schema = layers((3, "full"), (2, kind))
     with raises(NeverFits, needed=ANY, available=900) as caught:
-        pool(schema, 900, engine=SGLANG)
+        pool(schema, 900, engine=SGLANG, unified=unified)
     for budget in (caught.value.needed, *range(50_000, 90_000, 997)):
-        found = pool(schema, budget, engine=SGLANG)
-        assert 0.9 * budget < found.nbytes <= budget or budget < 50_000
+        found = pool(schema, budget, engine=SGLANG, unified=unified)
+        assert 0.9 * budget - 4096 * unified < found.nbytes <= budget or budget < 50_000
         assert found.num_blocks > 0 and (found.num_apart > 0) == (kind != "full")
 
 
@@ -185,6 +188,34 @@ def test_sglang_plans_one_memory_of_the_same_bytes(sglang: Process, budget: str,
             ours, apart = (pool_of(SGLANG, schema, plan, budget, 64, ratio, one) for one in (True, False))
             assert ours.shared is not None and (ours.num_blocks, ours.num_apart) == (apart.num_blocks, apart.num_apart)
             assert planned["slots"] == ours.num_apart and planned["blocks"] == ours.num_blocks
-            assert ours.nbytes == planned["rest"] + planned["slots"] * ours.shared.state
+            assert ours.nbytes == planned["rest"] + planned["slots"] * ours.shared.each
             floor = ours.nbytes // ours.shared.block * ours.shared.block - ours.shared.nbytes
-            assert floor == -(-max(ours.shared.state, ours.shared.block) // ours.shared.state) * ours.shared.state
+            assert floor == -(-max(ours.shared.each, ours.shared.block) // ours.shared.each) * ours.shared.each
+
+
+@pytest.mark.parametrize(
+    ("budget", "block_size", "ratio"), [("64MiB", 16, None), ("123456789", 64, 0.37), ("99MB", 1, 1.0)]
+)
+def test_sglang_makes_one_memory_for_windows_of_the_same_bytes(
+    sglang: Process, budget: str, block_size: int, ratio: float | None
+) -> None:
+    config = MODELS["gpt-oss-120b"]
+    asked = {"config": config, "budget": parse_bytes(budget), "block_size": block_size, "ratio": ratio}
+    planned, ours = (
+        sglang.ask("divide", unified=True, makes=True, **asked),
+        pool(schema_of(config), budget, block_size, SGLANG, ratio, True),
+    )
+    assert (planned["blocks"], planned["windows"], planned["rest"]) == (ours.num_blocks, ours.num_apart, ours.nbytes)
+    assert ours.shared is not None and planned["room"] == ours.shared.nbytes
+
+
+@pytest.mark.parametrize(("least", "block_size"), [(5_898_240, 16), (9_437_184, 64)])
+def test_sglang_refuses_the_same_memory_for_windows(sglang: Process, least: int, block_size: int) -> None:
+    config = MODELS["gpt-oss-120b"]
+    asked = {"config": config, "block_size": block_size, "unified": True, "makes": True}
+    assert sglang.ask("divide", budget=least, **asked)["rest"] == least
+    assert pool(schema_of(config), least, block_size, SGLANG, unified=True).nbytes == least
+    with pytest.raises(RuntimeError, match="cannot fit ONE worst-case request"):
+        sglang.ask("divide", budget=least - 1, **asked)
+    with raises(NeverFits, needed=ANY, available=least - 1):
+        pool(schema_of(config), least - 1, block_size, SGLANG, unified=True)

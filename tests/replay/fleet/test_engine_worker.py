@@ -101,14 +101,17 @@ def test_sglang_with_states_hits_what_a_replay_of_so_many_blocks_hits() -> None:
     assert found.never_fit == blocks.never_fit and found.nbytes == 192 * 512 and found.workers[0].evicted_blocks > 50
 
 
-def test_sglangs_one_memory_and_vllms_admission_reach_the_cache_of_a_worker() -> None:
-    name, plan = "big states", cache_for(None, SCHEMAS["big states"], "1MiB", 64).plan
-    trace = apart(traffic(4, 60, name))
-    pools = [pool_of("sglang-0.5.23", SCHEMAS[name], plan, "128KiB", unified=one) for one in (False, True)]
-    found = [run(trace, "sglang-0.5.23", name, "128KiB", unified_memory=one) for one in (False, True)]
+@pytest.mark.parametrize(("name", "budget"), [("big states", "128KiB"), ("window", "40KiB")])
+def test_sglangs_one_memory_reaches_the_cache_of_a_worker(name: str, budget: str) -> None:
+    plan, trace = cache_for(None, SCHEMAS[name], "1MiB", 64).plan, apart(traffic(4, 60, name))
+    pools = [pool_of("sglang-0.5.23", SCHEMAS[name], plan, budget, unified=one) for one in (False, True)]
+    found = [run(trace, "sglang-0.5.23", name, budget, unified_memory=one) for one in (False, True)]
     hits = [alone("sglang-0.5.23", trace, pool, STEP[name]) for pool in pools]
     assert [one.each.cached.tolist() for one in found] == hits and hits[0] != hits[1]
     assert [one.nbytes for one in found] == [pool.nbytes for pool in pools]
+
+
+def test_vllms_admission_reaches_the_cache_of_a_worker() -> None:
     busy = traffic(4, 60, "full")
     plain, careful = (run(busy, "vllm-0.33", "full", watermark=share) for share in (0.0, 0.5))
     assert plain.each.cached.tolist() != careful.each.cached.tolist()

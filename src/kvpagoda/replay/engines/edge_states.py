@@ -132,7 +132,7 @@ class StateLRU(EdgeLRU):
         super().__init__(chains, num_blocks)
         self.tree = StateTree(per_path)
         self.grid = max(CHUNK, self.size)
-        self.num_slots = self.free_slots = num_slots
+        self.num_slots = self.free_apart = num_slots
         self._branch = self._copied = 0
 
     def find(self, request: int, known: int) -> int:
@@ -157,7 +157,7 @@ class StateLRU(EdgeLRU):
         fits = LEAST * (len(self.running) + 1) <= self.num_slots
         if not fits or ceil_div(known, self.size) - found > self.free + self.tree.num_unlocked:
             self._unlock(edge)
-            self.free_slots += self._copied
+            self.free_apart += self._copied
             return False
         self.running[request] = _Stateful(
             keys, edge, found, found, found * self.size, known, self._branch, self._copied
@@ -170,7 +170,7 @@ class StateLRU(EdgeLRU):
         one = self.running[request]
         super().stop(request, is_complete)
         self.tree.unlock_windows(one.edge, 0)
-        self.free_slots += one.slots
+        self.free_apart += one.slots
 
     def _lock(self, edge: Edge) -> None:
         self.tree.lock(edge)
@@ -183,10 +183,10 @@ class StateLRU(EdgeLRU):
     def _take(self, count: int) -> None:
         """Take slots, for which states are evicted if need be."""
         blocks, states = self.tree.num_blocks, self.tree.num_windows
-        self.tree.evict_windows(count - self.free_slots)
+        self.tree.evict_windows(count - self.free_apart)
         self.free += blocks - self.tree.num_blocks
-        self.free_slots += states - self.tree.num_windows - count
-        assert self.free_slots >= 0
+        self.free_apart += states - self.tree.num_windows - count
+        assert self.free_apart >= 0
 
     def _allocate(self) -> None:
         due = [(self.running[request], tokens) for request, (tokens, _) in self._due.items()]
@@ -199,7 +199,7 @@ class StateLRU(EdgeLRU):
     def _evict(self, spare: int) -> None:
         states = self.tree.num_windows
         super()._evict(spare)
-        self.free_slots += states - self.tree.num_windows
+        self.free_apart += states - self.tree.num_windows
 
     def _track(self, one: _Stateful, begin: int, end: int) -> None:
         """Note where a state is copied in the chunk from ``begin`` to ``end``."""
@@ -220,11 +220,11 @@ class StateLRU(EdgeLRU):
             self._take(1)
         keys, states = one.keys[: one.tracked // self.size], self.tree.num_windows
         found, edge, is_new = self.tree.publish_state(keys)
-        self.free_slots += states + is_new - self.tree.num_windows
+        self.free_apart += states + is_new - self.tree.num_windows
         if request == complete:
             one.slots -= is_new
         else:
-            self.free_slots += not is_new
+            self.free_apart += not is_new
         self.free += found - one.held
         one.held, one.tracked = len(keys), 0
         self._lock(edge)

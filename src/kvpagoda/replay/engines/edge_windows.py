@@ -222,7 +222,7 @@ class WindowLRU(EdgeLRU):
         self.window = size - 1  # the tokens before the newest that are read
         self.width = ceil_div(self.window, self.size)
         self.tree = WindowTree(self.width)
-        self.free_windows = num_windows
+        self.free_apart = num_windows
         self._branch = 0
 
     def find(self, request: int, known: int) -> int:
@@ -239,8 +239,7 @@ class WindowLRU(EdgeLRU):
         assert asked == request, "a request is looked up before it starts"
         self.tree.lock(edge)
         first = self.tree.lock_windows(edge)
-        room = self.free + self.tree.num_unlocked, self.free_windows + self.tree.num_idle
-        if ceil_div(known, self.size) - found > room[0] or ceil_div(end, self.size) - found > room[1]:
+        if not self._fits(ceil_div(known, self.size) - found, ceil_div(end, self.size) - found):
             self.tree.unlock_windows(edge, first)
             self.tree.unlock(edge)
             return False
@@ -254,29 +253,35 @@ class WindowLRU(EdgeLRU):
         is_due = one.length - self.window >= one.slid * self.size + INTERVAL
         if one.length > one.known and is_due:
             self._slide(one, one.length)
-        if ceil_div(end, self.size) - one.count > self.free_windows + self.tree.num_idle:
+        more = ceil_div(end, self.size) - one.count
+        if not self._fits(more, more):
             return False
-        return super().grow(request, end, known)
+        self._promise(request, end)
+        return True
 
     def stop(self, request: int, is_complete: bool) -> None:
         """See ``driver.Manager``."""
         one = self.running[request]
         super().stop(request, is_complete)
-        self.free_windows += one.count - max(one.held, one.slid)
+        self.free_apart += one.count - max(one.held, one.slid)
         self.tree.unlock_windows(one.edge, one.first)
+
+    def _fits(self, blocks: int, windows: int) -> bool:
+        """Whether so many blocks, and windows of blocks, are free or can be evicted."""
+        return blocks <= self.free + self.tree.num_unlocked and windows <= self.free_apart + self.tree.num_idle
 
     def _promise(self, request: int, end: int) -> None:
         before = self.free
         super()._promise(request, end)
-        self.free_windows -= before - self.free
+        self.free_apart -= before - self.free
 
     def _evict(self, spare: int) -> None:
         blocks, windows = self.tree.num_blocks, self.tree.num_windows
         self.tree.evict(spare - self.free)
-        self.tree.evict_windows(spare - self.free_windows - (windows - self.tree.num_windows))
+        self.tree.evict_windows(spare - self.free_apart - (windows - self.tree.num_windows))
         self.free += blocks - self.tree.num_blocks
-        self.free_windows += windows - self.tree.num_windows
-        assert self.free >= 0 and self.free_windows >= 0
+        self.free_apart += windows - self.tree.num_windows
+        assert self.free >= 0 and self.free_apart >= 0
 
     def _slide(self, one: _Windowed, length: int) -> None:
         """Free the windows of ``one`` that the token after ``length`` tokens does not read, but for those of a whole block."""
@@ -284,7 +289,7 @@ class WindowLRU(EdgeLRU):
             return
         one.slid = max(one.slid, one.held)
         to = max(one.slid, length // self.size - self.width)
-        self.free_windows += to - one.slid
+        self.free_apart += to - one.slid
         one.slid = to
 
     def _publish(self, request: int, complete: int = -1) -> None:
@@ -299,7 +304,7 @@ class WindowLRU(EdgeLRU):
         mine = max(one.held, one.slid)
         found, edge, given = self.tree.publish(keys, one.held, one.slid)
         self.free += found - one.held
-        self.free_windows += max(0, len(keys) - mine) - given
+        self.free_apart += max(0, len(keys) - mine) - given
         one.held = len(keys)
         self.tree.lock(edge)
         first = self.tree.lock_windows(edge)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a replay of blocks needs no models
 
 _LEAST_BLOCK = 16
 _PAGE = 4096
-"""Of so many bytes a multiple is what SGLang's one memory has beside the states that would be set apart."""
+"""Of so many bytes a multiple is what SGLang's one memory has, beside the states that would be set apart."""
 _KEPT_WHOLE = (
     "afmoe", "cohere2", "exaone4", "exaonemoe", "gemma2", "gemma3", "qwen2moe",
 )  # fmt: skip
@@ -31,7 +31,7 @@ class EnginePool(NamedTuple):
 
     SGLang's are blocks of full attention, and ``num_apart`` is what it sets apart for the other layers: blocks of windows, or
     slots of states. ``nbytes``: of all this together, with what holds nothing; 0 if it was not divided by bytes. ``shared``:
-    the one memory that blocks and slots have with ``unified_memory``, where the two numbers only limit the requests."""
+    the one memory that they have with ``unified_memory``, where the two numbers at most limit the requests."""
 
     groups: tuple[Group, ...]
     block_size: int
@@ -51,26 +51,29 @@ def divided(
 ) -> EnginePool:
     """Return what ``engine`` makes of the memory of ``num_blocks`` blocks of one group each; ``ratio``, ``unified``: see
     ``pool_of``. Raises BadInput for groups, and blocks of so many tokens with states, that SGLang does not have, for a ratio
-    that has no effect or is out of range, and for one memory of others than states.
+    that has no effect or is out of range, and for one memory where nothing is set apart.
 
     >>> pool = divided("sglang-0.5.23", Group.from_text("full+3*state"), 64, 1_900)
     >>> pool.num_blocks, pool.num_apart
     (1000, 300)
     """
     ratio, apart, memory = _ratio(engine, groups, ratio), 0, None
+    full = sum(group == Group() for group in groups)
     if unified:
-        edge_unified.check_groups(engine, groups, profile(engine).store == "edges")
+        edge_unified.check_groups(engine, groups)
     if profile(engine).store == "edges" and Group("state") in groups:
         num_blocks, apart = edge_states.slots(num_blocks, groups, ratio)
         if edge_states.INTERVAL % block_size:
             text = f"with states SGLang's blocks divide {edge_states.INTERVAL} tokens, got {block_size}"
             raise BadInput(text, needed=block_size, available=edge_states.INTERVAL)
         if unified:
-            states = sum(group == Group("state") for group in groups)
-            full = len(groups) - states
+            states = len(groups) - full
             memory = edge_unified.shared(num_blocks * full + (apart + 1) * states, full, states)
     elif profile(engine).store == "edges":
+        units = num_blocks
         num_blocks, apart, _ = edge_windows.pools(num_blocks, groups, ratio)
+        if unified:
+            memory = edge_unified.shared(units, full, len(groups) - full)
     return EnginePool(tuple(groups), block_size, num_blocks, 0, apart, memory)
 
 
@@ -93,8 +96,8 @@ def pool_of(
     SGLang's: a block holds ``block_size`` tokens of all layers with full attention. Blocks of all layers with windows hold
     ``ratio`` times as many tokens (None: 0.8), but windows of models that SGLang does not list, as Gemma-3, are kept like
     full attention. With states, slots have ``ratio`` times the memory of blocks (None: 0.9), each of a state of every layer,
-    of which one holds nothing. ``unified``: it has one memory of as many bytes for blocks and states instead. Raises
-    BadInput, also for layers that no profile has, and NeverFits.
+    of which one holds nothing. ``unified``: it has one memory of as many bytes for blocks and states, or for blocks and
+    windows, instead. Raises BadInput, also for layers that no profile has, and NeverFits.
     """
     size, memory = whole_number(block_size or _LEAST_BLOCK, "block_size", at_least=1), parse_bytes(budget)
     taken: dict[Growth, int] = {}
@@ -107,7 +110,7 @@ def pool_of(
         return _sglang(engine, _as_sglang_keeps(schema.name, taken), size, memory, ratio, unified)
     _ratio(engine, (), ratio)  # raises BadInput
     if unified:
-        edge_unified.check_groups(engine, (), False)  # raises BadInput
+        edge_unified.check_groups(engine, ())  # raises BadInput
     counts = Counter(layer.growth for layer in schema.layers if layer.growth is not None)
     for growth in (growth for growth in taken if growth.is_state):
         counts[growth] = sum(bool(layer.state_rows()) for layer in schema.layers)
@@ -172,6 +175,8 @@ def _sglang(
     of = {group.kind: nbytes for group, nbytes in zip(groups, taken.values())}
     token, window, state = of["full"], of.get("window", 0), of.get("state", 0)
     least, apart, ratio = 0, 0, _ratio(engine, groups, given)
+    if unified and window:
+        return _beside_windows(engine, groups, size, memory, (token, window), ratio)
     if state:
         least = edge_states.LEAST
         apart, unit = int(memory * ratio / (1 + ratio) // state) - 1, state
@@ -194,7 +199,32 @@ def _sglang(
     if not unified:
         return EnginePool(groups, size, blocks, spent + blocks * token * size, apart)
     nbytes = (memory - spent) // _PAGE * _PAGE + apart * state
-    return EnginePool(groups, size, blocks, nbytes, apart, edge_unified.shared(nbytes, token * size, state))
+    shared = edge_unified.shared(nbytes, token * size, state)
+    return EnginePool(groups, size, blocks, nbytes, apart, shared)
+
+
+def _beside_windows(
+    engine: str, groups: tuple[Group, ...], size: int, memory: int, of_token: tuple[int, int], ratio: float
+) -> EnginePool:
+    """Return SGLang's one memory for blocks of ``size`` tokens and their windows: the most blocks that would fit divided, and
+    all bytes. ``of_token``: bytes of a token in full attention, and in windows. SGLang refuses less than a window and a block
+    of it, beside what holds nothing."""
+    block, each = (nbytes * size for nbytes in of_token)
+
+    def apart(blocks: int) -> int:
+        return int(blocks * size * ratio) // size
+
+    blocks = int(memory / (block + ratio * each))
+    while (blocks + 1) * block + apart(blocks + 1) * each <= memory:
+        blocks += 1
+    nbytes = memory // _PAGE * _PAGE
+    shared, nothing = edge_unified.shared(nbytes, block, each), max(block, each)
+    window = (max(group.size for group in groups) + size) * of_token[1]
+    if nbytes < window + nothing or shared.nbytes < block + each:
+        text = f"{engine} makes one memory of {nbytes} of {memory} bytes, too few for a window and a block of {block + each}"
+        needed = max(window, 2 * (block + each)) + nothing
+        raise NeverFits(text, needed=ceil_div(needed, _PAGE) * _PAGE, available=memory)
+    return EnginePool(groups, size, blocks, nbytes, apart(blocks), shared)
 
 
 def _group(growth: Growth) -> Group:

@@ -13,7 +13,7 @@ from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.driver import Manager, Schedule, serve_with
 from kvpagoda.replay.engines.edge_lru import EdgeLRU
 from kvpagoda.replay.engines.edge_states import StateLRU
-from kvpagoda.replay.engines.edge_unified import UnifiedLRU
+from kvpagoda.replay.engines.edge_unified import UnifiedStates, UnifiedWindows
 from kvpagoda.replay.engines.edge_windows import WindowLRU
 from kvpagoda.replay.engines.groups import Group
 from kvpagoda.replay.engines.moved_states import MovedStates
@@ -145,14 +145,14 @@ def manager_of(
 
         return OwnManager(chains, pool.num_blocks, schedule.at_once, known.watermark)
     if known.store == "edges":
-        if pool.shared is not None:
-            return UnifiedLRU(chains, pool.num_blocks, pool.num_apart, pool.shared, settings.states_per_path)
+        sizes, window, memory = (pool.num_blocks, pool.num_apart), max(group.size for group in groups), pool.shared
+        if Group("state") in groups and memory is not None:
+            return UnifiedStates(chains, *sizes, memory, settings.states_per_path)
         if Group("state") in groups:
-            return StateLRU(chains, pool.num_blocks, pool.num_apart, settings.states_per_path)
-        window = max(group.size for group in groups)
-        return (
-            WindowLRU(chains, pool.num_blocks, pool.num_apart, window) if window else EdgeLRU(chains, pool.num_blocks)
-        )
+            return StateLRU(chains, *sizes, settings.states_per_path)
+        if memory is not None:
+            return UnifiedWindows(chains, *sizes, window, memory)
+        return WindowLRU(chains, *sizes, window) if window else EdgeLRU(chains, pool.num_blocks)
     if known.moves_states and len(groups) > 1:
         return MovedStates(chains, pool.num_blocks, known, len(groups) - 1, schedule.step_tokens)
     return QueuedManager(

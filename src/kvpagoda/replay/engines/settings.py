@@ -33,8 +33,8 @@ class EngineSettings:
             (None: 0.8).
         states_per_path: SGLang's ``--mamba-max-states-per-path``: a new state evicts the first ones of its text beyond so
             many, but those where texts part and those of running requests (None: no limit).
-        unified_memory: SGLang's ``--enable-unified-memory``, for groups with states: blocks and states share the memory that
-            ``memory_ratio`` would divide, which then limits only how many requests run.
+        unified_memory: SGLang's ``--enable-unified-memory``, for groups with windows or states: blocks share with them the
+            memory that ``memory_ratio`` would divide, which then limits only how many requests with states run.
         watermark: vLLM's ``--watermark``, and ``kvpagoda.Limits.watermark``: the share of the blocks, below 1, that stay free
             when a request is admitted beside others.
         reserve_prompt: vLLM's ``--scheduler-reserve-full-isl``: a request is admitted if its whole prompt fits, not its first
