@@ -185,7 +185,8 @@ _by_age = attrgetter("number")
 class RunQueue(Generic[J]):
     """Jobs on one cache, admitted in the order of arrival. ``waiting`` and ``running`` are lists, oldest first.
 
-    Without a ``policy`` a job is admitted when blocks for its ``total`` tokens can be reserved, and is never preempted.
+    Without a ``policy`` a job is admitted when blocks for its ``total`` tokens can be reserved, and is never preempted. Beside
+    running jobs ``Limits.watermark`` of the memory stays free, with a ``policy`` too.
 
     With a ``policy`` the queue reserves blocks for the job's text and one block more. When a job needs more and no
     block is free, the policy chooses the younger job that is preempted; if there is no younger job, the job itself is
