@@ -150,9 +150,8 @@ class Sanitizer:
             mixed = request.raw_tokens(0, length).astype(np.uint64)
             for index, media_id in request.media_ids.items():  # by digest: ids may begin anew
                 if index < length:
-                    mixed[index] = int.from_bytes(
-                        blake2b(core.media.digest(media_id), digest_size=8).digest(), "little"
-                    )
+                    digest = blake2b(core.media.digest(media_id), digest_size=8).digest()
+                    mixed[index] = int.from_bytes(digest, "little")
             mixed *= _MIX
             mixed ^= positions.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
             mixed ^= mixed >> np.uint64(29)
