@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from kvpagoda.audit.prompts import LETTERS, Ask, Draw, PromptPart
+from kvpagoda.audit.prompts import FIRST_ID, LETTERS, Ask, Draw, PromptPart
 from kvpagoda.audit.server import Server, ServerAnswer, ServerProfile, Unanswered, answer_of, counter_of, picture_of
 from kvpagoda.errors import BadInput, unknown_name
 
@@ -48,7 +48,7 @@ def find_interface(server: Server, model: str | None) -> Draw:
     found = _first_that_works(server, "/v1/completions", {"prompt": text}, _COMPLETIONS)
     if found is not None:
         fields, extras, top, counter = found
-        reply = _try(server, "/v1/completions", {"prompt": [*range(65, 73)], **fields, **extras})
+        reply = _try(server, "/v1/completions", {"prompt": [*range(FIRST_ID - 8, FIRST_ID)], **fields, **extras})
         as_ids = reply is not None and (reply.get("usage") or {}).get("prompt_tokens") in (8, 9)
         if extras and not as_ids:
             extras = {"ignore_eos": True}
@@ -185,6 +185,8 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
                 raise
             profile = server.learn(longest=profile.longest // 2)
     if not profile.counter:
+        profile = server.learn(counter=_late_counter(ask, draw, profile))
+    if not profile.counter:
         flag = FLAGS.get(profile.owner.lower(), "vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report")
         yield f"the server does not say how many tokens were cached: set {flag}; hits and counters were not judged"
         return
@@ -207,6 +209,12 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
         if shared < n < profile.longest and _found(ask, draw, profile, n) > shared:
             server.learn(least=n)
             break
+
+
+def _late_counter(ask: Asked, draw: Draw, profile: ServerProfile) -> str:
+    """Return the counter of a server that says nothing where nothing is cached; empty if it has none."""
+    request = Ask(prompt(draw, profile, profile.longest), most=1, chat=profile.is_chat)
+    return next(filter(None, (ask(request).counter for _ in range(3))), "")
 
 
 def _found(ask: Asked, draw: Draw, profile: ServerProfile, tokens: int) -> int:
@@ -241,8 +249,12 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
     for _ in range(2):
         ask(request)
     shared, ways = profile.shared_by(request), {"salt": takes, "off": False, "churn": True}
+    if profile.counter or takes:
+        cached = _cached(ask, replace(request, salt=draw.salt()))
+        takes = takes and cached is not None  # a server that refuses all fields that it does not know has none
+        server.learn(takes_salts=takes)
+        ways["salt"] = cached is not None and cached <= shared
     if profile.counter:
-        ways["salt"] = (ask(replace(request, salt=draw.salt())).cached or 0) <= shared
         if takes and not ways["salt"]:
             yield "cache_salt is taken, but a prompt with a salt that was never used reports cached tokens"
             for _ in range(2):  # never one case
@@ -250,7 +262,8 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
                 ask(other)
                 ask(replace(other, salt=draw.salt()))
         if not ways["salt"] or wanted == "off":
-            ways["off"] = (ask(replace(request, cold=True)).cached or 0) <= shared
+            cached = _cached(ask, replace(request, cold=True))
+            ways["off"] = cached is not None and cached <= shared
     if wanted is not None and not ways[wanted] and profile.counter and not (takes and wanted == "salt"):
         works = [way for way, is_it in ways.items() if is_it]
         raise BadInput(
@@ -268,9 +281,19 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
 def _refuses(server: Server, path: str, body: dict[str, Any]) -> bool:
     try:
         server.post(path, body)
-    except Unanswered:
-        return True
+    except Unanswered as error:
+        return error.is_refused
     return False
+
+
+def _cached(ask: Asked, request: Ask) -> int | None:
+    """Return how many tokens of ``request`` are cached, 0 if that is not said; None if the server refuses it."""
+    try:
+        return ask(request).cached or 0
+    except Unanswered as error:
+        if error.is_refused:
+            return None
+        raise
 
 
 def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterator[str]:
