@@ -11,7 +11,7 @@ import pytest
 
 from kvpagoda import CheckFailed, KVCache, Limits, Schema, Worker
 from kvpagoda.core.memory.copies import Copies
-from kvpagoda.schema import Layer
+from kvpagoda.schema import Attention, Layer
 from random_driver.schemas import schema_named
 from test_sanitizer import _BASE, BLOCK, HYBRID, WINDOW, cache_of, compute, step, tokens, write
 
@@ -128,6 +128,27 @@ def test_rows_of_any_numbers_count_as_written(value: float) -> None:
     write(cache.batch([sequence], [40]), [value] * 40)
     sequence.commit(text)
     step(cache, sequence)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint8"])
+def test_integers_with_all_bits_set_count_as_written(dtype: str) -> None:
+    """-1, or 255: but a layer with floats shows that nobody wrote."""
+    layers = (Layer(0, "integers", (Attention(1, 4, 4, dtype),)), Layer(1, "floats", (Attention(1, 4, 4, "float32"),)))
+    for is_written in (True, False):
+        cache, text = cache_of(Schema(layers, "integers")), tokens(1, 40)
+        sequence = cache.open(text)
+        batch = cache.batch([sequence], [40])
+        write(batch, [1] * 40)
+        for name in ("k", "v"):
+            batch.layer(0)[name].view(torch.uint8)[:] = 0xFF
+        if not is_written:
+            batch.layer(1)["v"].view(torch.uint8)[:] = 0xFF
+        sequence.commit(text)
+        if is_written:
+            step(cache, sequence)
+        else:
+            with pytest.raises(CheckFailed, match="nobody: no step wrote it"):
+                step(cache, sequence)
 
 
 @pytest.mark.parametrize("is_left", [True, False])
