@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("httpx", reason="no httpx: the extra audit")
+from fake_engine import Engine
 from fake_server import DIALECTS, Dialect, FakeServer, Refused
 
 from kvpagoda.audit import audit
@@ -120,6 +121,42 @@ def test_counters_that_say_little_are_no_finding(change: Callable[[dict[str, Any
     with OddServer(TEXT, change=change) as fake:
         report = audit(fake.url, max_requests=150, seed=5)
     assert report.verdict == "clean" and report.audit.server.profile.unit == (48 if change is rounded else 0)
+
+
+def test_a_server_that_cuts_long_prompts_is_asked_shorter_ones() -> None:
+    """It leaves out their beginning and answers, so that prompts with one end are one."""
+
+    def cut(body: dict[str, Any]) -> None:
+        if "prompt" in body:
+            body["prompt"] = body["prompt"][-120:]
+
+    with OddServer(TEXT, cut) as fake:
+        report = audit(fake.url, max_requests=200, seed=5)
+    assert report.verdict == "clean" and report.audit.server.profile.longest == 84
+
+
+class Router(OddServer):
+    """Leads every other request to another engine, which has a cache of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(TEXT, **options)
+        self.engines = [self.engine, Engine(self.model, seed=2, **options)]
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        self.engine = self.engines[self.num_requests % 2]
+        return super().post(path, body)
+
+    def close(self) -> None:
+        super().close()
+        self.engines[self.engine is self.engines[0]].close()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_engines_behind_a_router_are_one_server(noise: float) -> None:
+    """Each rounds in its own way, and finds what it was asked itself."""
+    with Router(shape_noise=noise) as fake:
+        report = audit(fake.url, max_requests=200, seed=5)
+    assert report.verdict == "clean" and report.audit.server.profile.unit == 16
 
 
 def test_more_than_the_whole_prompt_is_named_as_such() -> None:

@@ -15,6 +15,7 @@ from kvpagoda.errors import BadInput, unknown_name
 Asked = Callable[[Ask], ServerAnswer]
 LONGEST = 4096
 """The most tokens of a prompt that is asked."""
+_WHOLE = 0.7  # the share of the expected tokens from which on a prompt of letters is taken to be whole
 _EXTRAS: dict[str, Any] = dict(ignore_eos=True, return_tokens_as_token_ids=True, return_token_ids=True)
 _COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"logprobs": 20},
@@ -178,12 +179,13 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
         profile.per["chat" if chat else "completion"] = each
     while True:  # the server may take less than it says, or not say what it takes
         try:
-            ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
-            break
+            answer = ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
+            if not 0 < answer.num_prompt < profile.longest * (1.0 if draw.as_ids and not is_chat else _WHOLE):
+                break  # of a prompt that the server cuts it knows another text than was sent
         except Unanswered:
             if profile.longest < 32:
                 raise
-            profile = server.learn(longest=profile.longest // 2)
+        profile = server.learn(longest=profile.longest // 2)
     if not profile.counter:
         profile = server.learn(counter=_late_counter(ask, draw, profile))
     if not profile.counter:
