@@ -196,7 +196,7 @@ class Split:
     """A scheduler and its worker. ``without``: the kind of copies that the worker is not sent."""
 
     def __init__(self, schema: Schema, without: str = "", of_worker: bool = True, **more: Any) -> None:
-        sizes: dict[str, Any] = dict(num_blocks=40, block_size=BLOCK, max_requests=4, **more)
+        sizes: dict[str, Any] = {"num_blocks": 40, "block_size": BLOCK, "max_requests": 4, **more}
         self.scheduler = KVCache(schema, device="none", sanitize=True, **sizes)
         self.worker = Worker(KVCache(schema, device="cpu", sanitize=of_worker, **sizes))
         self.without, self.sent = without, set[str]()
@@ -257,6 +257,20 @@ def test_a_worker_finds_copies_that_it_was_not_sent(run: Callable[[Split], None]
     with pytest.raises(CheckFailed, match=r"block \d+ of .* has not what the step would read of it"):
         run(Split(schema, without=kind))
     run(Split(schema, without=kind, of_worker=False))  # it passes over what the scheduler says of provenance
+
+
+def test_many_requests_that_read_one_beginning_are_one_read() -> None:
+    """A scheduler keeps no more notes than its memory has blocks, some times: each block is noted once for all requests."""
+    split = Split(LLAMA, num_blocks=400, max_requests=64)
+    text = np.arange(300 * BLOCK, dtype=np.int32) % 900
+    sequences = [split.scheduler.open(text, reserve=len(text) + 1)]
+    for begin in range(0, len(text), 512):
+        split.step(sequences[0], text[begin : begin + 512])
+    sequences[0].extend(1)
+    sequences += [split.scheduler.open(np.append(text, number)) for number in range(63)]
+    batch = split.scheduler.batch(sequences, [1] * 64)
+    split.worker.apply(batch.copies)
+    assert [len(one.target) for one in batch.copies if one.kind == "reads"] == [300]
 
 
 def test_a_worker_finds_rows_that_it_did_not_write() -> None:
