@@ -100,9 +100,7 @@ class Sanitizer:
                 if begin < len(before):
                     self._reached[request] = begin
             self._written[request] = words
-            if begin >= length:
-                continue
-            for group in core.groups:
+            for group in core.groups if begin < length else ():
                 if group.growth.is_state:
                     self._follow_states(request, group, words, begin)
                 else:

@@ -236,8 +236,11 @@ class PersistentBatch:
         if type(counts) is not np.ndarray:
             with suppress(BadInput):
                 given = as_tokens(counts)
-        is_array = type(given) is np.ndarray and given.shape == (n,)
-        if not is_array or (n and (given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= MOST_TOKENS)):
+        if (
+            type(given) is not np.ndarray
+            or given.shape != (n,)
+            or (n and (given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= MOST_TOKENS))
+        ):
             text = f"counts are {n} whole numbers of at least 0, one for each sequence, got {shown(counts)}"
             raise BadInput(text, needed=n, available=counts)
         each = np.zeros(self.num_rows, np.int64)

@@ -199,8 +199,7 @@ def should_wait(
     keys, key, shared = _shared(core, _by_beginning(core, computing), token_ids, namespace, media)
     ahead = [(at, one) for common, one in shared if (at := points.rounded(common, is_bounded=True)) > one.length]
     resumable = core.prefix.find(keys, key)[1].resumable if ahead else 0
-    ahead.sort(key=lambda one: -one[0])
-    return any(at > resumable and checkpoints.also_at(one, at) for at, one in ahead)
+    return any(at > resumable and checkpoints.also_at(one, at) for at, one in sorted(ahead, key=lambda one: -one[0]))
 
 
 def _by_beginning(core: Core, requests: Iterable[RequestState]) -> _Running:
