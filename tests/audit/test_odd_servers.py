@@ -100,6 +100,9 @@ def test_a_server_that_stays_busy_is_asked_for_as_long_as_an_answer_may_take() -
 @pytest.mark.parametrize("has_counter", [True, False])
 def test_a_server_that_refuses_fields_that_it_does_not_know_is_judged(has_counter: bool) -> None:
     with OddServer(replace(PLAIN, counter=has_counter), strict) as fake:
+        with pytest.raises(BadInput, match="--cold salt does not make prompts cold here") as raised:
+            audit(fake.url, max_requests=200, cold="salt")
+        assert raised.value.needed == "salt"
         report = audit(fake.url, max_requests=200, seed=5)
     profile = report.audit.server.profile
     assert report.verdict == "clean" and profile.cold == "churn" and not profile.takes_salts and not profile.extras

@@ -250,10 +250,15 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
     server.learn(takes_salts=takes)
     for _ in range(2):
         ask(request)
-    shared, ways = profile.shared_by(request), {"salt": takes, "off": False, "churn": True}
+    shared, ways, is_sure = (
+        profile.shared_by(request),
+        {"salt": takes, "off": False, "churn": True},
+        bool(profile.counter),
+    )
     if profile.counter or takes:
         cached = _cached(ask, replace(request, salt=draw.salt()))
         takes = takes and cached is not None  # a server that refuses all fields that it does not know has none
+        is_sure |= wanted == "salt" and cached is None
         server.learn(takes_salts=takes)
         ways["salt"] = cached is not None and cached <= shared
     if profile.counter:
@@ -266,7 +271,7 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
         if not ways["salt"] or wanted == "off":
             cached = _cached(ask, replace(request, cold=True))
             ways["off"] = cached is not None and cached <= shared
-    if wanted is not None and not ways[wanted] and profile.counter and not (takes and wanted == "salt"):
+    if wanted is not None and not ways[wanted] and is_sure and not (takes and wanted == "salt"):
         works = [way for way, is_it in ways.items() if is_it]
         raise BadInput(
             f"--cold {wanted} does not make prompts cold here; what does: {', '.join(works)}",
