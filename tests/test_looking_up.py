@@ -379,14 +379,50 @@ def test_a_prompt_waits_for_who_computes_its_beginning_again(name: str) -> None:
 def test_nobody_waits_for_states_that_are_not_kept() -> None:
     """Without checkpoints no request starts from another's states, so waiting would not help."""
     cache = cache_of(FULL, STATE, retention=Retention(checkpoints=0))
-    cache.open(range(40), capacity=0)
-    assert cache.lookup(range(40)).pending == 36 and not cache.should_wait(range(40))
+    with cache.open(range(40), capacity=0):
+        assert cache.lookup(range(40)).pending == 36 and not cache.should_wait(range(40))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nobody_waits_for_a_request_that_ends_in_its_prompt(name: str) -> None:
+    """One that nobody can name any more, or that was closed while a step of it is in flight, computes nothing further."""
+    cache, text = cache_of(*KINDS[name]), range(40)
+    running = cache.open(text, capacity=0)
+    assert cache.should_wait(text) and cache.lookup(text).pending
+    del running
+    assert not cache.should_wait(text) and not cache.lookup(text).pending
+    running = cache.open(text, capacity=8)
+    with cache.fence([running]):
+        assert cache.should_wait(text)
+        running.close()
+        assert not cache.should_wait(text) and not cache.lookup(text).pending
+    cache.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nobody_waits_for_states_that_a_step_in_flight_passes(name: str) -> None:
+    """Unless another request that has the same beginning is not there yet. Rows are found after the step wherever it ends."""
+    cache, has_states = cache_of(*KINDS[name]), STATE in KINDS[name]
+    texts = [[*range(20), *[100 + i] * 20] for i in range(4)]
+    first = cache.open(texts[0], capacity=0)
+    first.extend(32)
+    cache.batch([first], [32])
+    with cache.fence([first]):
+        assert cache.should_wait(texts[2]) is not has_states
+        second = cache.open(texts[1], capacity=0)
+        assert cache.should_wait(texts[2])
+        assert not has_states or cache.step_limit(second) == 20
+        first.commit(texts[0][:32])
+    assert not cache.stats().passed_boundaries
+    compute(cache, second, 20)
+    assert cache.open(texts[2], capacity=0).cached_tokens == 20
+    cache.check()
 
 
 def test_a_prompt_does_not_wait_for_less_than_the_grid() -> None:
     cache = cache_of(FULL, limits=Limits(hit_grid=16))
-    cache.open(range(40), capacity=0)
-    assert not cache.should_wait([*range(15), 99, 99]) and cache.should_wait([*range(16), 99, 99])
+    with cache.open(range(40), capacity=0):
+        assert not cache.should_wait([*range(15), 99, 99]) and cache.should_wait([*range(16), 99, 99])
 
 
 @pytest.mark.parametrize("common", [32, 160])

@@ -34,6 +34,15 @@ WINDOW = Schema.from_hf_config(
     ),
     dtype="float32",
 )  # fmt: skip
+DEEPSEEK = Schema.from_hf_config(
+    dict(
+        _BASE, model_type="deepseek_v4", num_hidden_layers=3, head_dim=16, num_experts_per_tok=1, n_routed_experts=2,
+        moe_intermediate_size=16, q_lora_rank=16, index_n_heads=2, index_head_dim=8, index_topk=4, sliding_window=8,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    ),
+    dtype="float32",
+)  # fmt: skip
 BLOCK = 16
 
 
@@ -253,14 +262,7 @@ def test_what_goes_to_a_tier_allocates_no_swap() -> None:
 
 def test_a_state_in_one_place_may_be_taken_back() -> None:
     """DeepSeek-V4's states hold what their last tokens added apart: a step past a boundary leaves the one there, too."""
-    config = dict(
-        _BASE, model_type="deepseek_v4", num_hidden_layers=3, head_dim=16, num_experts_per_tok=1, n_routed_experts=2,
-        moe_intermediate_size=16, q_lora_rank=16, index_n_heads=2, index_head_dim=8, index_topk=4, sliding_window=8,
-        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-    )  # fmt: skip
-    schema, text = Schema.from_hf_config(config, dtype="float32"), tokens(1, 30)
-    cache = cache_of(schema.rewindable(2))
+    cache, text = cache_of(DEEPSEEK.rewindable(2)), tokens(1, 30)
     first = cache.open(text)
     compute(cache, first, text[: BLOCK + 1])
     first.close()
@@ -271,6 +273,19 @@ def test_a_state_in_one_place_may_be_taken_back() -> None:
         compute(cache, alone, text[:1])
         alone.rewind(1)
         compute(cache, alone, text[:20])
+    cache.close()
+
+
+def test_a_state_that_woke_may_be_taken_back() -> None:
+    """What wakes is of unknown provenance: a step shows what it reads then, but not what a shorter text would read."""
+    cache, text = cache_of(DEEPSEEK.rewindable(2)), tokens(1, 30)
+    sequence = cache.open(text)
+    compute(cache, sequence, text)
+    cache.sleep()
+    cache.wake()
+    step(cache, sequence)
+    sequence.rewind(1)
+    step(cache, sequence)
     cache.close()
 
 

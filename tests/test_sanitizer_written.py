@@ -11,7 +11,7 @@ import pytest
 
 from kvpagoda import CheckFailed, KVCache, Limits, Schema, Worker
 from kvpagoda.core.memory.copies import Copies
-from kvpagoda.schema import Layer
+from kvpagoda.schema import Attention, Layer
 from random_driver.schemas import schema_named
 from test_sanitizer import _BASE, BLOCK, HYBRID, WINDOW, cache_of, compute, step, tokens, write
 
@@ -130,6 +130,27 @@ def test_rows_of_any_numbers_count_as_written(value: float) -> None:
     step(cache, sequence)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint8"])
+def test_integers_with_all_bits_set_count_as_written(dtype: str) -> None:
+    """-1, or 255: but a layer with floats shows that nobody wrote."""
+    layers = (Layer(0, "integers", (Attention(1, 4, 4, dtype),)), Layer(1, "floats", (Attention(1, 4, 4, "float32"),)))
+    for is_written in (True, False):
+        cache, text = cache_of(Schema(layers, "integers")), tokens(1, 40)
+        sequence = cache.open(text)
+        batch = cache.batch([sequence], [40])
+        write(batch, [1] * 40)
+        for name in ("k", "v"):
+            batch.layer(0)[name].view(torch.uint8)[:] = 0xFF
+        if not is_written:
+            batch.layer(1)["v"].view(torch.uint8)[:] = 0xFF
+        sequence.commit(text)
+        if is_written:
+            step(cache, sequence)
+        else:
+            with pytest.raises(CheckFailed, match="nobody: no step wrote it"):
+                step(cache, sequence)
+
+
 @pytest.mark.parametrize("is_left", [True, False])
 def test_states_that_no_step_left_inside_of_it_are_found(is_left: bool) -> None:
     """An engine says that its step left the states at the positions that were named, and its model cannot do that."""
@@ -175,7 +196,7 @@ class Split:
     """A scheduler and its worker. ``without``: the kind of copies that the worker is not sent."""
 
     def __init__(self, schema: Schema, without: str = "", of_worker: bool = True, **more: Any) -> None:
-        sizes: dict[str, Any] = dict(num_blocks=40, block_size=BLOCK, max_requests=4, **more)
+        sizes: dict[str, Any] = {"num_blocks": 40, "block_size": BLOCK, "max_requests": 4, **more}
         self.scheduler = KVCache(schema, device="none", sanitize=True, **sizes)
         self.worker = Worker(KVCache(schema, device="cpu", sanitize=of_worker, **sizes))
         self.without, self.sent = without, set[str]()
@@ -236,6 +257,20 @@ def test_a_worker_finds_copies_that_it_was_not_sent(run: Callable[[Split], None]
     with pytest.raises(CheckFailed, match=r"block \d+ of .* has not what the step would read of it"):
         run(Split(schema, without=kind))
     run(Split(schema, without=kind, of_worker=False))  # it passes over what the scheduler says of provenance
+
+
+def test_many_requests_that_read_one_beginning_are_one_read() -> None:
+    """A scheduler keeps no more notes than its memory has blocks, some times: each block is noted once for all requests."""
+    split = Split(LLAMA, num_blocks=400, max_requests=64)
+    text = np.arange(300 * BLOCK, dtype=np.int32) % 900
+    sequences = [split.scheduler.open(text, reserve=len(text) + 1)]
+    for begin in range(0, len(text), 512):
+        split.step(sequences[0], text[begin : begin + 512])
+    sequences[0].extend(1)
+    sequences += [split.scheduler.open(np.append(text, number)) for number in range(63)]
+    batch = split.scheduler.batch(sequences, [1] * 64)
+    split.worker.apply(batch.copies)
+    assert [len(one.target) for one in batch.copies if one.kind == "reads"] == [300]
 
 
 def test_a_worker_finds_rows_that_it_did_not_write() -> None:

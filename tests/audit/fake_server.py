@@ -81,11 +81,11 @@ def tokens_of(text: str) -> list[int]:
 
 
 class Refused(Exception):
-    """The request is not answered; the text says why."""
+    """The request is not answered; the text says why. ``after``: in how many seconds it may be asked again."""
 
-    def __init__(self, text: str, status: int = 400) -> None:
+    def __init__(self, text: str, status: int = 400, after: float | None = None) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.after = status, after
 
 
 class FakeServer:
@@ -411,20 +411,22 @@ class _Handler(BaseHTTPRequestHandler):
             return True
 
     def _answer(self, act: Any) -> None:
+        after = None
         try:
             answer, status = act(), 200
         except Refused as error:
-            answer, status = _error(str(error), error.status), error.status
+            answer, status, after = _error(str(error), error.status), error.status, error.after
         except OSError:
             self.close_connection = True
             return
         except Exception as error:  # as servers do
             answer, status = _error(f"{type(error).__name__}: {error}", 500), 500
         if answer is not None:
-            self._send(answer.encode() if isinstance(answer, str) else json.dumps(answer).encode(), status)
+            self._send(answer.encode() if isinstance(answer, str) else json.dumps(answer).encode(), status, after)
 
-    def _send(self, data: bytes, status: int) -> None:
+    def _send(self, data: bytes, status: int, after: float | None = None) -> None:
         head = f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\nContent-Type: application/json\r\n"
+        head += "" if after is None else f"Retry-After: {after}\r\n"
         self.wfile.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -82,6 +83,24 @@ def test_a_fault_is_found_shown_again_and_gone_when_it_is_mended(
         assert "it shows in less than 14% of the runs" in good.stdout
 
 
+def test_findings_of_an_earlier_audit_stay(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "finding-3.json").write_text("of an earlier audit")
+    with served(BLATANT) as fake:
+        saved = ("--save", "a folder", "--json", "audit.json", "--report", "audit.html")
+        done = here("audit", fake.url, "--max-requests", "120", *saved)
+        command = f"kvpagoda audit {fake.url} --replay 'a folder/finding-4.json'"
+        assert (
+            command in " ".join(done.stdout.split()) and html.escape(command) in (tmp_path / "audit.html").read_text()
+        )
+        (finding,) = json.loads((tmp_path / "audit.json").read_text())["findings"]
+        assert here("audit", fake.url, "--replay", finding["file"]).returncode == 1
+    assert (folder / "finding-3.json").read_text() == "of an earlier audit"
+    assert sorted(path.name for path in folder.iterdir()) == ["finding-3.json", "finding-4.json"]
+
+
 @pytest.mark.parametrize(
     ("name", "seed", "again"),
     [
@@ -129,6 +148,7 @@ def test_values_are_those_of_the_nearer_twin() -> None:
 def test_a_program_may_call_it() -> None:
     with served(BLATANT) as fake:
         report = audit(fake.url, max_requests=120, seed=3)
+        assert not any("--replay" in line for line in report.lines()), "nothing is saved"
         assert report.code == 1 and fake.num_requests <= 120
         assert violations(report.to_dict(), schema_of("audit")) == []
     with pytest.raises(BadInput) as raised:
@@ -186,6 +206,7 @@ def test_a_way_to_be_cold_that_does_not_work_is_refused(here: Command) -> None:
         (["http://127.0.0.1:1", "--max-requests", "0"], "--max-requests"),
         (["http://127.0.0.1:1", "--replay", "nothing.json"], "nothing.json"),
         (["http://127.0.0.1:1", "--report", "no/folder.html"], "no/folder.html"),
+        (["http://127.0.0.1:1", "--save", "no-folder"], "no-folder, which is no folder"),
     ],
 )
 def test_bad_input_is_one_line(

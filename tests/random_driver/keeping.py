@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvpagoda.core.cache.outcome import ANSWERS, ENDS
 from kvpagoda.errors import Asleep, OutOfBlocks, RetryLater
 
 from .faults import Fault, Refused
-from .texts import NAMESPACES
+from .texts import NAMESPACES, Request, Tokens
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -129,7 +131,33 @@ def sleep(driver: Driver) -> None:
         driver.audit()
 
 
+def should_wait(driver: Driver) -> None:
+    """Ask whether a prompt should wait: only for a request that runs and has not computed all that they have in common."""
+    if driver.requests and driver.chance(0.7):
+        other = driver.pick(lambda one: len(one.tokens) > 0)
+        tokens, media, namespace = other.tokens[: driver.between(1, len(other.tokens))], other.media, other.namespace
+        tail = driver.documents.after(len(tokens), driver.between(0, 9))
+        tokens, media = np.concatenate((tokens, tail)), {at: one for at, one in media.items() if at < len(tokens)}
+    else:
+        (tokens, media), namespace = driver.documents.prompt(), driver.one(None, *NAMESPACES)
+    line = f"should_wait({tokens.tolist()}, {namespace!r}, media={media})"
+    waits = driver.attempt(line, lambda: driver.cache.should_wait(tokens, namespace, media=media))
+    driver.log[-1] += f" -> {waits}"
+    driver.require(not waits or any(_is_ahead(driver, one, tokens, media) for one in driver.requests.values()), line)
+    driver.counts["prompts that wait"] += waits
+    driver.check()
+
+
+def _is_ahead(driver: Driver, request: Request, tokens: Tokens, media: dict[int, bytes]) -> bool:
+    """Return whether ``request`` is to compute a block of its prompt that ``tokens`` with ``media`` have, too."""
+    size, end = driver.settings.block_size, min(len(tokens) - 1, request.prompt_length)
+    same = request.tokens[:end] == tokens[:end]
+    same &= np.array([request.media.get(at) == media.get(at) for at in range(end)], np.bool_)
+    return request.is_running and request.length < (end if same.all() else int(same.argmin())) // size * size
+
+
 OPERATIONS = {
+    "should wait": (2.0, should_wait),
     "sleep": (0.8, sleep),
     "pin": (2.5, pin),
     "hint": (1.0, hint),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ def run(options: AuditOptions) -> int:
         OSError: a file cannot be written.
     """
     seed = _checked(options.cold, options.max_requests, options.seed)
+    if not options.save.is_dir():
+        raise BadInput(f"--save names {options.save}, which is no folder", field="--save", needed=str(options.save))
     data = None if options.replay is None else json_of(text_in(options.replay), f"{options.replay}: ")
     for path in (options.report, None if options.json in (None, "-") else Path(str(options.json))):
         if path is not None:
@@ -166,9 +169,13 @@ def _replay(audit: Audit, data: Any) -> int:
 
 
 def _write(report: Report, options: AuditOptions) -> None:
-    for number, finding in enumerate(report.findings, 1):
+    names = (re.fullmatch(r"finding-(\d{1,9})\.json", path.name) for path in options.save.iterdir())
+    last = max((int(name[1]) for name in names if name), default=0)  # those of earlier audits stay
+    for number, finding in enumerate(report.findings, last + 1):
         path = options.save / f"finding-{number}.json"
-        path.write_text(json.dumps(finding.replay(report.audit.server.profile), indent=1) + "\n", "utf-8")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(finding.replay(report.audit.server.profile), indent=1) + "\n")
+        finding.file = str(path)
     if options.report is not None:
         options.report.write_text(report.page(), "utf-8")
     if options.json == "-":

@@ -8,13 +8,14 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from kvpagoda.audit.prompts import LETTERS, Ask, Draw, PromptPart
+from kvpagoda.audit.prompts import FIRST_ID, LETTERS, Ask, Draw, PromptPart
 from kvpagoda.audit.server import Server, ServerAnswer, ServerProfile, Unanswered, answer_of, counter_of, picture_of
 from kvpagoda.errors import BadInput, unknown_name
 
 Asked = Callable[[Ask], ServerAnswer]
 LONGEST = 4096
 """The most tokens of a prompt that is asked."""
+_WHOLE = 0.7  # the share of the expected tokens from which on a prompt of letters is taken to be whole
 _EXTRAS: dict[str, Any] = dict(ignore_eos=True, return_tokens_as_token_ids=True, return_token_ids=True)
 _COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"logprobs": 20},
@@ -48,7 +49,7 @@ def find_interface(server: Server, model: str | None) -> Draw:
     found = _first_that_works(server, "/v1/completions", {"prompt": text}, _COMPLETIONS)
     if found is not None:
         fields, extras, top, counter = found
-        reply = _try(server, "/v1/completions", {"prompt": [*range(65, 73)], **fields, **extras})
+        reply = _try(server, "/v1/completions", {"prompt": [*range(FIRST_ID - 8, FIRST_ID)], **fields, **extras})
         as_ids = reply is not None and (reply.get("usage") or {}).get("prompt_tokens") in (8, 9)
         if extras and not as_ids:
             extras = {"ignore_eos": True}
@@ -178,12 +179,15 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
         profile.per["chat" if chat else "completion"] = each
     while True:  # the server may take less than it says, or not say what it takes
         try:
-            ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
-            break
+            answer = ask(Ask(prompt(draw, profile, profile.longest), most=1, chat=is_chat))
+            if not 0 < answer.num_prompt < profile.longest * (1.0 if draw.as_ids and not is_chat else _WHOLE):
+                break  # of a prompt that the server cuts it knows another text than was sent
         except Unanswered:
             if profile.longest < 32:
                 raise
-            profile = server.learn(longest=profile.longest // 2)
+        profile = server.learn(longest=profile.longest // 2)
+    if not profile.counter:
+        profile = server.learn(counter=_late_counter(ask, draw, profile))
     if not profile.counter:
         flag = FLAGS.get(profile.owner.lower(), "vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report")
         yield f"the server does not say how many tokens were cached: set {flag}; hits and counters were not judged"
@@ -207,6 +211,12 @@ def find_sizes(server: Server, draw: Draw, ask: Asked) -> Iterator[str]:
         if shared < n < profile.longest and _found(ask, draw, profile, n) > shared:
             server.learn(least=n)
             break
+
+
+def _late_counter(ask: Asked, draw: Draw, profile: ServerProfile) -> str:
+    """Return the counter of a server that says nothing where nothing is cached; empty if it has none."""
+    request = Ask(prompt(draw, profile, profile.longest), most=1, chat=profile.is_chat)
+    return next(filter(None, (ask(request).counter for _ in range(3))), "")
 
 
 def _found(ask: Asked, draw: Draw, profile: ServerProfile, tokens: int) -> int:
@@ -240,9 +250,18 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
     server.learn(takes_salts=takes)
     for _ in range(2):
         ask(request)
-    shared, ways = profile.shared_by(request), {"salt": takes, "off": False, "churn": True}
+    shared, ways, is_sure = (
+        profile.shared_by(request),
+        {"salt": takes, "off": False, "churn": True},
+        bool(profile.counter),
+    )
+    if profile.counter or takes:
+        cached = _cached(ask, replace(request, salt=draw.salt()))
+        takes = takes and cached is not None  # a server that refuses all fields that it does not know has none
+        is_sure |= wanted == "salt" and cached is None
+        server.learn(takes_salts=takes)
+        ways["salt"] = cached is not None and cached <= shared
     if profile.counter:
-        ways["salt"] = (ask(replace(request, salt=draw.salt())).cached or 0) <= shared
         if takes and not ways["salt"]:
             yield "cache_salt is taken, but a prompt with a salt that was never used reports cached tokens"
             for _ in range(2):  # never one case
@@ -250,8 +269,9 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
                 ask(other)
                 ask(replace(other, salt=draw.salt()))
         if not ways["salt"] or wanted == "off":
-            ways["off"] = (ask(replace(request, cold=True)).cached or 0) <= shared
-    if wanted is not None and not ways[wanted] and profile.counter and not (takes and wanted == "salt"):
+            cached = _cached(ask, replace(request, cold=True))
+            ways["off"] = cached is not None and cached <= shared
+    if wanted is not None and not ways[wanted] and is_sure and not (takes and wanted == "salt"):
         works = [way for way, is_it in ways.items() if is_it]
         raise BadInput(
             f"--cold {wanted} does not make prompts cold here; what does: {', '.join(works)}",
@@ -268,9 +288,19 @@ def find_cold(server: Server, draw: Draw, ask: Asked, wanted: str | None) -> Ite
 def _refuses(server: Server, path: str, body: dict[str, Any]) -> bool:
     try:
         server.post(path, body)
-    except Unanswered:
-        return True
+    except Unanswered as error:
+        return error.is_refused
     return False
+
+
+def _cached(ask: Asked, request: Ask) -> int | None:
+    """Return how many tokens of ``request`` are cached, 0 if that is not said; None if the server refuses it."""
+    try:
+        return ask(request).cached or 0
+    except Unanswered as error:
+        if error.is_refused:
+            return None
+        raise
 
 
 def _find_churn(server: Server, draw: Draw, ask: Asked, is_chat: bool) -> Iterator[str]:

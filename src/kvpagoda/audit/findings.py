@@ -26,10 +26,14 @@ WHO = {
     "salt": "a prompt under a cache_salt under which it was never sent",
     "adapter": "a prompt that was never sent for this adapter",
     "picture": "a picture that was never sent",
+    "longer": "a prompt with fewer tokens",
 }
 
 
-OF_WHO = {"prompt": tuple(KINDS), "salt": ("other salt",), "adapter": ("other adapter",), "picture": ("other picture",)}
+OF_WHO = {
+    "prompt": tuple(KINDS), "salt": ("other salt",), "adapter": ("other adapter",), "picture": ("other picture",),
+    "longer": (),
+}  # fmt: skip
 """What of a counter -> kinds of requests whose wrong answers have the same cause."""
 _BESIDE = ("at once", "after at once", "beside abort", "after abort", "under load", "after load")
 _EVICTED = ("repeat after churn", "extend after churn", "other picture", "repeat after wait", "extend after wait")
@@ -58,6 +62,7 @@ class Finding:
         case: the smallest case; its last request is the wrong one.
         also: what else was seen that has probably the same cause.
         lines: lines for a shell that send it, with what is to be seen.
+        file: where the case is saved; empty: nowhere.
     """
 
     sort: str
@@ -71,6 +76,7 @@ class Finding:
     seen: int = field(init=False, default=0)
     runs: int = field(init=False, default=0)
     lines: list[str] = field(init=False, default_factory=list)
+    file: str = field(init=False, default="")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, without the case, which a replay file has."""
@@ -224,10 +230,10 @@ def _of_counters(audit: Audit) -> Iterator[Finding]:
     who, found = sure[0], by_who[sure[0]]
     rows = _answers_of(audit, found)
     plain = [one for one in found if not one.ask.answers] or found  # those that need no answer of a step before
-    most = max(plain, key=lambda one: (one.answer.cached or 0) - (one.answer.common or 0))
+    most = max(plain, key=lambda one: (one.answer.cached or 0) - one.most)
     text = (
         f"{WHO[who]} reports cached tokens in {len(found)} requests: {most.answer.cached:,} of {most.answer.num_prompt:,}, "
-        f"where at most {most.answer.common or 0:,} can be"
+        f"where at most {most.most:,} can be"
     )
     text += f"; {rows}" if rows else ""
     also = [f"{WHO[other]}: {len(by_who[other])}" for other in sure[1:]]

@@ -71,6 +71,11 @@ class Miscount:
     answers: list[ServerAnswer | None]
     answer: ServerAnswer
 
+    @property
+    def most(self) -> int:
+        """The most tokens that can be cached."""
+        return self.answer.num_prompt if self.who == "longer" else self.answer.common or 0
+
 
 @dataclass
 class Results:
@@ -132,6 +137,8 @@ class Results:
             return self.lost
         judged = len(self.of_kind(*KINDS))
         hits = sum(bool(trial.answer.cached) for trial in self.of_kind(*KINDS))
+        if judged and self.noise.by_tokens and not any(trial.answer.text for trial in self.of_kind(*KINDS)):
+            return "its answers have neither text nor log-probabilities"
         if len(self.noise.same) < _LEAST_PAIRS or judged < _LEAST_JUDGED:
             what = f"only {judged} answers could be compared with a cold run, and {len(self.noise.same)} pairs of cold runs"
             return what if self.is_partial else f"{what}; raise --max-requests"
@@ -232,8 +239,10 @@ class Audit:
             kind = "chat" if ask.chat else "completion"
             is_known = kind in self.server.profile.shared  # with how many tokens all prompts begin
             too_many = is_known and answer.common is not None and answer.cached > answer.common
-            if too_many or answer.cached > answer.num_prompt > 0:
-                self.results.miscounts.append(Miscount(self._who(ask), self._case, number, ask, [*answers], answer))
+            is_longer = answer.cached > answer.num_prompt > 0
+            if too_many or is_longer:
+                who = "longer" if is_longer else self._who(ask)
+                self.results.miscounts.append(Miscount(who, self._case, number, ask, [*answers], answer))
         return answer
 
     def _who(self, ask: Ask) -> str:

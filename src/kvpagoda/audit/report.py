@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from shlex import quote
 from typing import Any
 
 import kvpagoda
@@ -88,7 +89,7 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines for a terminal: findings first, then what was measured."""
-        results, server = self.audit.results, self.audit.server
+        results = self.audit.results
         judged = len(results.of_kind(*KINDS))
         if results.is_partial:
             yield "Interrupted: what follows is what was seen until then."
@@ -104,13 +105,17 @@ class Report:
             if len(finding.also) > _ALSO:
                 yield f"   also: {len(finding.also) - _ALSO} more kinds of requests, which are counted below"
             seen = f"   (seen in {finding.seen} of {finding.runs} runs)" if finding.runs else ""
-            yield f"   again: kvpagoda audit {server.url} --replay finding-{number}.json{seen}"
+            if finding.file:
+                yield f"   again: {self._again(finding)}{seen}"
             yield from (f"   {line}" for line in finding.lines)
             yield ""
         yield ""
         yield from (f"{name}: {value}" for name, value in self.measured())
         yield from (f"not tried: {name}: {why}" for name, why in results.skipped.items())
         yield from (f"note: {note}" for note in results.notes)
+
+    def _again(self, finding: Finding) -> str:
+        return f"kvpagoda audit {self.audit.server.url} --replay {quote(finding.file)}"
 
     def measured(self) -> Iterator[tuple[str, str]]:
         """Yield (name, value) of what was measured, in words."""
@@ -167,7 +172,7 @@ class Report:
             parts.append(
                 f"<section><h2>{number}. {escape(finding.text)}.</h2>"
                 + (f"<p>Also:</p><ul>{also}</ul>" if also else "")
-                + f"<p>Again: <code>kvpagoda audit {escape(self.audit.server.url)} --replay finding-{number}.json</code></p>"
+                + (f"<p>Again: <code>{escape(self._again(finding))}</code></p>" if finding.file else "")
                 + f"<pre>{escape(chr(10).join(finding.lines))}</pre></section>"
             )
         rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.measured())

@@ -7,8 +7,9 @@ import shlex
 import struct
 import zlib
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from time import monotonic, sleep
@@ -24,6 +25,8 @@ from kvpagoda.errors import BadInput, Exhausted, MissingExtra, shown
 Tokens = tuple[int, ...]
 _EVERYTHING = 1 << 30
 _PATHS = (False, "/v1/completions"), (True, "/v1/chat/completions")
+_BUSY = (429, 503)
+"""What a server answers that is busy, or still loads its model."""
 TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -36,6 +39,9 @@ class OutOfRequests(Exhausted):
 
 class Unanswered(Exception):
     """A request got no answer that can be read; the text says why."""
+
+    is_refused = False
+    """Whether the server read the request, and does not want to answer it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class ServerAnswer:
         cached: the prompt tokens that were cached, as the server says; None: it does not.
         num_prompt: tokens of the prompt.
         common: the most of them that can be cached, by what was sent before; None: not known.
+        counter: the field that says how many were cached; empty: none does.
     """
 
     text: str
@@ -59,6 +66,7 @@ class ServerAnswer:
     cached: int | None = None
     num_prompt: int = 0
     common: int | None = None
+    counter: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,7 @@ class Server:
         self.url = _address(url, is_remote, max_requests)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http, self._errors = httpx.Client(headers=headers, timeout=timeout, trust_env=False), httpx.HTTPError
+        self._timeout = timeout
         self._late = httpx.ReadTimeout
         self.max_requests, self.num_requests, self.num_failed = max_requests, 0, 0
         self.profile = ServerProfile("")
@@ -196,6 +205,16 @@ class Server:
 
     # -- plain HTTP --------------------------------------------------------------------------------------------------
 
+    def _answered(self, send: Callable[[], Any]) -> Any:
+        """Return the reply to ``send``, which is called again while the server says that it is busy, or not yet ready, for as
+        long as an answer may take."""
+        until = monotonic() + self._timeout
+        while True:
+            reply = send()
+            if reply.status_code not in _BUSY or self.is_stopped or monotonic() >= until:
+                return reply
+            sleep(min(_wait_of(reply), max(0.0, until - monotonic())))
+
     def get(self, path: str) -> Any:
         """Return what the server says at ``path``: JSON if it is that, else text; None if it has no such page.
 
@@ -203,7 +222,7 @@ class Server:
             Unanswered: nobody answers.
         """
         try:
-            reply = self._http.get(self.url + path)
+            reply = self._answered(lambda: self._http.get(self.url + path))
         except self._errors as error:
             raise Unanswered(f"{self.url}{path}: {error or type(error).__name__}") from None
         if reply.status_code != 200:
@@ -214,7 +233,7 @@ class Server:
             return reply.text
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the answer to ``body``; it counts as a request.
+        """Return the answer to ``body``; it counts as a request, however often it was sent to a server that was busy.
 
         Raises:
             OutOfRequests: no more may be sent.
@@ -222,18 +241,16 @@ class Server:
         """
         self._count()
         try:
-            reply = self._http.post(self.url + path, json=body)
+            reply = self._answered(lambda: self._http.post(self.url + path, json=body))
             if reply.status_code == 200:
                 return reply.json()
-        except (*self._failures, ValueError) as error:
+        except (self._errors, ValueError) as error:
             self.num_failed += 1
             raise Unanswered(f"{path}: {error or type(error).__name__}") from None
         self.num_failed += reply.status_code >= 500
-        raise Unanswered(f"{path}: {reply.status_code} {' '.join(reply.text.split())[:200]}")
-
-    @property
-    def _failures(self) -> tuple[Any, ...]:
-        return (self._errors,)
+        refusal = Unanswered(f"{path}: {reply.status_code} {' '.join(reply.text.split())[:200]}")
+        refusal.is_refused = reply.status_code not in _BUSY
+        raise refusal
 
     def _count(self) -> None:
         if self.num_left <= 0:
@@ -260,7 +277,7 @@ class Server:
         common = self._common(ask, answers)
         answer = answer_of(self.post(*self.body(ask, answers)))
         self._remember(ask, answers, answer)
-        return ServerAnswer(**{**answer.__dict__, "common": common})
+        return replace(answer, common=common)
 
     def together(self, asks: Sequence[Ask], answers: Sequence[ServerAnswer | None] = ()) -> list[ServerAnswer | None]:
         """Return the answers to requests that are sent at the same moment; None for one without. Raises OutOfRequests."""
@@ -423,6 +440,13 @@ class Server:
         return max(most, more) + self.profile.shared_by(ask) * messages
 
 
+def _wait_of(reply: Any) -> float:
+    """Return after how many seconds a server that is busy wants to be asked again."""
+    with suppress(ValueError):  # it may be a date
+        return max(0.05, float(reply.headers.get("Retry-After", "1")))
+    return 1.0
+
+
 def _bytes(text: str) -> bytes:
     """Return ``text`` as bytes: a token has one of them at least, where a letter may have several tokens."""
     return text.encode("utf-8", "surrogatepass")
@@ -432,7 +456,7 @@ def answer_of(reply: Any) -> ServerAnswer:
     """Return what a server's ``reply`` to a completion or a chat says. Raises Unanswered."""
     try:
         choice = reply["choices"][0]
-        text = choice["text"] if "text" in choice else (choice["message"].get("content") or "")
+        text = _text_of(choice)
         tokens, tops = _logprobs(choice.get("logprobs"))
         usage = reply.get("usage") or {}
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
@@ -444,7 +468,7 @@ def answer_of(reply: Any) -> ServerAnswer:
     if ids is None and content and all(isinstance(entry.get("id"), int) for entry in content):
         ids = [entry["id"] for entry in content]
     field_of_count = counter_of(reply)
-    cached = None if not field_of_count else _at(reply, field_of_count)
+    cached = _at(reply, field_of_count) if field_of_count else None
     return ServerAnswer(
         text,
         tokens or (text,),
@@ -452,7 +476,20 @@ def answer_of(reply: Any) -> ServerAnswer:
         None if ids is None else tuple(ids),
         cached,
         int(usage.get("prompt_tokens") or 0),
+        counter=field_of_count,
     )
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    """Return the text of a choice: of a chat with what a model thinks, which is all that there is of a short answer."""
+    if "text" in choice:
+        return choice["text"] or ""
+    message = choice["message"]
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content)
+    thoughts: str = message.get("reasoning_content") or message.get("reasoning") or ""
+    return thoughts + content
 
 
 COUNTERS = (

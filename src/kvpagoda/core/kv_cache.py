@@ -515,7 +515,7 @@ class KVCache:
         """
         self._lifecycle.ending.leave_dropped_fences()
         self._settler.settle_waiting()
-        return should_wait(self._core, token_ids, namespace, media)
+        return should_wait(self._core, self._settler.checkpoints, token_ids, namespace, media)
 
     @overload
     @exclusive

@@ -32,6 +32,7 @@ from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.request import RequestState, State, TextPart
 from kvpagoda.core.cache.settling import Settler
+from kvpagoda.core.groups.base import NO_IDS
 from kvpagoda.core.groups.state import StateGroup
 from kvpagoda.core.memory.copies import Copy, word_columns
 from kvpagoda.core.memory.no_memory import NoMemory, Part
@@ -99,9 +100,7 @@ class Sanitizer:
                 if begin < len(before):
                     self._reached[request] = begin
             self._written[request] = words
-            if begin >= length:
-                continue
-            for group in core.groups:
+            for group in core.groups if begin < length else ():
                 if group.growth.is_state:
                     self._follow_states(request, group, words, begin)
                 else:
@@ -150,9 +149,8 @@ class Sanitizer:
             mixed = request.raw_tokens(0, length).astype(np.uint64)
             for index, media_id in request.media_ids.items():  # by digest: ids may begin anew
                 if index < length:
-                    mixed[index] = int.from_bytes(
-                        blake2b(core.media.digest(media_id), digest_size=8).digest(), "little"
-                    )
+                    digest = blake2b(core.media.digest(media_id), digest_size=8).digest()
+                    mixed[index] = int.from_bytes(digest, "little")
             mixed *= _MIX
             mixed ^= positions.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
             mixed ^= mixed >> np.uint64(29)
@@ -171,22 +169,26 @@ class Sanitizer:
         core = self._core
         assert core is not None
         self.follow(requests)
+        read: list[list[Ids]] = [[] for _ in core.groups]
         for request, length, count in zip(requests, before, counts):
             words = self._written[request]
             if length != len(words):  # a draft's step, which reads rows of its own group alone
                 continue
-            for group in core.groups:
-                if group.growth.is_state:
-                    self._check_state(request, group, words, count)
-                elif not group.growth.is_optional:
-                    self._check_rows(request, group, words, count)
+            for group, blocks in zip(core.groups, read):
+                if group.growth.is_state and group.places:  # not the copies in checkpoints
+                    blocks.append(self._check_state(request, group, words, count))
+                elif not (group.growth.is_state or group.growth.is_optional):
+                    blocks.append(self._check_rows(request, group, words, count))
             self._reached[request] = max(self._reached.get(request, 0), length + count)
+        for group, blocks in zip(core.groups, read):
+            self.memory.reads(group.index, np.unique(np.concatenate((NO_IDS, *blocks))))  # a shared one once
 
-    def _check_rows(self, request: RequestState, group: BlockGroup, words: Words, count: int) -> None:
+    def _check_rows(self, request: RequestState, group: BlockGroup, words: Words, count: int) -> Ids:
+        """Return the blocks of ``group`` that a step of ``request`` reads. Raises CheckFailed."""
         first, length = int(group.growth.first_needed(len(words))), len(words)
         begin, words = self._held(group, request, first, words[first:])
         positions = np.arange(begin, length + count)
-        cells = group.table.cells[request.slot, positions // group.block_size]
+        cells: Ids = group.table.cells[request.slot, positions // group.block_size]
         found = self._words[group.index][cells, positions % group.block_size]
         if (found["position"][len(words) :] > FREE).any():  # rewound, or copied with the block
             self._rows(group, request, length, np.full(count, _NOBODYS))
@@ -201,25 +203,25 @@ class Sanitizer:
             at, wrong_ones = wrong[0], shown(positions[wrong].tolist())
             what = f"row of position {begin + at} in block {cells[at]} (wrong are {wrong_ones})"
             raise self._failed(request, group, what, words[at], found[at])
-        self.memory.reads(group.index, np.unique(cells[: len(words)]))
+        return cells[: len(words)]
 
-    def _check_state(self, request: RequestState, group: BlockGroup, words: Words, count: int) -> None:
-        if not group.places:
-            return
+    def _check_state(self, request: RequestState, group: BlockGroup, words: Words, count: int) -> Ids:
+        """Return the block of ``group`` with the state that a step of ``request`` reads. Raises CheckFailed."""
         length, table = len(words), self._words[group.index]
-        cells = group.table.cells[request.slot, [length % group.places]]
+        cells: Ids = group.table.cells[request.slot, [length % group.places]]
         found, expected = table[cells[0]], _state(words)
-        if (found["position"] == UNKNOWN).all():
-            found[0] = expected
-        elif not (found == expected).any():
-            what = f"state after {length} tokens in block {cells[0]}"
-            raise self._failed(request, group, what, expected, found[0])
-        self.memory.reads(group.index, cells)
+        if not (found == expected).any():
+            unknown = (found["position"] == UNKNOWN).nonzero()[0]
+            if not len(unknown):
+                what = f"state after {length} tokens in block {cells[0]}"
+                raise self._failed(request, group, what, expected, found[0])
+            found[unknown[0]] = expected  # the others may be those of fewer tokens, to which it may be rewound
         end = length + count  # the places for new states, but that which is read: nobody's when they are first shown
         ends = np.arange(max(length, self._reached.get(request, 0), end - group.places) + 1, end + 1)
-        cells = group.table.cells[request.slot, ends[(ends - length) % group.places > 0] % group.places]
-        if (table[cells, 0]["position"] > FREE).any():
-            self.memory.wrote(group.index, cells, 0, np.full(len(cells), _NOBODYS))
+        new = group.table.cells[request.slot, ends[(ends - length) % group.places > 0] % group.places]
+        if (table[new, 0]["position"] > FREE).any():
+            self.memory.wrote(group.index, new, 0, np.full(len(new), _NOBODYS))
+        return cells
 
     def apply(self, one: Copy) -> None:
         """Do in a worker what its scheduler's sanitizer noted. Raises CheckFailed."""
@@ -342,7 +344,7 @@ class Watched:
 
     def reads(self, group: int, blocks: Ids) -> None:
         """Tell the worker, if there is one, what a step reads."""
-        if self._remote is not None:
+        if self._remote is not None and len(blocks):
             self._remote.note("reads", group, _digests(self._words[group][blocks]), blocks)
 
     def copy(self, group: int, sources: Ids, targets: Ids, rows: int | None = None) -> None:

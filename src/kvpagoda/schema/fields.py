@@ -48,6 +48,8 @@ class Field:
         shape: of a row.
         dtype: of its elements.
         fill: what a reset writes.
+        may_fill: whether a sound row may have all bits set, as integers that are not codes: -1, or the most. Of floats these
+            are NaN, and of codes no row is made.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Field:
     shape: tuple[int, ...]
     dtype: str
     fill: float = 0.0
+    may_fill: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -107,8 +110,9 @@ class Rows:
         Args:
             count: rows.
         """
+        is_integer = self.encoding.name == "raw" and "float" not in self.dtype
         return tuple(
-            Field(self.name + suffix, count, shape, dtype, self.fill)
+            Field(self.name + suffix, count, shape, dtype, self.fill, is_integer)
             for suffix, shape, dtype in self.encoding.parts(self.shape, self.dtype)
         )
 

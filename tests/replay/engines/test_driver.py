@@ -121,6 +121,15 @@ def test_what_never_fits_is_left_out_and_found_nothing() -> None:
     assert served.never_fit == 1 and served.steps == 1
 
 
+def test_what_fits_in_part_is_left_out_when_it_came_no_further_alone() -> None:
+    """Its first chunk fits, and a later one does not, whoever runs beside it. It is tried twice: the first time it may begin
+    again with what it left in the cache."""
+    manager = Written(room=8)
+    served = serve_with(manager, chains((12, 1), (6, 1)), Schedule(2, 4))
+    assert (served.never_fit, served.hits.tolist()) == (1, [0, 0]) and manager.calls[-1] == ("end", 1)
+    assert manager.calls.count(("preempt", 0)) == 2 and ("start", 1, 4, 6) in manager.calls
+
+
 def test_a_manager_that_stands_still_is_found_out() -> None:
     manager = Written()
     manager.chunk = lambda request, begin, end, known: begin if begin else end  # type: ignore[method-assign]

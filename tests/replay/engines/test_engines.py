@@ -99,6 +99,12 @@ def test_groups_share_the_blocks_and_a_chunk_needs_no_block_before_it() -> None:
     assert replay(trace("abcd"), 8, engine=VLLM, block_size=4, groups=groups).never_fit == 0
 
 
+def test_one_block_is_too_few_for_a_state_that_moves_on() -> None:
+    """A chunk writes its state into another block than it reads."""
+    settings = dict(engine=VLLM, block_size=4, groups=Group.from_text("state"), step_tokens=4, shared=True)
+    assert [replay(trace("abcd"), blocks, **settings).never_fit for blocks in (1, 2)] == [1, 0]
+
+
 def test_errors_say_what_there_is() -> None:
     with raises(BadInput, needed="vllm", available=ANY):
         replay_engine(trace("ab"), "vllm", 4)

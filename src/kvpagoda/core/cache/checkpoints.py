@@ -11,6 +11,7 @@ is due, it can leave its states in a block that is named for it before (``name_s
 from __future__ import annotations
 
 import logging
+from bisect import insort
 from collections.abc import Sequence as Many
 from itertools import islice
 
@@ -85,6 +86,19 @@ class Checkpointer:
         request.checkpoints.due = sorted(
             {*request.checkpoints.due, *(at // size for at, state in asked.states.items() if state == "due")}
         )
+
+    def also_at(self, request: RequestState, length: int) -> bool:
+        """Where states are copied, keep a checkpoint after the first ``length`` tokens of the prompt of ``request`` too.
+        Return False if a step in flight goes past them and does not leave the states there."""
+        states, depth, due = self._core.states, length // self._core.block_size, request.checkpoints.due
+        if states is None:
+            return True
+        if not self._has_states(request, length) and depth not in states.named.get(request, ()):
+            return False
+        if depth not in due:
+            insort(due, depth)
+        request.settle_at = min(request.settle_at, length)
+        return True
 
     def step_limit(self, request: RequestState) -> int:
         """Return the most tokens that the next step of ``request`` should compute; see ``KVCache.step_limit``."""
@@ -212,12 +226,8 @@ class Checkpointer:
         """Free what ``name_states`` named anew, for a step of which there is no batch."""
         core, states = self._core, self._core.states
         for row, depth, _, is_new in found:
-            if (
-                is_new
-                and states is not None
-                and depth in states.named.get(requests[row], ())
-                and not core.guard.is_torn
-            ):
+            is_named = is_new and states is not None and depth in states.named.get(requests[row], ())
+            if is_named and not core.guard.is_torn:
                 core.guard.change(core.give_back, requests[row], [depth])
 
     def named(self, requests: Many[RequestState], found: Many[Named]) -> None:

@@ -10,10 +10,11 @@ from itertools import repeat
 from typing import Any
 
 from kvpagoda.arrays import Ids, TokenIds, Tokens, as_tokens
+from kvpagoda.core.cache.checkpoints import Checkpointer
 from kvpagoda.core.cache.core import Core
 from kvpagoda.core.cache.lifecycle import Lifecycle
 from kvpagoda.core.cache.prefix_cache import MOST_PRIORITY, Pin
-from kvpagoda.core.cache.request import RequestState
+from kvpagoda.core.cache.request import RequestState, State
 from kvpagoda.core.prefix import Match
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.namespace import Namespace, with_media
@@ -185,7 +186,9 @@ def read_ahead(core: Core, tokens: Tokens, key: bytes, media_ids: dict[int, int]
     return core.tiers.prefetch(key, tokens, media_ids, match.num_blocks, found.resumable // core.block_size)
 
 
-def should_wait(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> bool:
+def should_wait(
+    core: Core, checkpoints: Checkpointer, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
+) -> bool:
     """Return whether a text should wait for a running request, which then keeps its states where the two part; see
     ``KVCache.should_wait``. Costs as much as ``look_up``; O(requests) while none computes its prompt."""
     core.check_open()
@@ -195,21 +198,17 @@ def should_wait(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapp
         return False
     keys, key, shared = _shared(core, _by_beginning(core, computing), token_ids, namespace, media)
     ahead = [(at, one) for common, one in shared if (at := points.rounded(common, is_bounded=True)) > one.length]
-    at, request = max(ahead, key=lambda one: one[0], default=(0, None))
-    if request is None or at <= core.prefix.find(keys, key)[1].resumable:
-        return False
-    if points.ends_steps:
-        request.checkpoints.also_at(at // core.block_size)
-        request.settle_at = min(request.settle_at, at)
-    return True
+    resumable = core.prefix.find(keys, key)[1].resumable if ahead else 0
+    return any(at > resumable and checkpoints.also_at(one, at) for at, one in sorted(ahead, key=lambda one: -one[0]))
 
 
 def _by_beginning(core: Core, requests: Iterable[RequestState]) -> _Running:
-    """Return those of ``requests`` whose blocks others may share, by namespace and first block, in their order.
-    O(requests)."""
+    """Return those of ``requests`` that go on and whose blocks others may share, by namespace and first block, in their
+    order. O(requests)."""
     running, size = _Running(), core.block_size
     for request in requests:
-        if request.publishes and max(request.prompt_length, request.own_length) >= size:
+        goes_on = request.publishes and request.state is State.RUNNING and not request.is_dropped
+        if goes_on and max(request.prompt_length, request.own_length) >= size:
             running.setdefault((request.namespace, request.keys(0, size).tobytes()), []).append(request)
     return running
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -92,11 +91,6 @@ class OwnCheckpoints:
     due: list[int] = field(default_factory=list)
     asked: Breakpoints | None = None
     tail: int = -1
-
-    def also_at(self, depth: int) -> None:
-        """Keep one after ``depth`` blocks too."""
-        if depth not in self.due:
-            insort(self.due, depth)
 
 
 @dataclass(slots=True, eq=False)

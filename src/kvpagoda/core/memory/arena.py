@@ -285,7 +285,7 @@ class Arena:
         self, ids: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32] | None, width: int, *, again: bool = False
     ) -> npt.NDArray[np.bool_]:
         """Return which rows have a field with no other byte than 0xFF, as ``poison`` leaves them: bool ``[n]``. No sound row
-        has one: of floats all would be NaN, with the sign and all bits set.
+        has one: of floats all would be NaN, with the sign and all bits set. Fields that ``may_fill`` are not looked at.
 
         They are compared where they are, O(bytes of the rows), and a byte for each comes to the host.
 
@@ -299,13 +299,14 @@ class Arena:
         records, at = self.staging.to_device(np.stack((ids, ids if tokens is None else tokens)), np.int64)
         size, found = width // self.layout.kernel_pages, torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         pages, within = records * self.layout.kernel_pages + at // size, at % size
-        for field in (field for fields in self._views.values() for field in fields.values()):
+        for place in self.layout.places:
+            field = self._views[place.layer][place.field.name]
             bits = field.view(_INTEGERS[field.element_size()])  # all bytes are 0xFF: -1
             each = 1 if tokens is None else size // field.shape[1]
             has_row, index = (at + 1) % each == 0, (records,) if tokens is None else (pages, within // each)
             if again:
                 bits[tuple(one[has_row] for one in index)] = -1
-            found |= has_row & (bits[index] == -1).reshape(len(ids), -1).all(1)
+            found |= has_row & (bits[index] == -1).reshape(len(ids), -1).all(1) & (not place.field.may_fill)
         return found.cpu().numpy()
 
     def row_index(

@@ -648,12 +648,8 @@ class PrefixTree:
             NotOwned: the tree owns an id already at another place, or it is named twice.
         """
         size = self.block_size
-        if (
-            type(tokens) is not np.ndarray
-            or tokens.dtype != _INT32
-            or tokens.ndim != 1
-            or not tokens.flags.c_contiguous
-        ):
+        is_ready = type(tokens) is np.ndarray and tokens.dtype == _INT32 and tokens.ndim == 1
+        if not is_ready or not tokens.flags.c_contiguous:
             tokens = _vector(tokens)  # which is not called for each commit
         n, rest = divmod(len(tokens), size)
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)

@@ -133,6 +133,7 @@ class EngineRun:
         self.running: dict[int, list[int]] = {}
         self.served = Served(np.zeros(len(chains), np.int64) if hits is None else hits)
         self._done = EngineStep()
+        self._alone = (-1, -1)  # the request that preempted itself last while no other ran, and after how many tokens
 
     @property
     def num_left(self) -> int:
@@ -173,9 +174,7 @@ class EngineRun:
         if end <= hit < known or not self.manager.start(request, end, known):
             if self.running:
                 return False
-            self.served.never_fit += 1
-            self.known.pop(request, None)
-            self._done.refused.append(self.waiting.popleft())
+            self._refuse()
             return True
         if request not in self.known:
             self.served.hits[request] = hit
@@ -185,6 +184,13 @@ class EngineRun:
         self.left -= self.shared * (end - hit)
         self._done.count(hit, end, int(self.chains.prompts[request]))
         return True
+
+    def _refuse(self) -> None:
+        """Give up the first waiting request, which no other one keeps from running."""
+        self.served.never_fit += 1
+        request = self.waiting.popleft()
+        self.known.pop(request, None)
+        self._done.refused.append(request)
 
     def _next(self, request: int, length: int, known: int) -> int:
         """Return how many tokens of ``request`` are known when its chunk after ``length`` tokens is computed."""
@@ -206,6 +212,9 @@ class EngineRun:
             self.waiting.appendleft(victim)
             self.served.preempted += 1
             if victim == request:
+                if not self.running and self._alone == (request, length):  # it began again, and came no further
+                    self._refuse()
+                self._alone = (request, length) if not self.running else (-1, -1)
                 return True
         state[0] = end
         self.left -= self.shared * (end - length)
