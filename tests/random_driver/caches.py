@@ -41,7 +41,7 @@ class Settings:
     always the same; otherwise threads race. ``num_long``: how many requests of 48 tokens fit at once. ``coarse``,
     ``slack``: constants of ``cache.resume_points``, in tokens: its own, which matter for long texts, or so few tokens that
     they matter for texts of 48. ``split``: a scheduler without memory, and a worker that has the rows. ``quota``: of each
-    namespace, as a share of the budget."""
+    namespace, as a share of the budget. ``watermark``: of ``Limits``."""
 
     schema: str
     seed: int
@@ -66,6 +66,7 @@ class Settings:
     checkpoint_format: str | None
     split: bool = False
     quota: float | None = None
+    watermark: float = 0.0
 
 
 def settings_of(schema: str, seed: int, *, split: bool = False) -> Settings:
@@ -97,6 +98,7 @@ def settings_of(schema: str, seed: int, *, split: bool = False) -> Settings:
         step_checkpoints=one(0, 1, 3),
         checkpoint_format="int8" if schema == "wide" else one(None, None, "bfloat16", "int8"),
         quota=one(None, None, None, 0.0, 0.1, 0.3),
+        watermark=one(0.0, 0.0, 0.0, 0.1, 0.4),
     )  # fmt: skip
     if split:
         settings = replace(settings, tiers="none", split=True)
@@ -134,7 +136,8 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[A
             policy=settings.policy,
             tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
             limits=Limits(
-                MAX_CONTEXT, settings.step_tokens, settings.swap, step_checkpoints=settings.step_checkpoints
+                MAX_CONTEXT, settings.step_tokens, settings.swap, step_checkpoints=settings.step_checkpoints,
+                watermark=settings.watermark,
             ),
             retention=Retention(
                 settings.checkpoints, settings.checkpoint_every, settings.pin_share,

@@ -46,6 +46,10 @@ def started(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Request:  # fmt: skip
     """Return the driver's record of the request that ``open`` returned as ``handle``."""
+    core = driver.cache.core
+    if len(core.running) > 1:
+        nothing = [0] * len(core.groups)
+        driver.require(core.capacity.keeps_watermark(nothing), f"#{number} started beyond the watermark")
     request = Request(number, handle, driver.epochs.seed(namespace), namespace, tokens, media, total)
     request.length = request.num_written = request.highest = request.started_at = handle.length
     request.is_blank = request.length == 0
@@ -178,11 +182,12 @@ def open_twice(driver: Driver) -> None:
 def fork_one(driver: Driver) -> None:
     parent = driver.pick()
     reserve = driver.one(None, parent.length, parent.length + driver.between(1, 20))
+    may_wait = len(driver.requests) > 1 or driver.lingering or reserve != parent.length or driver.settings.watermark
     number = driver.next_number()
     handle = driver.attempt(
         f"#{number} = #{parent.number}.fork(reserve={reserve}) at {parent.length}",
         lambda: parent.handle.fork(reserve=reserve),
-        *([RetryLater] if parent.fences or len(driver.requests) > 1 or driver.lingering or reserve != parent.length else []),
+        *([RetryLater] if parent.fences or may_wait else []),
         RetryLater, *([NeverFits] if (reserve or 0) > driver.longest else []),
     )  # fmt: skip
     driver.require(not parent.fences, "a fenced sequence was forked")
