@@ -21,7 +21,7 @@ from benchmarks.peers import Process
 from benchmarks.workload import TRACES
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import Group, Schedule, replay
+from kvpagoda.replay import Group, Schedule, replay, replay_engine
 from kvpagoda.replay.engines import edge_unified
 from kvpagoda.replay.engines.chains import Chains
 from kvpagoda.replay.engines.edge_states import StateLRU
@@ -193,3 +193,14 @@ def test_a_difference_would_be_seen(sglang: Process, wrong: str, monkeypatch: py
     }
     monkeypatch.setattr(*change[wrong])
     assert oracle.agreements(sglang, SGLANG, mode, [run])["unequal"] > 0
+
+
+@pytest.mark.parametrize("groups", ["2*full+state", "full+3*state", "2*full+window:32", "full+3*window:40"])
+def test_memories_that_are_too_small_for_a_request(groups: str) -> None:
+    records = [
+        {"timestamp": 0, "input_length": 40, "output_length": 10, "hash_ids": [1, 2, 3]},
+        {"timestamp": 0, "input_length": 50, "output_length": 30, "hash_ids": [1, 2, 4, 5]},
+    ]
+    settings = {"engine": SGLANG, "block_size": 16, "groups": Group.from_text(groups), "unified_memory": True}
+    fit = [2 - replay_engine(records, capacity_blocks=blocks, **settings).never_fit for blocks in (*range(1, 20), 80)]
+    assert fit[0] == 0 and fit[-1] == 2 and fit == sorted(fit)

@@ -30,13 +30,15 @@ class OneMemory(NamedTuple):
 
 def shared(nbytes: int, block: int, each: int) -> OneMemory:
     """Return what can be held in ``nbytes``: in whole blocks of them, without whole states (or windows of blocks) at its
-    beginning, which hold nothing and have the bytes of a block or of a state, whichever is more.
+    beginning, which hold nothing and have the bytes of a block or of a state, whichever is more. Too few bytes hold nothing.
 
     >>> shared(1_000, 30, 100)
     OneMemory(nbytes=890, block=30, each=100, num_ids=9)
+    >>> shared(50, 30, 100)
+    OneMemory(nbytes=0, block=30, each=100, num_ids=0)
     """
     nothing = ceil_div(max(block, each), each) * each
-    return OneMemory(nbytes // block * block - nothing, block, each, nbytes // each - 1)
+    return OneMemory(max(0, nbytes // block * block - nothing), block, each, max(0, nbytes // each - 1))
 
 
 def check_groups(engine: str, groups: Sequence[Group]) -> None:
