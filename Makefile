@@ -2,7 +2,7 @@
 #             model: no GPU, no network, no weights
 # make test   format, lint, types, layering, tests: minutes
 # make long   the larger cases of these tests, which CI runs after make test, those of the newest files first;
-#             after 45 minutes it begins none and says so
+#             after 40 minutes it begins none and says so
 # make package  the wheel and the source distribution, in dist, and each installed with numpy alone and tried; other Pythons:
 #             make package PYTHONS="python3.10 python3.13"
 # make release  after `git tag vVERSION`: the same from a clean checkout of that tag, with twine's check; uploads nothing
@@ -50,7 +50,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 long: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long and not slow and not gpu" --seconds 2700 -o faulthandler_timeout=600
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long and not slow and not gpu" --seconds 2400 -o faulthandler_timeout=600
 
 slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow
