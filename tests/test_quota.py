@@ -309,6 +309,25 @@ def test_the_tree_evicts_in_some_namespaces_and_then_in_its_order(policy: str) -
         tree.check()
 
 
+def test_what_a_hint_let_go_at_the_end_of_a_call_is_evicted_in_that_call() -> None:
+    cache = cache_of()
+    row = row_nbytes(cache)
+    cache = cache_of("full", 4 * row)
+
+    def hint(kind: str, **payload: Any) -> dict[str, Any]:
+        action = {"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": payload}
+        return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+
+    text = [*range(48)]
+    sequence = cache.open(text, hints=hint("kv.session", session_id="s", event="begin"))
+    sequence.commit(text)
+    (kept,) = cache.apply(hint("kv.pin", session_id="s", token_ids=text))
+    assert kept.tokens == 48 and cached_nbytes(cache.core).total() == 6 * row, "it is in use"
+    sequence.close()  # ends the promises of its session before: an observer does so when the call is over
+    prove_within(cache)
+    assert cached_nbytes(cache.core).total() == 4 * row
+
+
 def test_closing_the_cache_ends_what_runs_over_its_quota() -> None:
     cache = cache_of(quota=0, block_size=4, tiers=[host_tier("64KiB", write="evict")])
     sequence = cache.open(text_of(1), "a")
