@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from kvpagoda.audit.server import ServerAnswer
@@ -18,6 +20,7 @@ from kvpagoda.audit.verdict import (
     distance,
     evidence,
     is_sure,
+    rounding_step,
 )
 
 
@@ -58,6 +61,27 @@ def test_the_limit_follows_the_noise() -> None:
     assert Noise([0.0], [0.5]).of_crowds.limit == RATIO * 0.5
     assert Noise([0.0, 1.0, 0.0], by_tokens=True).limit == 0.5
     assert Noise([0.0, 1.0, 0.0], by_tokens=True).chance == 2 / 5
+
+
+@pytest.mark.parametrize(("bits", "step"), [(8, Fraction(1, 32)), (11, Fraction(1, 256)), (24, 0)])
+def test_the_step_is_that_of_the_logits(bits: int, step: float) -> None:
+    """Logits between 4 and 8 with 8 bits, as in bfloat16, with 11, as in float16, and with those of float32."""
+    draw, tops = np.random.default_rng(4), []
+    for _ in range(9):
+        logits = np.round(draw.uniform(4, 8, 20) * 2.0 ** (bits - 3)) / 2.0 ** (bits - 3)
+        shown = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        tops.append({str(token): float(one) for token, one in enumerate(shown)})
+    assert rounding_step(answer(*tops)) == step
+    assert rounding_step(answer(*({token: top[token] for token in ("0", "1", "2")} for top in tops))) == 0, "too few"
+    assert rounding_step(answer({"a": 0.0, "b": -math.inf, "c": -math.inf, "d": -math.inf})) == 0
+    assert rounding_step(ServerAnswer("", (), ())) == 0
+
+
+def test_the_limit_is_over_some_steps() -> None:
+    assert Noise([0.0], [0.0], steps=[1 / 32] * 3).limit == RATIO / 32
+    assert Noise([0.0], [0.1], steps=[1 / 32] * 3).limit == RATIO * 0.1
+    assert Noise([0.0], [0.0], steps=[1.0] * 3).limit == MOST_ROUNDING
+    assert Noise([0.0], [0.0], steps=[0.0, 0.0, 0.5]).limit == LEAST
 
 
 def test_one_wrong_answer_is_never_a_finding() -> None:

@@ -15,7 +15,7 @@ from kvpagoda.audit.discover import find_cold, find_interface, find_sizes, num_p
 from kvpagoda.audit.probes import CROWDS, KINDS, Probe, ProbeTexts, probes
 from kvpagoda.audit.prompts import Ask, Case, Draw, PromptPart, PromptStep
 from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer, Unanswered
-from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure
+from kvpagoda.audit.verdict import Noise, distance, evidence, is_sure, rounding_step
 
 _RESERVE = 8
 """A part of the requests, 1 of so many, that is left for the smallest cases of findings, once an answer was wrong."""
@@ -353,7 +353,7 @@ class Audit:
 
     def measure_noise(self, pairs: int) -> None:
         """Measure what cold runs differ by: of the same prompt, of the prompt with the beginning of its answer, and, where the
-        answer cannot be appended, of the prompt beside another one.
+        answer cannot be appended, of the prompt beside another one. Answers that were wrong and are within it are right.
 
         Args:
             pairs: how many prompts.
@@ -367,11 +367,12 @@ class Audit:
             self.results.noise,
             list[tuple[Ask, ServerAnswer]](),
         )
-        for n in islice(cycle(texts.lengths()), self._num_noise, self._num_noise + pairs):
+        for n in islice(cycle(texts.noise_lengths()), self._num_noise, self._num_noise + pairs):
             ask = texts.ask(texts.new(n), most=2 * _HALF)
             answer = self._ask(ask)
             if self._is_cold(ask, answer):
                 firsts.append((ask, answer))
+                noise.steps.append(rounding_step(answer))
         self._num_noise += pairs
         more = list[tuple[Ask, ServerAnswer, ServerAnswer]]()
         fronts = self.cold([(replace(ask, most=_HALF), []) for ask, _ in firsts])
@@ -386,6 +387,9 @@ class Audit:
                 noise.pieces.append(distance(replace(rest, text=answer.text[len(front.text) :]), twin)[0])
         if not noise.pieces:
             self._noise_beside(texts, max(1, pairs // 2))
+        for trial in self.results.trials:
+            if trial.is_wrong and trial.distance <= self.results.noise_of(trial.ask.kind).limit:
+                trial.is_wrong, trial.whose = False, ""
 
     def _can_go_on(self, front: ServerAnswer) -> bool:
         """Return whether ``front`` can be a part of a prompt, token by token."""

@@ -86,6 +86,12 @@ class ProbeTexts:
             near = [u + 1, u + u // 3, u, u + u // 5, max(2, u - 1)]
         return [n for n in dict.fromkeys(near) if n + 2 * u + 8 <= most] or [max(2, most // 2)]
 
+    def noise_lengths(self) -> list[int]:
+        """Return the lengths of cold runs that are compared, in symbols: these, and among the first ones the longest that is
+        asked, and nearly so: kernels compute a long text in other pieces than short ones."""
+        most, (first, *rest) = max(8, self.profile.longest // self.profile.per_symbol), self.lengths()
+        return [first, most, *rest[:2], most * 4 // 5, *rest[2:]]
+
 
 Probe = Callable[[ProbeTexts, int], Case]
 

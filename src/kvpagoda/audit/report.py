@@ -54,7 +54,7 @@ class Report:
             "findings": [finding.to_dict() for finding in self.findings],
             "noise": {
                 "pairs": len(noise.same), "in_pieces": len(noise.pieces), "beside": len(noise.beside),
-                "largest": noise.most, "limit": noise.limit,
+                "largest": noise.most, "limit": noise.limit, "step": noise.step,
                 "by_tokens": noise.by_tokens,
             },
             "hits": {

@@ -3,7 +3,8 @@
 The distance of two answers to one prompt: at each token, as long as the tokens before are the same, the root mean square of
 the differences of log-probabilities over the likeliest tokens; the largest of these. The noise is what two cold runs differ
 by, and what a cold run differs from the same text when its answer is part of the prompt, which a server computes in other
-pieces. A judged answer is wrong if its distance from *two* cold twins is over ``RATIO`` times the largest noise.
+pieces. A judged answer is wrong if its distance from *two* cold twins is over ``RATIO`` times the largest noise, and over as
+many steps of a grid on which its log-probabilities lie.
 
 Whether wrong answers mean a fault is a sequential test. Without a fault at most ``CHANCE`` of the judged answers are wrong,
 and distances fall off at least with their third power. The evidence is how many times likelier the results are if a share of
@@ -17,6 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
 
 from kvpagoda.audit.server import ServerAnswer
 
@@ -32,6 +36,8 @@ SHARES = (0.9, 0.5, 0.2, 0.05, 0.02)
 ERROR = 1e-4
 """The chance that a server without a fault is said to have a given one."""
 _MOST, _FAR = 20.0, 1000.0
+_STEPS, _PRINTED = 2.0 ** -np.arange(1, 10), 2e-5
+"""The steps that are looked for, and how far what a server prints of a float32 is from it."""
 
 
 def distance(one: ServerAnswer, other: ServerAnswer) -> tuple[float, int]:
@@ -73,6 +79,26 @@ def _rms(left: Mapping[str, float], right: Mapping[str, float]) -> float:
     return math.sqrt(total / max(1, len(names)))
 
 
+def rounding_step(answer: ServerAnswer) -> float:
+    """Return the step of which the log-probabilities at a token of ``answer`` differ by multiples, the median of its tokens:
+    for logits between 4 and 8, 1/32 in bfloat16 and 1/256 in float16. 0 if they lie on no such grid, as in float32.
+
+    Rounding moves a logit by a step or by none, so that runs often do not differ at all, and then by steps.
+
+    Args:
+        answer: an answer with the log-probabilities of at least four tokens at each place.
+    """
+    found = list[float]()
+    for shown in answer.tops:
+        values = np.fromiter(shown.values(), float)
+        if len(values) < 4 or not np.isfinite(values).all():
+            return 0.0
+        differ = (values.max() - values)[:, None] / _STEPS
+        is_multiple = (np.abs(differ - np.round(differ)) * _STEPS < _PRINTED).all(axis=0)
+        found.append(float(_STEPS[is_multiple].max(initial=0.0)))
+    return median(found or [0.0])
+
+
 @dataclass
 class Noise:
     """What cold runs of the same prompt differ by.
@@ -82,12 +108,14 @@ class Noise:
         pieces: distances of runs that are computed in other pieces.
         beside: distances of a run alone from one beside others; used where there are no ``pieces``, and at most
             ``MOST_ROUNDING`` of it, as what is beside a run may spoil it.
+        steps: of the log-probabilities of cold answers, see ``rounding_step``.
         by_tokens: whether there are no log-probabilities, so that only tokens are compared.
     """
 
     same: list[float] = field(default_factory=list)
     pieces: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
     by_tokens: bool = False
 
     @property
@@ -95,6 +123,11 @@ class Noise:
         """The largest distance."""
         rounding = min(max(self.beside, default=0.0), MOST_ROUNDING)
         return max(self.same + self.pieces + [rounding], default=0.0)
+
+    @property
+    def step(self) -> float:
+        """The step of most cold answers; 0: none."""
+        return median(self.steps or [0.0])
 
     @property
     def of_crowds(self) -> Noise:
@@ -107,7 +140,9 @@ class Noise:
         """The distance over which an answer counts as wrong."""
         if self.by_tokens:
             return 0.5
-        return max(RATIO * self.most, LEAST if self.pieces else MOST_ROUNDING)
+        return max(
+            RATIO * self.most, min(RATIO * self.step, MOST_ROUNDING), LEAST if self.pieces else MOST_ROUNDING
+        )  # fmt: skip
 
     @property
     def chance(self) -> float:
