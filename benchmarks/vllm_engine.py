@@ -139,6 +139,7 @@ class Engine:
                 dtype="bfloat16" if model in BFLOAT16 else "float32", block_size=BLOCK,
                 num_gpu_blocks_override=1000 if model in LONG else 9000 if model in STATES else 20000,
                 enable_prefix_caching=True, async_scheduling=False, seed=0,
+                mamba_ssm_cache_dtype="float32",  # vLLM's own choice on a CPU with AVX-512's bf16 alone
                 **({"mamba_cache_mode": "align"} if model in STATES else {}),
             )  # fmt: skip
             scheduler.KVCacheManager = ours.KVCacheManager = record

@@ -1,4 +1,4 @@
-"""Run vLLM's own tests with its own cache manager, then with ours: every test that passed must pass again.
+"""Run vLLM's own tests with its own cache manager, and with ours: every test that passed must pass again.
 
     .venv-vllm/bin/python tools/vllm_tests.py [--memory] FOLDER [TEST FILE..]
 
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,8 +60,8 @@ def main(*said: str) -> int:
     model = place / "facebook" / "opt-125m"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(OPT))
-    before = outcomes(place, [*files])
-    after = outcomes(place, [*files], "-p", plugin)
+    with ThreadPoolExecutor() as pool:  # of processes that know nothing of each other
+        before, after = pool.map(lambda more: outcomes(place, files, *more), [(), ("-p", plugin)])
     passed = {name for name, outcome in before.items() if outcome == "passed"}
     out = sorted(name for name in passed if after.get(name) == "skipped")
     lost = sorted(name for name in passed if after.get(name) not in ("passed", "skipped"))

@@ -26,12 +26,16 @@ from kvpagoda.audit import Report, audit
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {"num-gpu-blocks-override": 60, "max-model-len": 2048}),
     "gemma3_text": ({}, {"num-gpu-blocks-override": 240, "max-model-len": 2048, "dtype": "float32"}),
-    # all experts for each token, so that rounding in bfloat16, which is all that its states have on a CPU, chooses none
+    # all experts for each token, so that rounding in bfloat16, all that it has on a CPU, chooses none; small, as a CPU without
+    # AVX-512's bf16 takes seconds for a thousand tokens of a layer with states
     "qwen3_next": (
-        {"num_experts": 2, "initializer_range": 0.1},
-        {"num-gpu-blocks-override": 60, "max-model-len": 8192},
+        dict(
+            num_experts=2, initializer_range=0.1, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=1, linear_num_value_heads=2,
+        ),
+        {"num-gpu-blocks-override": 60, "max-model-len": 4096, "mamba-ssm-cache-dtype": tiny_vllm.STATES},
     ),
-}
+}  # fmt: skip
 """Kind of a model -> changes of its config, and its server's options."""
 SCHEDULER = {"scheduler-cls": "kvpagoda.adapters.vllm.Scheduler"}
 CONNECTOR = {
@@ -89,6 +93,6 @@ def test_a_server_is_clean_and_its_fault_is_found(
         wrong = audit(address, max_requests=200, seed=2)
     said = clean.to_dict()
     assert clean.code == 0 and not clean.findings, [*clean.lines()][:8]
-    assert unit == tiny_vllm.BLOCK[kind] and (said["hits"]["unit"], said["hits"]["least"]) == (unit, unit + 1)
+    assert (said["hits"]["unit"], said["hits"]["least"]) == (unit, unit + 1)
     assert said["hits"]["share_found"] > (0.3 if kind == "qwen3_next" else 0.5)
     assert wrong.code == 1 and re.match(found, first_line(wrong)), [*wrong.lines()][:30]

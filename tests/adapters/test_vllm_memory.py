@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("vllm_groups_run.py")
 SLIDING, FULL = "sliding_attention", "full_attention"
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-Next-like": {},
+    "Qwen3-Next-like": dict(num_experts_per_tok=2),  # all of them, so that rounding chooses none
     "Gemma-3-like": dict(num_hidden_layers=7, layer_types=[SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]),
     "gpt-oss-like": {},
 }
@@ -47,6 +47,22 @@ GROUPS = {
 }
 """How many layers the groups have: vLLM's, and ours."""
 SCHEDULER = "kvpagoda.adapters.vllm.Scheduler"
+IS_EXACT = torch.cpu._is_avx512_bf16_supported()
+"""Whether vLLM has kernels of its own for gated delta layers here. Elsewhere its answers depend on where chunks of a prompt
+end: of 24 requests 12 have other tokens with --max-num-batched-tokens 256, and nothing of ours."""
+
+
+def is_same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether the tokens are the same, where vLLM's own are for any chunks, and else up to one that was as likely for it but
+    for rounding."""
+    if IS_EXACT or theirs["groups"] != GROUPS["Qwen3-Next-like"][0]:
+        return bool(ours["tokens"] == theirs["tokens"])
+    for name, tokens in theirs["tokens"].items():
+        other = ours["tokens"][name]
+        at = next((at for at, (one, two) in enumerate(zip(tokens, other, strict=True)) if one != two), None)
+        if at is not None and other[at] not in theirs["likely"][name][at]:
+            return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +134,7 @@ def test_tokens_are_those_of_vllms_own_groups(version: str, kind: str, scheduler
     assert theirs["preempted"] == 0 and len(ours["tokens"]) == 24
     assert scheduler or ours["preempted"]  # ours finds more, and may have room for all
     assert ours["manager"] == ("kvpagoda" if scheduler else "vllm")
-    assert ours["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs)
     if kind == "Qwen3-Next-like":
         assert ours["block_size"] < theirs["block_size"]
 
@@ -132,7 +148,7 @@ def test_states_lie_in_pairs_without_prefix_caching(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
     ours = served(place, "Qwen3-Next-like", "installed", **PAIRS)
     assert (ours["groups"], ours["cached"]) == ([2, 2, 2, 2, 1, 3], 0)
-    assert ours["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs)
 
 
 def test_the_plug_in_reaches_three_processes(place: Path) -> None:
@@ -141,7 +157,7 @@ def test_the_plug_in_reaches_three_processes(place: Path) -> None:
     ours = served(
         place, "Qwen3-Next-like", "installed", additional_config=ASKED, processes=3, num_gpu_blocks_override=75
     )
-    assert ours["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs)
 
 
 def test_our_connector_loads_what_lies_side_by_side(place: Path) -> None:
@@ -154,14 +170,14 @@ def test_our_connector_loads_what_lies_side_by_side(place: Path) -> None:
     options = dict(num_gpu_blocks_override=75, additional_config=ASKED)
     without = served(place, "Qwen3-Next-like", "installed", **options)
     ours = served(place, "Qwen3-Next-like", "installed", **options, kv_transfer_config=json.dumps(transfer))
-    assert ours["tokens"] == without["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs) and is_same(without, theirs)
     assert ours["cached"] > without["cached"]
 
 
 def test_states_that_overlap_are_seen(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
     wrong = served(place, "Qwen3-Next-like", "installed", **PAIRS, fault="overlap")
-    assert wrong["groups"] == [2, 2, 2, 2, 1, 3] and wrong["tokens"] != theirs["tokens"]
+    assert wrong["groups"] == [2, 2, 2, 2, 1, 3] and not is_same(wrong, theirs)
 
 
 # -- exact: states in runs of units ----------------------------------------------------------------------------------------
@@ -179,13 +195,13 @@ def test_tokens_with_exact_memory(version: str, place: Path) -> None:
     ours = served(place, "Qwen3-Next-like", version, **EXACT)
     assert (ours["groups"], ours["block_size"], ours["manager"]) == ([9, 3], 32, "kvpagoda")
     assert theirs["preempted"] == 0 < ours["preempted"] and len(ours["tokens"]) == 24
-    assert ours["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs)
 
 
 def test_texts_are_found_in_exact_memory(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
     ours = served(place, "Qwen3-Next-like", "installed", **{**EXACT, "num_gpu_blocks_override": 4000})
-    assert ours["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs)
     assert theirs["cached"] == 0 < ours["cached"]  # vLLM's block has more tokens than the texts
 
 
@@ -194,19 +210,19 @@ def test_exact_memory_without_prefix_caching(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
     ours = served(place, "Qwen3-Next-like", "installed", **EXACT, enable_prefix_caching=False)
     assert (ours["groups"], ours["cached"]) == ([9, 3], 0)
-    assert ours["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs)
 
 
 def test_exact_memory_in_three_processes(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
     ours = served(place, "Qwen3-Next-like", "installed", **EXACT, processes=3)
-    assert ours["tokens"] == theirs["tokens"]
+    assert is_same(ours, theirs)
 
 
 def test_states_that_are_given_too_few_ids_are_seen(place: Path) -> None:
     theirs = by_vllm(place, "Qwen3-Next-like", "installed")
     wrong = served(place, "Qwen3-Next-like", "installed", **EXACT, fault="short")
-    assert wrong["groups"] == [9, 3] and wrong["tokens"] != theirs["tokens"]
+    assert wrong["groups"] == [9, 3] and not is_same(wrong, theirs)
 
 
 def test_hashes_inside_of_blocks_are_refused_at_start(place: Path) -> None:

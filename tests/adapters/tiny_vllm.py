@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 BLOCK = {"llama": 128, "gemma3_text": 128, "gpt_oss": 128, "qwen3_next": 1152}
-"""Tokens of a block, as vLLM chooses them on a CPU."""
+"""Tokens of a block, as vLLM chooses them on a CPU when states have four bytes a number (``STATES``)."""
+STATES = "float32"
+"""Of states: vLLM 0.32 chooses this alone where the CPU has AVX-512's bf16, and the model's own type elsewhere."""
 
 
 def save(root: Path, kind: str, seed: int = 0, **changes: Any) -> str:
@@ -51,7 +54,8 @@ def save(root: Path, kind: str, seed: int = 0, **changes: Any) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = root / "-".join([kind, str(seed), *(f"{name}={value}" for name, value in changes.items())])
+    said = "-".join([kind, str(seed), *(f"{name}={value}" for name, value in changes.items())])
+    folder = root / re.sub(r"[^\w=.-]+", "_", said)  # no pattern, as which vLLM would read it
     if not folder.exists():
         torch.manual_seed(seed)
         config = AutoConfig.for_model(kind, **{**MODELS[kind], **changes})
@@ -86,7 +90,7 @@ class Engine:
             self.llm = LLM(
                 folder, skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=8, seed=0,
                 max_num_batched_tokens=batched, num_gpu_blocks_override=blocks, kv_transfer_config=transfer,
-                **{"enable_prefix_caching": True, "max_model_len": 4096, **arguments},
+                **{"enable_prefix_caching": True, "max_model_len": 4096, "mamba_ssm_cache_dtype": STATES, **arguments},
             )  # fmt: skip
         except BaseException:
             self.close()

@@ -1,7 +1,7 @@
 """An engine of vLLM with a tiny model, in a process of its own, under churn: KIND CHANGES OPTIONS, as ``main`` reads them.
 
-Prints a line of JSON: the tokens of every request that ended, the groups and the block size of vLLM's memory, how many
-requests were preempted, and how many tokens were cached.
+Prints a line of JSON: the tokens of every request that ended, for each of them the tokens that were as likely but for
+rounding, the groups and the block size of vLLM's memory, how many requests were preempted, and how many tokens were cached.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+ROUNDING = 0.25
+"""Nats: log-probabilities of the models here differ by multiples of 1/32, as logits in bfloat16 do."""
 
 
 def workload(llm: Any) -> dict[str, Any]:
@@ -36,11 +39,12 @@ def workload(llm: Any) -> dict[str, Any]:
         return [*map(int, random.integers(3, 500, int(random.integers(low, high))))]
 
     heads, ended, cached = [tokens(150, 500) for _ in range(3)], dict[str, list[int]](), 0
+    likely = dict[str, list[list[int]]]()
     for wave in range(3):
         for number in range(10):
             name, prompt = f"{wave}.{number}", [*heads[number % 3], *tokens(5, 60)] if number % 4 else tokens(10, 90)
             sampling = SamplingParams(
-                temperature=0, max_tokens=int(random.integers(20, 120)), ignore_eos=True, detokenize=False
+                temperature=0, max_tokens=int(random.integers(20, 120)), ignore_eos=True, detokenize=False, logprobs=4
             )
             engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         aborted, steps = [f"{wave}.3", f"{wave}.7"], 0
@@ -49,6 +53,10 @@ def workload(llm: Any) -> dict[str, Any]:
                 name = output.request_id.split("-")[0]
                 if output.finished and name not in aborted:
                     ended[name] = [*output.outputs[0].token_ids]
+                    likely[name] = [
+                        [token for token, one in top.items() if one.logprob >= top[ended[name][at]].logprob - ROUNDING]
+                        for at, top in enumerate(output.outputs[0].logprobs)
+                    ]
                     cached += output.num_cached_tokens or 0
             if hasattr(getattr(scheduler, "kv_cache_manager", None), "check"):
                 scheduler.kv_cache_manager.check()
@@ -57,7 +65,7 @@ def workload(llm: Any) -> dict[str, Any]:
                 engine.abort_request(aborted)
         if wave == 1:
             assert llm.reset_prefix_cache()
-    found: dict[str, Any] = {"tokens": ended, "preempted": preempted, "cached": cached}
+    found: dict[str, Any] = {"tokens": ended, "likely": likely, "preempted": preempted, "cached": cached}
     if scheduler is not None:
         groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
         found |= {"groups": [len(group.layer_names) for group in groups], "block_size": scheduler.block_size}
@@ -103,7 +111,7 @@ def main() -> None:
     usual = dict(
         load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=8, seed=0, block_size=32,
         max_num_batched_tokens=1024, max_model_len=704, enable_prefix_caching=True, async_scheduling=False,
-        dtype="bfloat16" if kind == "Qwen3-Next-like" else "float32",
+        dtype="bfloat16" if kind == "Qwen3-Next-like" else "float32", mamba_ssm_cache_dtype="float32",  # as in tiny_vllm
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({**SERVED[kind], **changes}))
