@@ -12,7 +12,7 @@
 #             those tests skip
 # make browser  as root on Debian: chromium and Perfetto, for tests that open recordings and pages; without them those tests skip
 # make vllm   vLLM's CPU build in a folder of its own (some gigabytes, minutes), its tests and ours of kvpagoda inside it, and
-#             a short table of benchmarks/vllm_engine.py
+#             a short table of benchmarks/vllm_engine.py; after an hour it begins no more of ours and says so (VLLM_SECONDS=600: ten)
 # make gpu    the tests that need a CUDA device: kernels that are installed (FlashInfer, flex_attention) read the cache's memory, a
 #             captured loop, models, tiers, sleep; what is missing is skipped, with the reason. torch for CUDA must be in .venv
 # make versions  the short tests of each extra, with the newest and with the oldest versions that pyproject.toml allows, each in a
@@ -27,6 +27,7 @@ CONSUMERS := .venv-consumers
 VLLM := .venv-vllm
 WHICH ?= newest oldest
 LONG_SECONDS ?= 2400
+VLLM_SECONDS ?= 3600
 VLLM_VERSION := 0.32.0
 VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_scheduler prefix_caching \
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
@@ -121,7 +122,7 @@ vllm: $(VLLM_READY)
 	$(VLLM)/bin/python tools/vllm_tests.py --memory $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_GROUP_TESTS)
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= \
 		tests/kernels/interpreted_vllm_rows.py
-	$(VLLM)/bin/python -m pytest -q -n 2 --dist worksteal -W default -p no:cacheprovider -o addopts= \
+	$(VLLM)/bin/python -m pytest -q -n 2 --dist worksteal -W default -p no:cacheprovider -o addopts= --seconds $(VLLM_SECONDS) \
 		tests/adapters/test_vllm_manager.py \
 		tests/adapters/test_vllm_options.py tests/adapters/test_vllm_connector.py tests/adapters/test_vllm_mtp.py \
 		tests/adapters/test_vllm_hints.py tests/adapters/test_vllm_names.py tests/adapters/test_vllm_page.py \
