@@ -29,10 +29,12 @@ WHICH ?= newest oldest
 LONG_SECONDS ?= 2400
 VLLM_SECONDS ?= 3600
 VLLM_VERSION := 0.32.0
+VLLM_NEWER := 0.33.0
+VLLM_NEWER_PYTHON := $(wildcard $(CONSUMERS)/lib/python3*/site-packages/vllm)
 VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_scheduler prefix_caching \
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_GROUP_TESTS := $(addprefix tests/v1/core/test_,kv_cache_utils.py contiguous_kv_packing.py)
-VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)
+VLLM_READY := $(VLLM)/.ready-$(VLLM_VERSION)-$(VLLM_NEWER)
 
 # The processes that tests start find compiled modules, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -116,10 +118,16 @@ consumers:
 		--dest $(CONSUMERS)/sdist vllm-router==0.1.17
 	tar -xzf $(CONSUMERS)/sdist/vllm_router-0.1.17.tar.gz -C $(CONSUMERS)/sdist
 
-# vLLM's own tests run with its own cache manager and with ours: what passes there must pass here.
+# vLLM's own tests run with its own cache manager and with ours: what passes there must pass here. Those of the newer version run
+# with its Python code, which make consumers has, over the extension of the installed one.
 vllm: $(VLLM_READY)
 	$(VLLM)/bin/python tools/vllm_tests.py $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_TESTS)
 	$(VLLM)/bin/python tools/vllm_tests.py --memory $(VLLM)/tests-$(VLLM_VERSION) $(VLLM_GROUP_TESTS)
+ifneq ($(VLLM_NEWER_PYTHON),)
+	$(VLLM)/bin/python tools/vllm_tests.py --python $(VLLM_NEWER_PYTHON) $(VLLM)/tests-$(VLLM_NEWER) $(VLLM_TESTS)
+	$(VLLM)/bin/python tools/vllm_tests.py --memory --python $(VLLM_NEWER_PYTHON) $(VLLM)/tests-$(VLLM_NEWER) $(VLLM_TESTS) \
+		$(VLLM_GROUP_TESTS) $(addprefix tests/v1/core/test_,kv_cache_planning.py kv_cache_config_builder.py)
+endif
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -q -W default -p no:cacheprovider -o addopts= \
 		tests/kernels/interpreted_vllm_rows.py
 	$(VLLM)/bin/python -m pytest -q -n 2 --dist worksteal -W default -p no:cacheprovider -o addopts= --seconds $(VLLM_SECONDS) \
@@ -140,11 +148,11 @@ $(VLLM_READY): pyproject.toml
 		setuptools-rust setuptools-scm wheel jinja2 pytest pytest-xdist redis rich xxhash
 	$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
-	VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) VLLM_TARGET_DEVICE=empty $(VLLM)/bin/python -m pip download --quiet \
-		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION) -d $(VLLM)
-	rm -rf $(VLLM)/tests-$(VLLM_VERSION)
-	mkdir $(VLLM)/tests-$(VLLM_VERSION)
-	tar -xzf $(VLLM)/vllm-$(VLLM_VERSION).tar.gz -C $(VLLM)/tests-$(VLLM_VERSION) --strip-components 1 vllm-$(VLLM_VERSION)/tests
+	set -e; for version in $(VLLM_VERSION) $(VLLM_NEWER); do \
+		VLLM_VERSION_OVERRIDE=$$version VLLM_TARGET_DEVICE=empty $(VLLM)/bin/python -m pip download --quiet \
+			--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$$version -d $(VLLM); \
+		rm -rf $(VLLM)/tests-$$version; mkdir $(VLLM)/tests-$$version; \
+		tar -xzf $(VLLM)/vllm-$$version.tar.gz -C $(VLLM)/tests-$$version --strip-components 1 vllm-$$version/tests; done
 	touch $@
 
 clean:

@@ -1,20 +1,24 @@
 """Run vLLM's own tests with its own cache manager, and with ours: every test that passed must pass again.
 
-    .venv-vllm/bin/python tools/vllm_tests.py [--memory] FOLDER [TEST FILE..]
+    .venv-vllm/bin/python tools/vllm_tests.py [--memory] [--python PACKAGE] FOLDER [TEST FILE..]
 
-``--memory``: with smaller groups of layers (``vllm_memory_plugin``) instead of our manager. ``FOLDER``: what vLLM's source
-distribution has, at least its ``tests``. Tests that fail with vLLM's own manager need a GPU or a model from the network. Those
-that look into what ours replaces stay out by name (``vllm_plugin.STAY_OUT``).
+``--memory``: with smaller groups of layers (``vllm_memory_plugin``) instead of our manager. ``--python``: the folder ``vllm``
+of another version, whose Python code runs over the extension of the installed one. ``FOLDER``: what vLLM's source distribution
+has, at least its ``tests``. Tests that fail with vLLM's own manager need a GPU or a model from the network. Those that look
+into what ours replaces stay out by name (``vllm_plugin.STAY_OUT``).
 Exits with 1 if a test passed with vLLM's manager alone, or if none passed. Needs pytest and vLLM.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,16 +33,30 @@ OPT = {
 """The config that the tests load under the name facebook/opt-125m; they use no weights."""
 
 
-def outcomes(folder: Path, files: list[str], *more: str) -> dict[str, str]:
-    """Return for each test in ``files`` "passed", "skipped" or "failed"."""
+def overlay(place: Path, python: Path) -> Path:
+    """Make a folder in ``place`` in which ``vllm`` has the code of ``python``, the package of a version, over the extension of
+    the installed one, and return it. VLLM_TARGET_DEVICE must be "cpu" where it is imported: its version does not say so."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None and found.origin is not None
+    over = place / python.parent.name / "vllm"
+    if not over.exists():
+        over.mkdir(parents=True)
+        parts = [one for one in python.iterdir() if one.suffix != ".so"]
+        for part in (*parts, *Path(found.origin).parent.glob("*.so")):
+            (over / part.name).symlink_to(part.resolve())
+    return over.parent
+
+
+def outcomes(folder: Path, files: list[str], *more: str, first: Sequence[Path] = ()) -> dict[str, str]:
+    """Return for each test in ``files`` "passed", "skipped" or "failed". ``first``: where modules are looked for first."""
     with TemporaryDirectory() as place:
         report = Path(place, "report.xml")
-        paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "tests" / "adapters", folder))
+        paths = os.pathsep.join(str(path) for path in (*first, ROOT / "src", ROOT / "tests" / "adapters", folder))
         command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"]
         subprocess.run(
             [*command, *more, *files, f"--junitxml={report}", "--tb=no"],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             check=False,
@@ -54,14 +72,21 @@ def _outcome(case: ET.Element) -> str:
 
 
 def main(*said: str) -> int:
-    folder, *files = [one for one in said if one != "--memory"]
-    plugin = "vllm_memory_plugin" if "--memory" in said else "vllm_plugin"
-    place = Path(folder).resolve()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--python", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("files", nargs="*")
+    asked = parser.parse_args(said)
+    files, place = asked.files, asked.folder.resolve()
+    plugin = "vllm_memory_plugin" if asked.memory else "vllm_plugin"
     model = place / "facebook" / "opt-125m"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(OPT))
-    with ThreadPoolExecutor() as pool:  # of processes that know nothing of each other
-        before, after = pool.map(lambda more: outcomes(place, files, *more), [(), ("-p", plugin)])
+    with TemporaryDirectory() as over, ThreadPoolExecutor() as pool:  # of processes that know nothing of each other
+        first = () if asked.python is None else (overlay(Path(over), asked.python),)
+        runs = pool.map(lambda more: outcomes(place, files, *more, first=first), [(), ("-p", plugin)])
+        before, after = runs
     passed = {name for name, outcome in before.items() if outcome == "passed"}
     out = sorted(name for name in passed if after.get(name) == "skipped")
     lost = sorted(name for name in passed if after.get(name) not in ("passed", "skipped"))

@@ -21,6 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 import torch
 import vllm
+from tools.vllm_tests import overlay
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -87,13 +88,7 @@ def paths(place: Path, version: str) -> str:
         sources = sorted(ROOT.glob(".venv-consumers/lib/python3*/site-packages/vllm"))
         if not sources:
             pytest.skip("no source of vLLM 0.33: make consumers")
-        over = place / "0.33" / "vllm"
-        if not over.exists():
-            over.mkdir(parents=True)
-            parts = [one for one in sources[0].iterdir() if one.suffix != ".so"]
-            for part in (*parts, *Path(vllm.__file__).parent.glob("*.so")):
-                (over / part.name).symlink_to(part)
-        found.insert(0, str(over.parent))
+        found.insert(0, str(overlay(place, sources[0])))
     return os.pathsep.join(found)
 
 
