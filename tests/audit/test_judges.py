@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engine import Array, Batch, Engine, Fault, Job
-from fake_server import DIALECTS
+from fake_server import DIALECTS, FakeServer
 from further import FURTHER, NewWeights
 from judging import audited, clean_server
-from planted import PLANTED
+from planted import PLANTED, OneTokenTooLong
 from unlisted import UNLISTED
 
 pytest.importorskip("httpx")
+
+from kvpagoda.audit.judge import Audit, Trial
+from kvpagoda.audit.probes import one
+from kvpagoda.audit.prompts import Ask, Case, PromptPart
+from kvpagoda.audit.server import Server, ServerAnswer
 
 SERVERS: dict[str, dict[str, Any]] = {
     "one page of a tier": {"host": "2MiB"},
@@ -119,6 +124,20 @@ def test_other_weights_after_a_wait_are_no_fault(tmp_path: Path) -> None:
     assert report.code == 0, [*report.lines()][:8]
 
 
+def test_what_is_within_the_noise_that_is_measured_later_is_not_wrong() -> None:
+    with FakeServer(seed=1, noise=0.02) as fake, Server(fake.url) as server:
+        audit = Audit(server, 1)
+        audit.prepare()
+        ask = Ask((PromptPart((1, 2)),), "repeat")
+        for distance in (1e-3, 9.0):
+            trial = Trial(Case("hits", one(ask)), 0, ask, [], ServerAnswer("a"), str(distance))
+            trial.distance, trial.is_wrong, trial.whose = distance, True, "another"
+            audit.results.trials.append(trial)
+        audit.measure_noise(2)
+        assert 1e-3 < audit.results.noise.limit < 9.0
+        assert [(trial.is_wrong, trial.whose) for trial in audit.results.trials] == [(False, ""), (True, "another")]
+
+
 class RoundedHits(Fault):
     """No fault: logits have the steps of ``grid``, and after a hit of a long text one of them, now and then, is another."""
 
@@ -132,16 +151,13 @@ class RoundedHits(Fault):
                 logits[row][int(np.argmax(logits[row]))] -= self.grid
 
 
-class WrongHits(RoundedHits):
+class WrongHits(RoundedHits, OneTokenTooLong):
     """The same on a server on which hits are wrong."""
-
-    def opened(self, engine: Engine, job: Job) -> None:
-        PLANTED["hit one token too long"].opened(self, engine, job)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_of_rounding_is_no_finding(seed: int) -> None:
-    """vLLM 0.32 in bfloat16 on a CPU: hits of more than some thousand tokens round otherwise than any cold run does."""
+    """vLLM 0.32 in bfloat16 on a CPU: hits of more than about a thousand tokens round otherwise than any cold run does."""
     fault = RoundedHits(seed)
     report = audited(fault, seed=seed)
     assert (report.code, report.findings) == (0, []) and fault.told > 10, [*report.lines()][:8]
