@@ -231,6 +231,7 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "kernels/compiled_copy_rows.py::test_it_moves_sixteen_bytes_an_access_where_it_may": ("-90",),
     "kernels/compiled_append_swa.py::test_rows_move_in_vectors": ("90",),
     "audit/test_fake_engine.py::test_a_planted_fault_changes_answers_or_counters": ("window", "page"),
+    "audit/test_fake_engine.py::test_no_fault_breaks_the_engine": ("freed", "half of a block"),
     "hf/test_sampling.py::test_top_k_and_top_p_keep_the_likeliest_in_proportion": 3,
     "test_step_uploads.py::test_the_device_has_the_hosts_arrays_in_a_random_life": (
         "full and", "mixed", "chunk", "go back",

@@ -335,6 +335,13 @@ def rows_of(batch: Batch, layer: int) -> tuple[Array, Array]:
     return view["k"].numpy(), view["v"].numpy()
 
 
+def common_tokens(first: Tokens, second: Tokens) -> int:
+    """Return how many tokens two texts begin with alike."""
+    n = min(len(first), len(second))
+    same = first[:n] == second[:n]
+    return n if same.all() else int(same.argmin())
+
+
 def states_of(batch: Batch, model: HybridModel) -> dict[int, Array]:
     """Return the records of the states of each layer that has some, which may be written."""
     return {i: batch.layer(i)["recurrent"].numpy() for i, kind in enumerate(model.kinds) if kind == "state"}

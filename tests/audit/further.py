@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict, deque
 
 import numpy as np
-from fake_engine import Engine, Fault, Job, rows_of, states_of
+from fake_engine import Engine, Fault, Job, common_tokens, rows_of, states_of
 from hybrid_model import Array
 from planted import Corrupted, OneTokenTooLong
 
@@ -98,9 +98,8 @@ class FreedByAbort(Corrupted):
     def ended(self, engine: Engine, job: Job, how: str) -> None:
         for other in engine.running:
             if how == "aborted" and other is not job and job.tables and other.namespace == job.namespace:
-                n = min(len(other.keys), job.sequence.length, other.sequence.length)
-                same = other.keys[:n] == job.keys[:n]
-                whole = (n if same.all() else int(same.argmin())) // engine.block
+                held = min(job.sequence.length, other.sequence.length)
+                whole = min(held, common_tokens(other.keys, job.keys)) // engine.block
                 if whole and self.strikes():
                     for layer in engine.attending:
                         self.spoil(engine, layer, int(job.tables[layer][whole - 1]))
@@ -184,11 +183,7 @@ class PartialCopy(Fault):
         if not job.lookup or job.num_begun > 1:
             return
         rest = job.keys[job.hit : len(job.keys) - 1][: engine.block]
-        common = 0
-        for other in self.nexts[key_of(job, job.hit)]:
-            n = min(len(rest), len(other))
-            same = other[:n] == rest[:n]
-            common = max(common, n if same.all() else int(same.argmin()))
+        common = max((common_tokens(rest, other) for other in self.nexts[key_of(job, job.hit)]), default=0)
         if common > 3 and self.strikes():
             job.hidden, job.counted = range(job.hit + common // 2, job.hit + common), job.hit + common
         for begin in range(0, len(job.keys), engine.block):

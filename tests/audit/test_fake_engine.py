@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engine import Engine, Fault, Job
+from further import FURTHER
 from hybrid_model import IMAGE, IMAGE_LENGTH, HybridModel
 from planted import PLANTED
+from unlisted import UNLISTED
 
 MODELS = {
     "full": ("full", "full"),
@@ -121,3 +123,31 @@ def test_a_planted_fault_changes_answers_or_counters(name: str, right: list[Job]
         assert worst(*runs) < 1e-9 and any(job.salt == "b" and job.hit for job in runs[0])
     else:
         assert worst(*runs) > 0.01
+
+
+@pytest.mark.parametrize("name", [*PLANTED, *FURTHER, *UNLISTED])
+def test_no_fault_breaks_the_engine(name: str) -> None:
+    """Requests with a common prefix, of many lengths, run beside each other, and some are aborted at any place."""
+    fault = {**PLANTED, **FURTHER, **UNLISTED}[name](seed=1)
+    engine = Engine(HybridModel(2), fault)
+    random = np.random.default_rng(6)
+    base = random.integers(0, 256, 120).astype(np.int32)
+    for _ in range(10):
+        jobs = []
+        for _ in range(4):
+            rest = random.integers(0, 256, random.integers(1, 40)).astype(np.int32)
+            jobs.append(
+                engine.submit(Job(np.append(base[: random.integers(10, 120)], rest), int(random.integers(2, 40))))
+            )
+        for job in jobs[:2]:
+            for _ in range(random.integers(1, 12)):
+                if job.out.get() is None:
+                    break
+            else:
+                engine.abort(job)
+                while job.out.get() is not None:
+                    pass
+        for job in jobs[2:]:
+            while job.out.get() is not None:
+                pass
+    engine.close()

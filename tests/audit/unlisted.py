@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 
 import numpy as np
-from fake_engine import Engine, Fault, Job, rows_of, states_of
+from fake_engine import Engine, Fault, Job, common_tokens, rows_of, states_of
 from hybrid_model import Array
 from planted import Foreign
 
@@ -37,9 +37,7 @@ class NotYetWritten(Fault):
     def opened(self, engine: Engine, job: Job) -> None:
         for other in engine.running:
             if other.is_first and other.namespace == job.namespace and other is not job:
-                n = min(len(other.keys), len(job.keys) - 1)
-                same = other.keys[:n] == job.keys[:n]
-                common = (n if same.all() else int(same.argmin())) // engine.block * engine.block
+                common = common_tokens(other.keys, job.keys[:-1]) // engine.block * engine.block
                 if common > job.hit and self.strikes():
                     job.hidden = range(job.hit, common)
 
