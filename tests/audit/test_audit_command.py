@@ -26,9 +26,10 @@ from browser import chromium
 from json_schema import schema_of, violations
 from kvpagoda.audit import audit, command, findings
 from kvpagoda.audit.findings import Finding
-from kvpagoda.audit.judge import Audit, Trial
+from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.probes import ProbeTexts
 from kvpagoda.audit.prompts import Ask, Case, PromptPart, one
+from kvpagoda.audit.results import Trial
 from kvpagoda.audit.server import Server, ServerAnswer
 from kvpagoda.errors import BadInput
 
@@ -114,7 +115,7 @@ def test_a_fault_of_one_hit_in_some_is_shown_as_often_as_it_takes(name: str, see
         judge = Audit(server, 4)
         judge.prepare()
         judge.measure_noise(6)
-        texts = ProbeTexts(judge.draw, server.profile)
+        texts = ProbeTexts(judge.runner.draw, server.profile)
         ask = texts.ask(texts.new(40))
         finding = Finding("rows", "repeat", "", 1, 1, 1.0, Case("hits", one(ask, replace(ask, kind="repeat"))), [])
         trial = findings._seen_again(judge, finding)

@@ -16,9 +16,10 @@ from unlisted import UNLISTED
 
 pytest.importorskip("httpx")
 
-from kvpagoda.audit.judge import Audit, Trial
+from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.probes import one
 from kvpagoda.audit.prompts import Ask, Case, PromptPart
+from kvpagoda.audit.results import Trial
 from kvpagoda.audit.server import Server, ServerAnswer
 
 SERVERS: dict[str, dict[str, Any]] = {

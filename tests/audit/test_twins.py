@@ -8,13 +8,15 @@ import pytest
 
 pytest.importorskip("httpx", reason="no httpx: the extra audit")
 
-from kvpagoda.audit.judge import Audit, Results
-from kvpagoda.audit.prompts import Ask, Case, PromptPart, PromptStep
-from kvpagoda.audit.server import OutOfRequests, Server, ServerAnswer
+from kvpagoda.audit.judge import Audit
+from kvpagoda.audit.prompts import Ask, Case, Draw, PromptPart, PromptStep
+from kvpagoda.audit.results import Results
+from kvpagoda.audit.runner import CaseRunner
+from kvpagoda.audit.server import Answers, OutOfRequests, Server, ServerAnswer
 from kvpagoda.audit.verdict import MOST_ROUNDING, Noise
 
 
-class Churned(Audit):
+class Churned(CaseRunner):
     """Cold twins of which two can be asked, the first at its second try."""
 
     num_churns, num_asked = 0.0, 0
@@ -22,7 +24,7 @@ class Churned(Audit):
     def churn(self, share: float = 1.0) -> None:
         self.num_churns += share
 
-    def _cold(self, ask: Ask, answers: list[ServerAnswer | None], way: str) -> ServerAnswer | None:
+    def _cold(self, ask: Ask, answers: Answers, way: str) -> ServerAnswer | None:
         self.num_asked += 1
         if self.num_asked > 3:
             raise OutOfRequests("all are sent")
@@ -30,23 +32,24 @@ class Churned(Audit):
 
 
 @pytest.fixture
-def audit() -> Iterator[Churned]:
+def server() -> Iterator[Server]:
     with Server("http://127.0.0.1:1") as server:
         server.learn(cold="churn", completions={})
-        yield Churned(server, 0)
+        yield server
 
 
-def test_twins_of_one_beginning_are_asked_one_after_the_other_and_kept_when_no_more_can_be(audit: Churned) -> None:
-    wanted = [(Ask((PromptPart((1, number)),)), list[ServerAnswer | None]()) for number in range(3)]
-    found = audit.cold(wanted)
+def test_twins_of_one_beginning_are_asked_one_after_the_other_and_kept_when_no_more_can_be(server: Server) -> None:
+    runner = Churned(server, Draw(0), Results())
+    wanted = [(Ask((PromptPart((1, number)),)), ()) for number in range(3)]
+    found = runner.cold(wanted)
     assert [answer and answer.text for answer in found] == ["0", "1", None]
-    assert audit.num_churns == 1 + 2 + 1 + 1
+    assert runner.num_churns == 1 + 2 + 1 + 1
 
 
-def test_what_chats_begin_with_is_no_noise_where_there_are_completions(audit: Churned) -> None:
-    cold, warm = ServerAnswer("a", cached=0), ServerAnswer("b", cached=22)
+def test_what_chats_begin_with_is_no_noise_where_there_are_completions(server: Server) -> None:
+    audit, cold, warm = Audit(server, 0), ServerAnswer("a", cached=0), ServerAnswer("b", cached=22)
     assert audit._is_noise(cold, cold) and not audit._is_noise(cold, warm)
-    audit.server.learn(completions=None)
+    server.learn(completions=None)
     assert audit._is_noise(cold, warm)
 
 
@@ -57,19 +60,22 @@ def test_answers_beside_others_count_from_what_rounding_makes_of_them() -> None:
     assert results.noise_of("at once", "repeat").limit == results.noise_of("after at once").limit < MOST_ROUNDING
 
 
-def test_twins_of_before_a_wait_are_forgotten(audit: Churned) -> None:
+def test_twins_of_before_a_wait_are_forgotten(server: Server) -> None:
     """Rows of weights that were replaced agree with answers of before, and not with cold runs."""
-    audit._twins["a prompt"] = ServerAnswer("of the weights before")
-    audit._wait = lambda _: None
-    audit.run_case(Case("wait", (PromptStep("wait"),)))
-    assert not audit._twins
+    waited = list[str]()
+    runner = Audit(server, 0, after="restart", wait=waited.append).runner
+    runner.twins["a prompt"] = ServerAnswer("of the weights before")
+    runner.run(Case("wait", (PromptStep("wait"),)))
+    assert not runner.twins and waited == ["restart"]
 
 
-def test_counters_are_judged_when_it_is_known_what_all_prompts_begin_with(audit: Churned) -> None:
+def test_counters_are_judged_when_it_is_known_what_all_prompts_begin_with(server: Server) -> None:
     """As with a chat's template of twenty tokens, which the first requests of an audit have in common."""
+    results = Results()
+    runner = CaseRunner(server, Draw(0), results)
     ask, answer = Ask((PromptPart((1, 2)),), chat=True), ServerAnswer("a", cached=20, num_prompt=30, common=8)
-    audit._count(ask, [], 0, answer)
-    assert not audit.results.miscounts
-    audit.server.learn(shared={"chat": 0})
-    audit._count(ask, [], 0, answer)
-    assert len(audit.results.miscounts) == 1
+    runner.count(ask, [], 0, answer)
+    assert not results.miscounts
+    server.learn(shared={"chat": 0})
+    runner.count(ask, [], 0, answer)
+    assert len(results.miscounts) == 1

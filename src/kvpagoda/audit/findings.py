@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpagoda.audit.judge import Audit, Miscount, Results, Trial, until
+from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.probes import KINDS, PLAIN
 from kvpagoda.audit.prompts import Case, Draw
 from kvpagoda.audit.prompts import one as steps
-from kvpagoda.audit.server import OutOfRequests, ServerAnswer, ServerProfile, Unanswered
+from kvpagoda.audit.results import Miscount, Results, Trial
+from kvpagoda.audit.server import Answers, OutOfRequests, ServerProfile, Unanswered
 from kvpagoda.audit.verdict import distance
 from kvpagoda.errors import BadInput, shown
 
@@ -123,12 +124,12 @@ def _rows(audit: Audit, kinds: tuple[str, ...], others: list[str]) -> Finding:
     text, also = _said(results, kinds, trials, bad), [_briefly(results, kind) for kind in others]
     chosen = min(bad, key=lambda trial: (trial.number, sum(len(part.symbols) for part in trial.ask.parts)))
     is_steady = 2 * len(bad) > len(trials) and chosen.case.name != "wait"
-    case = audit.smallest(chosen) if is_steady else until(chosen.case, chosen.number)
+    case = audit.smallest(chosen) if is_steady else chosen.case.until(chosen.number)
     largest = max(trial.distance for trial in bad)
     found = Finding("rows", kinds[0], text, len(bad), len(trials), largest, case, also)
     again = _seen_again(audit, found) if case.name != "wait" else None
     if again is not None:  # what was sent last is what is shown
-        case, chosen = until(again.case, again.number), again
+        case, chosen = again.case.until(again.number), again
     found.lines = _lines(audit, case, chosen.answers, "compare .choices[0].logprobs with that of its cold twin")
     found.lines[-3:-3] = _how_often(found)  # before the wrong request, and the comment and request of its twin
     found.lines += _values(chosen)
@@ -237,7 +238,7 @@ def _of_counters(audit: Audit) -> Iterator[Finding]:
     )
     text += f"; {rows}" if rows else ""
     also = [f"{WHO[other]}: {len(by_who[other])}" for other in sure[1:]]
-    case = until(most.case, most.number) if most.case.steps else Case("never sent", ())
+    case = most.case.until(most.number) if most.case.steps else Case("never sent", ())
     is_last = any(ask.key == most.ask.key for step in case.steps[-1:] for ask in step.asks)
     if not is_last and not most.ask.answers:  # a cold twin, or what an audit begins with
         case = Case("never sent", steps(*[one.ask for one in plain[-3:-1]], most.ask))
@@ -254,9 +255,11 @@ def _answers_of(audit: Audit, found: list[Miscount]) -> str:
             if one.answers or one.ask.parts[0].image is not None:
                 continue
             asks = [
-                replace(one.ask, kind="", salt=audit.draw.salt() if audit.server.profile.cold == "salt" else None)
+                replace(
+                    one.ask, kind="", salt=audit.runner.draw.salt() if audit.server.profile.cold == "salt" else None
+                )
             ] * 2
-            answers = [audit.server.ask(replace(ask, salt=ask.salt and audit.draw.salt())) for ask in asks]
+            answers = [audit.server.ask(replace(ask, salt=ask.salt and audit.runner.draw.salt())) for ask in asks]
             differs = min(distance(one.answer, answer)[0] for answer in answers)
             if differs > audit.results.noise.limit:
                 wrong += 1
@@ -274,7 +277,7 @@ def _answers_of(audit: Audit, found: list[Miscount]) -> str:
 # -- the smallest case ------------------------------------------------------------------------------------------------
 
 
-def _lines(audit: Audit, case: Case, answers: list[ServerAnswer | None], what: str) -> list[str]:
+def _lines(audit: Audit, case: Case, answers: Answers, what: str) -> list[str]:
     """Return lines for a shell that send ``case``, and a cold twin of its last request."""
     server, lines, seen = audit.server, list[str](), 0
     for step in case.steps:
@@ -284,7 +287,7 @@ def _lines(audit: Audit, case: Case, answers: list[ServerAnswer | None], what: s
         if step.do == "wait":
             lines.append("# wait, as with --after")
         for number, ask in enumerate(step.asks):
-            known = answers[:seen] + [None] * (seen - len(answers))
+            known = [*answers[:seen], *[None] * (seen - len(answers))]
             line = server.curl(ask, known)
             is_gone = step.do == "abort" and not number
             is_beside = step.do == "together" or (is_gone and len(step.asks) > 1)
@@ -324,7 +327,7 @@ def replay(audit: Audit, data: Any) -> tuple[int, int, str]:
     if not is_known:
         raise BadInput(f"a replay file of version {data['version']}; this one reads {REPLAY_VERSION}")
     audit.server.profile = profile
-    audit.draw = Draw(audit.seed, profile.as_ids)
+    audit.runner.draw = Draw(audit.seed, profile.as_ids)
     audit.results.noise.by_tokens = not profile.top
     audit.measure_noise(6)
     seen = runs = 0

@@ -136,6 +136,22 @@ class Case:
         for step in self.steps:
             yield from step.asks
 
+    def until(self, number: int) -> Case:
+        """Return the case up to its request ``number``."""
+        steps, seen = list[PromptStep](), 0
+        for step in self.steps:
+            steps.append(step)
+            seen += len(step.asks)
+            if seen > number:
+                break
+        return replace(self, steps=tuple(steps))
+
+    def without(self, number: int) -> Case | None:
+        """Return the case without step ``number``; None if later ones repeat an answer, so that numbers would change."""
+        if any(ask.answers for ask in self.asks()):
+            return None
+        return replace(self, steps=self.steps[:number] + self.steps[number + 1 :])
+
     @property
     def num_requests(self) -> int:
         """How many requests it sends, without churn and twins."""

@@ -69,6 +69,10 @@ class ServerAnswer:
     counter: str = ""
 
 
+Answers = Sequence[ServerAnswer | None]
+"""The answers to the requests of a case so far; None for one without."""
+
+
 @dataclass(frozen=True)
 class ServerProfile:
     """What a server has, as far as an audit asks for it.
@@ -263,7 +267,7 @@ class Server:
 
     # -- requests of an audit ----------------------------------------------------------------------------------------
 
-    def ask(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> ServerAnswer:
+    def ask(self, ask: Ask, answers: Answers = ()) -> ServerAnswer:
         """Return the answer to ``ask``.
 
         Args:
@@ -279,7 +283,7 @@ class Server:
         self._remember(ask, answers, answer)
         return replace(answer, common=common)
 
-    def together(self, asks: Sequence[Ask], answers: Sequence[ServerAnswer | None] = ()) -> list[ServerAnswer | None]:
+    def together(self, asks: Sequence[Ask], answers: Answers = ()) -> list[ServerAnswer | None]:
         """Return the answers to requests that are sent at the same moment; None for one without. Raises OutOfRequests."""
         if len(asks) > self.num_left:
             raise OutOfRequests("too few requests are left", needed=len(asks), available=self.num_left)
@@ -301,7 +305,7 @@ class Server:
             self._sent.setdefault(who, []).append((text, more))
         return found
 
-    def abort(self, ask: Ask, answers: Sequence[ServerAnswer | None] = (), after: float | None = None) -> None:
+    def abort(self, ask: Ask, answers: Answers = (), after: float | None = None) -> None:
         """Ask, and close the connection ``after`` so many seconds; None: at the first token. Raises OutOfRequests,
         Unanswered."""
         path, body = self.body(ask, answers)
@@ -322,7 +326,7 @@ class Server:
                 return None
             raise Unanswered(f"{path}: {error or type(error).__name__}") from None
 
-    def body(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> tuple[str, dict[str, Any]]:
+    def body(self, ask: Ask, answers: Answers = ()) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of ``ask``."""
         profile = self.profile
         body: dict[str, Any] = {**self.plain(ask.model), "max_tokens": ask.most, **profile.extras}
@@ -344,7 +348,7 @@ class Server:
         name = model or self.profile.model
         return {**({"model": name} if name else {}), "temperature": 0, "seed": 0}
 
-    def prompt(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> list[int] | str:
+    def prompt(self, ask: Ask, answers: Answers = ()) -> list[int] | str:
         """Return the prompt of a completion: token ids, or text where the server takes no ids."""
         if self.profile.as_ids:
             ids = list[int]()
@@ -356,13 +360,13 @@ class Server:
         return text.removeprefix(" ")  # which may be a token of its own, with which all prompts would begin
 
     @staticmethod
-    def _text(symbols: Symbols, answer: int | None, answers: Sequence[ServerAnswer | None]) -> str:
+    def _text(symbols: Symbols, answer: int | None, answers: Answers) -> str:
         if answer is not None:
             found = answers[answer]
             return "" if found is None else found.text
         return "".join(f" {LETTERS[symbol % len(LETTERS)]}" for symbol in symbols)
 
-    def _messages(self, ask: Ask, answers: Sequence[ServerAnswer | None]) -> Any:
+    def _messages(self, ask: Ask, answers: Answers) -> Any:
         for number, part in enumerate(ask.parts):
             text = self._text(part.symbols, part.answer, answers).strip()
             if part.image is not None:
@@ -375,7 +379,7 @@ class Server:
             else:
                 yield {"role": part.role, "content": text}
 
-    def curl(self, ask: Ask, answers: Sequence[ServerAnswer | None] = ()) -> str:
+    def curl(self, ask: Ask, answers: Answers = ()) -> str:
         """Return a line for a shell that sends ``ask``."""
         path, body = self.body(ask, answers)
         key = """ -H "Authorization: Bearer $KEY" """.rstrip() if "authorization" in self._http.headers else ""
@@ -384,9 +388,7 @@ class Server:
 
     # -- what was sent before ----------------------------------------------------------------------------------------
 
-    def _written(
-        self, ask: Ask, answers: Sequence[ServerAnswer | None]
-    ) -> tuple[tuple[Any, ...], npt.NDArray[np.int32]]:
+    def _written(self, ask: Ask, answers: Answers) -> tuple[tuple[Any, ...], npt.NDArray[np.int32]]:
         """Return who may share what is cached with ``ask``, and its text as numbers, one for a token or more."""
         adapter = ask.model if ask.model in self.profile.adapters else None
         if not ask.chat:
@@ -402,7 +404,7 @@ class Server:
         return (ask.chat, adapter, salt), np.array(numbers, np.int32)
 
     def _sent_with(
-        self, ask: Ask, answers: Sequence[ServerAnswer | None], answer: ServerAnswer | None
+        self, ask: Ask, answers: Answers, answer: ServerAnswer | None
     ) -> tuple[tuple[Any, ...], npt.NDArray[np.int32], int]:
         """Return who may share what ``ask`` and its ``answer`` leave in the cache, its text, and how many tokens behind that
         may be cached, too: what is not known of an answer may begin as another prompt goes on, by chance."""
@@ -415,12 +417,12 @@ class Server:
         is_known = self.profile.as_ids and answer is not None and answer.ids is not None
         return who, np.append(numbers, np.array(more, np.int32)), 8 if ask.chat else 0 if is_known else 2
 
-    def _remember(self, ask: Ask, answers: Sequence[ServerAnswer | None], answer: ServerAnswer | None) -> None:
+    def _remember(self, ask: Ask, answers: Answers, answer: ServerAnswer | None) -> None:
         who, text, more = self._sent_with(ask, answers, answer)
         self._sent.setdefault(who, []).append((text, more))
 
     def _common(
-        self, ask: Ask, answers: Sequence[ServerAnswer | None],
+        self, ask: Ask, answers: Answers,
         beside: Sequence[tuple[tuple[Any, ...], npt.NDArray[np.int32], int]] = (),
     ) -> int | None:  # fmt: skip
         """Return the most tokens of ``ask`` that can be cached: what it begins with that was sent before, or ``beside`` it, by
