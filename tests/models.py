@@ -8,6 +8,7 @@ expert tables) is random too: otherwise a fault there would not show.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -182,3 +183,15 @@ def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
     ):
         setattr(model.generation_config, field, None)
     return model.eval()
+
+
+def break_every(patch: pytest.MonkeyPatch, module: torch.nn.Module, n: int) -> None:
+    """Make each ``n``th call of ``module`` raise MemoryError, until ``patch`` is undone."""
+    forward, numbers = module.forward, itertools.count(1)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) % n == 0:
+            raise MemoryError
+        return forward(*args, **kwargs)
+
+    patch.setattr(module, "forward", broken)

@@ -20,7 +20,7 @@ from kvpagoda.errors import BadInput, NeverFits, SchemaError  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache, Request, Sampling  # noqa: E402
 from kvpagoda.scheduling import LeastComputed, PreemptionMode, Youngest  # noqa: E402
 from kvpagoda.tiers import host_tier  # noqa: E402
-from models import tiny_model  # noqa: E402
+from models import break_every, tiny_model  # noqa: E402
 from raises import raises  # noqa: E402
 
 NEW = 12
@@ -189,17 +189,8 @@ def test_aborted_requests_leave_nothing_and_others_go_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["t5"])
 def test_after_an_error_in_the_model_the_next_step_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, calls = small(name), 0
-    block = model(name).decoder.block[1]
-
-    def breaks(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 5 == 0:
-            raise MemoryError
-        return own(*args, **kwargs)
-
-    monkeypatch.setattr(block, "forward", breaks)
+    generator = small(name)
+    break_every(monkeypatch, model(name).decoder.block[1], 5)
     inputs = inputs_of(model(name), LENGTHS)
     requests = [generator.submit(prompt, 6, encoder_input=given) for prompt, given in zip(PROMPTS, inputs)]
     failed = 0
@@ -209,6 +200,7 @@ def test_after_an_error_in_the_model_the_next_step_goes_on(name: str, monkeypatc
         except MemoryError:
             failed += 1
         generator.cache.check()
+    monkeypatch.undo()
     assert failed > 2
     assert [request.output for request in requests] == [tokens[:6] for tokens in tokens_of(name)]
 

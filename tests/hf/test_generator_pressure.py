@@ -17,7 +17,7 @@ from test_generator import EXACT, model_of  # noqa: E402
 from kvpagoda.errors import BadInput, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import Generator, Request, Sampling  # noqa: E402
 from kvpagoda.scheduling import LeastComputed, PreemptionMode, Youngest  # noqa: E402
-from models import VOCAB  # noqa: E402
+from models import VOCAB, break_every  # noqa: E402
 from raises import raises  # noqa: E402
 
 NEW = 20
@@ -127,18 +127,9 @@ def test_abort_drops_all() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"])
 def test_after_an_error_in_the_model_the_next_step_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward pass breaks off half-way, in every ninth step: rows and states are half written then."""
-    generator, model, calls = small(name), model_of(name), 0
+    generator, model = small(name), model_of(name)
     requests = [generator.submit(prompt, 9) for prompt in prompts()]
-    block = list(model.model.layers)[2].mlp
-
-    def breaks(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 9 == 0:
-            raise MemoryError
-        return own(*args, **kwargs)
-
-    monkeypatch.setattr(block, "forward", breaks)
+    break_every(monkeypatch, list(model.model.layers)[2].mlp, 9)
     errors = 0
     while not all(request.done for request in requests):
         try:
