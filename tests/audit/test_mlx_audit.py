@@ -67,8 +67,9 @@ def test_a_hit_one_token_too_long_is_found(tmp_path: Path) -> None:
 
 
 def test_keys_without_some_tokens_are_found(tmp_path: Path) -> None:
-    """They are tokens of a chat's template: another role has the same text from there on."""
+    """A chat with another role has the same text from there on; a prompt in which one of these tokens was changed by chance is
+    said to be cached to its end."""
     report = audited(tmp_path, "keys")
     assert report.code == 1, [*report.lines()][:8]
     first = report.findings[0]
-    assert (first.sort, first.kind) == ("rows", "other role"), [*report.lines()][:8]
+    assert (first.sort, first.kind) in (("rows", "other role"), ("counter", "prompt")), [*report.lines()][:8]
