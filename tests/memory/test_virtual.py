@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from enum import IntEnum
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -129,7 +130,7 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
 
     def tensor(one: Any, device: Any) -> Any:
@@ -141,8 +142,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     monkeypatch.setattr(virtual, "_tensor", tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.calls.append(f"wait for {device}"))
+    yield made
     KEPT.clear()
-    return made
+    gc.collect()  # what an error's frames keep, too, while there is a device to wait for
 
 
 KEPT: list[Any] = []
