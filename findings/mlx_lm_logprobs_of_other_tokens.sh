@@ -14,6 +14,7 @@ python3 -m venv "$folder/env"
 cd "$folder"
 HF_HUB_OFFLINE=1 "$folder/env/bin/python" - <<'PY'
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -45,29 +46,30 @@ tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix
 fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 fast.save_pretrained(folder)
 
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = str(free.getsockname()[1])
+url = f"http://localhost:{port}"
 server = subprocess.Popen(
-    [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", "8189", "--host", "127.0.0.1"],
+    [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", port, "--host", "localhost"],
     stderr=subprocess.DEVNULL,
 )
 try:
     for _ in range(300):
         try:
-            urlopen("http://127.0.0.1:8189/health", timeout=5)
+            urlopen(f"{url}/health", timeout=5)
             break
         except OSError:
             time.sleep(0.2)
     others = below = total = said = firsts = 0
     for letter in "abcdefgh":
         body = dict(model=str(folder), prompt=letter * 9, max_tokens=8, temperature=0, logprobs=True, top_logprobs=5)
-        request = Request(
-            "http://127.0.0.1:8189/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        request = Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
         choice = json.load(urlopen(request, timeout=300))["choices"][0]
         likeliest = [max(entry["top_logprobs"], key=lambda one: one["logprob"]) for entry in choice["logprobs"]["content"]]
         said += tokenizer.decode([one["id"] for one in likeliest]) == choice["text"]
         firsts += all(entry["id"] == entry["top_logprobs"][0]["id"] for entry in choice["logprobs"]["content"])
-        for entry in choice["logprobs"]["content"]:
-            best = max(entry["top_logprobs"], key=lambda one: one["logprob"])
+        for entry, best in zip(choice["logprobs"]["content"], likeliest):
             total += 1
             others += entry["id"] != best["id"]  # at temperature 0 the likeliest is the one that was chosen
             below += [one["logprob"] for one in entry["top_logprobs"]] != sorted(
