@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("httpx", reason="no httpx: the extra audit")
 
+from kvpagoda.audit.findings import _answers_of
 from kvpagoda.audit.judge import Audit
 from kvpagoda.audit.prompts import Ask, Case, Draw, PromptPart, PromptStep
-from kvpagoda.audit.results import Results
+from kvpagoda.audit.results import Miscount, Results
 from kvpagoda.audit.runner import CaseRunner
 from kvpagoda.audit.server import Answers, OutOfRequests, Server, ServerAnswer
 from kvpagoda.audit.verdict import MOST_ROUNDING, Noise
@@ -24,7 +25,7 @@ class Churned(CaseRunner):
     def churn(self, share: float = 1.0) -> None:
         self.num_churns += share
 
-    def _cold(self, ask: Ask, answers: Answers, way: str) -> ServerAnswer | None:
+    def _cold(self, ask: Ask, answers: Answers) -> ServerAnswer | None:
         self.num_asked += 1
         if self.num_asked > 3:
             raise OutOfRequests("all are sent")
@@ -79,3 +80,34 @@ def test_counters_are_judged_when_it_is_known_what_all_prompts_begin_with(server
     server.learn(shared={"chat": 0})
     runner.count(ask, [], 0, answer)
     assert len(results.miscounts) == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "salted", "cold"), [("salt", True, False), ("off", False, True), ("churn", False, False)]
+)
+def test_a_twin_is_asked_so_that_nothing_cached_is_used(server: Server, way: str, salted: bool, cold: bool) -> None:
+    server.learn(cold=way)
+    ask = Ask((PromptPart((1, 2)),), "repeat", salt="its own")
+    runner = CaseRunner(server, Draw(0), Results())
+    twin = runner.twin(ask)
+    assert twin.key == ask.key and twin.kind == "" and twin.cold is cold
+    assert (twin.salt is not None) is salted and twin.salt != "its own"
+    assert not salted or twin.salt != runner.twin(ask).salt  # of two none makes the other one warm
+
+
+@pytest.mark.parametrize(
+    ("cold", "by_tokens", "said"),
+    [("salt", False, "right in 1 of 1"), ("off", False, "right in 1 of 1"), ("salt", True, ""), ("churn", False, "")],
+)
+def test_an_answer_is_said_to_be_right_if_its_twin_is_cold_and_more_than_tokens_are_compared(
+    server: Server, monkeypatch: pytest.MonkeyPatch, cold: str, by_tokens: bool, said: str
+) -> None:
+    asked, ask = list[Ask](), Ask((PromptPart((1, 2)),), "repeat")
+    answer = ServerAnswer("a", tokens=("a",), tops=() if by_tokens else ({"a": -0.1},))
+    monkeypatch.setattr(server, "ask", lambda ask: asked.append(ask) or answer)
+    server.learn(cold=cold)
+    audit = Audit(server, 0)
+    audit.results.noise.by_tokens = by_tokens
+    text = _answers_of(audit, [Miscount("prompt", Case("hits"), 0, ask, (), answer)])
+    assert said in text and bool(text) is bool(said)
+    assert all(twin.cold or twin.salt for twin in asked)

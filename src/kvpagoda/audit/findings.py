@@ -248,18 +248,16 @@ def _of_counters(audit: Audit) -> Iterator[Finding]:
 
 
 def _answers_of(audit: Audit, found: list[Miscount]) -> str:
-    """Return what is known of the answers whose counters are wrong, in words."""
+    """Return what is known of the answers whose counters are wrong, in words. Twins that take churn are not asked: what is
+    left of the requests is for the smallest cases."""
     right = wrong = 0
+    if audit.server.profile.cold == "churn":
+        return ""
     with suppress(OutOfRequests, Unanswered):
         for one in found[:3]:
             if one.answers or one.ask.parts[0].image is not None:
                 continue
-            asks = [
-                replace(
-                    one.ask, kind="", salt=audit.runner.draw.salt() if audit.server.profile.cold == "salt" else None
-                )
-            ] * 2
-            answers = [audit.server.ask(replace(ask, salt=ask.salt and audit.runner.draw.salt())) for ask in asks]
+            answers = [audit.server.ask(audit.runner.twin(one.ask)) for _ in range(2)]
             differs = min(distance(one.answer, answer)[0] for answer in answers)
             if differs > audit.results.noise.limit:
                 wrong += 1
@@ -267,7 +265,7 @@ def _answers_of(audit: Audit, found: list[Miscount]) -> str:
                 right += 1
     if wrong:
         return f"and {wrong} of {wrong + right} of their answers are wrong: keys collide"
-    if not right:
+    if not right or audit.results.noise.by_tokens:  # wrong rows may give the same token
         return ""
     return (
         f"their answers are right in {right} of {right}: what is wrong is the counter, or who may share what is cached"

@@ -106,11 +106,8 @@ class Audit:
             OutOfRequests: no more may be sent.
             Unanswered: the server does not answer.
         """
-        texts, noise, firsts = (
-            ProbeTexts(self.runner.draw, self.server.profile),
-            self.results.noise,
-            list[tuple[Ask, ServerAnswer]](),
-        )
+        texts, noise = ProbeTexts(self.runner.draw, self.server.profile), self.results.noise
+        firsts = list[tuple[Ask, ServerAnswer]]()
         for n in islice(cycle(texts.noise_lengths()), self._num_noise, self._num_noise + pairs):
             ask = texts.ask(texts.new(n), most=2 * _HALF)
             answer = self.runner.ask(ask)

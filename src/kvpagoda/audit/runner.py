@@ -128,9 +128,8 @@ class CaseRunner:
             OutOfRequests: no more may be sent.
             Unanswered: the server does not answer.
         """
-        way = self.server.profile.cold
-        if way != "churn":
-            return [self._cold(ask, answers, way) for ask, answers in wanted]
+        if self.server.profile.cold != "churn":
+            return [self._cold(ask, answers) for ask, answers in wanted]
         found: dict[int, ServerAnswer | None] = {}
         with suppress(OutOfRequests):  # what has been found until then is of use
             while left := [number for number in range(len(wanted)) if number not in found]:
@@ -149,18 +148,22 @@ class CaseRunner:
                 batch.append(number)
         again = list[int]()
         for number in batch:
-            if (answer := self._cold(*wanted[number], "churn")) is None:
+            if (answer := self._cold(*wanted[number])) is None:
                 again.append(number)  # more is needed, for a longer prompt perhaps
             else:
                 found[number] = answer
         if again:
             self.churn(2.0)
             for number in again:
-                found[number] = self._cold(*wanted[number], "churn")
+                found[number] = self._cold(*wanted[number])
 
-    def _cold(self, ask: Ask, answers: Answers, way: str) -> ServerAnswer | None:
-        twin = replace(ask.key, salt=self.draw.salt() if way == "salt" else None, cold=way == "off")
-        answer = self.ask(twin, answers)
+    def twin(self, ask: Ask) -> Ask:
+        """Return ``ask`` as it is asked so that nothing cached is used; where that takes churn, the cache is filled before."""
+        way = self.server.profile.cold
+        return replace(ask.key, salt=self.draw.salt() if way == "salt" else None, cold=way == "off")
+
+    def _cold(self, ask: Ask, answers: Answers) -> ServerAnswer | None:
+        answer = self.ask(self.twin(ask), answers)
         return answer if self.is_cold(ask, answer) else None
 
 
