@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvpagoda import Identity, KVCache
 from kvpagoda.core.offload.offloader import Offloader
-from kvpagoda.events.event_log import CachedEvents
+from kvpagoda.events.event_log import CachedEvents, Restart, SharedEvents
 from kvpagoda.events.tier_watch import TierWatch
 from kvpagoda.tiers import disk_tier, host_tier
 from kvpagoda.tiers.driver import Status
@@ -119,11 +120,77 @@ def test_a_watch_tells_only_what_changes() -> None:
     assert log.take() == [CachedEvents("CPU", (one, two), True), CachedEvents("CPU", (one, two), False)]
 
 
+KEEPS, DROPS = CachedEvents("CPU", (b"1" * 32,), True), CachedEvents("CPU", (b"1" * 32,), False)
+
+
 def test_a_full_log_starts_again_after_news_of_a_tier() -> None:
+    log = EventLog(capacity=3)
+    cache = KVCache(SCHEMA, "16KiB", device="cpu", block_size=4, events=log)
+    for _ in range(3):
+        log.told(KEEPS)
+    assert log.take() == [KEEPS] * 3
+    for _ in range(4):  # one more than fits
+        log.told(KEEPS)
+    serve(cache, range(4))
+    assert log.num_restarts == 1 and [type(record) for record in log.take()] == [Restart]
+    for _ in range(3):
+        log.told(KEEPS)
+    serve(cache, range(10, 14))  # news of tiers takes room, too
+    assert log.num_restarts == 2 and [type(record) for record in log.take()] == [Restart]
+    cache.close()
+
+
+def test_a_log_restarts_while_a_tier_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tier tells while everything is listed is all forgotten: not just that it drops a block again."""
     log = EventLog(capacity=1)
-    cache = KVCache(SCHEMA, "16KiB", device="cpu", block_size=4, events=log, tiers=[host_tier("24KiB", write="commit")])
+    cache = KVCache(SCHEMA, "16KiB", device="cpu", block_size=4, events=log)
     serve(cache, range(20))
-    assert cache.flush(10) and log._is_broken
-    serve(cache, range(40, 60))
-    assert log.num_restarts > 0 and len(log.take()) == 1
+    texts = log._view.texts
+
+    def told_meanwhile() -> Any:
+        found = texts()
+        log.told(KEEPS)
+        log.told(DROPS)
+        return found
+
+    monkeypatch.setattr(log._view, "texts", told_meanwhile)
+    log.restart()
+    assert [type(record) for record in log.take()] == [Restart]
+    cache.close()
+
+
+class EmptyOnce(deque[Any]):
+    """Calls ``when_empty`` once, when nothing is left."""
+
+    when_empty: Any = None
+
+    def popleft(self) -> Any:
+        if not self and self.when_empty:
+            call, self.when_empty = self.when_empty, None
+            call()
+            raise IndexError
+        return super().popleft()
+
+
+@pytest.mark.parametrize("does_restart", [False, True])
+def test_news_of_a_tier_never_comes_before_what_it_is_about(does_restart: bool) -> None:
+    """A block is cached and stored in a tier when ``take`` has just seen the last record of the cache."""
+    log = EventLog()
+    cache = KVCache(SCHEMA, "16KiB", device="cpu", block_size=4, events=log)
+    log.take()
+
+    def meanwhile() -> None:
+        serve(cache, range(4))
+        if does_restart:
+            log.restart()
+        log.told(KEEPS)
+
+    log._records = EmptyOnce()
+    log._records.when_empty = meanwhile
+    log.told(DROPS)
+    first, then = log.take(), log.take()
+    assert first == ([] if does_restart else [DROPS])
+    assert [type(record) for record in then] == [Restart if does_restart else SharedEvents, CachedEvents] and then[
+        1
+    ] == KEEPS
     cache.close()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
 
 from kvpagoda.abc import BlockIds, CachedText, CacheObserver, CacheView, RequestView
@@ -108,7 +109,7 @@ class EventLog(CacheObserver):
     cache while another calls ``take``.
 
     Args:
-        capacity: the most records that wait.
+        capacity: the most records that wait: of the cache and of tiers together, give or take one that a tier tells just then.
 
     Raises:
         BadInput: a ``capacity`` out of range.
@@ -122,6 +123,7 @@ class EventLog(CacheObserver):
         self.num_restarts = 0  #: how often the log restarted: it was full, or out of memory
         self._records: deque[Record | tuple[BlockIds, ...] | _Raw] = deque()
         self._of_tiers: deque[CachedEvents] = deque()
+        self._telling = Lock()  # a restart forgets all that tiers told before it, and nothing that they tell after it
         self._followed: Followed | None = None
         self._view: CacheView
         self._is_broken = self._is_due = False
@@ -154,7 +156,9 @@ class EventLog(CacheObserver):
 
     def take(self) -> list[Record]:
         """Remove the waiting records from the log, and return them, oldest first."""
-        taken = list[Record]()
+        # What tiers have told so far is about blocks whose records are here by now, unless the cache has yet to tell of them.
+        taken, of_tiers = list[Record](), self._of_tiers
+        num_told = len(of_tiers)
         is_whole = self._followed is None or not self._view.num_waiting
         with suppress(IndexError):  # the thread of the cache may clear the log meanwhile
             while True:
@@ -165,9 +169,9 @@ class EventLog(CacheObserver):
                     taken.append(self._gone(record))
                 else:
                     taken.append(self._finished(record))
-        with suppress(IndexError):
-            while is_whole:  # a tier may have stored a block before this log was told that it is cached
-                taken.append(self._of_tiers.popleft())
+        with self._telling:
+            if is_whole and of_tiers is self._of_tiers:
+                taken += [of_tiers.popleft() for _ in range(num_told)]
         return taken
 
     def _finished(self, raw: _Raw) -> SharedEvents:
@@ -189,10 +193,11 @@ class EventLog(CacheObserver):
         Args:
             record: of the tier.
         """
-        if len(self._records) + len(self._of_tiers) < self.capacity:
-            self._of_tiers.append(record)
-        else:
-            self._is_broken = True
+        with self._telling:
+            if len(self._records) + len(self._of_tiers) < self.capacity:
+                self._of_tiers.append(record)
+            else:
+                self._is_broken = True
 
     # -- called by the cache, after it has changed -------------------------------------------------------------------
 
@@ -219,16 +224,18 @@ class EventLog(CacheObserver):
         """Drop what waits, and record everything that can be found now. O(blocks)."""
         self._is_due, self._is_broken = False, True  # until there is memory for all records
         self._records.clear()
-        self._of_tiers.clear()
         with suppress(MemoryError):
-            self._records.append(Restart(tuple(map(self._cached, self._view.texts()))))
-            self._is_broken = False
+            everything = Restart(tuple(map(self._cached, self._view.texts())))
+            with self._telling:
+                self._of_tiers = deque()
+                self._records.append(everything)
+                self._is_broken = False
 
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _put(self, record: Record | tuple[BlockIds, ...] | _Raw) -> None:
         if not self._is_due:
-            if len(self._records) < self.capacity and not self._is_broken:
+            if len(self._records) + len(self._of_tiers) < self.capacity and not self._is_broken:
                 try:
                     self._records.append(record)
                 except MemoryError:
