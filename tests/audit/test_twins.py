@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -96,18 +97,38 @@ def test_a_twin_is_asked_so_that_nothing_cached_is_used(server: Server, way: str
 
 
 @pytest.mark.parametrize(
-    ("cold", "by_tokens", "said"),
-    [("salt", False, "right in 1 of 1"), ("off", False, "right in 1 of 1"), ("salt", True, ""), ("churn", False, "")],
+    ("cold", "by_tokens", "cached", "said"),
+    [
+        ("salt", False, 0, "right in 1 of 1"),
+        ("salt", False, None, "right in 1 of 1"),
+        ("off", False, 0, "right in 1 of 1"),
+        ("salt", False, 16, ""),  # the twin is warm
+        ("salt", True, 0, ""),
+        ("churn", False, 0, ""),
+    ],
 )
+@pytest.mark.parametrize("repeats", [False, True])
 def test_an_answer_is_said_to_be_right_if_its_twin_is_cold_and_more_than_tokens_are_compared(
-    server: Server, monkeypatch: pytest.MonkeyPatch, cold: str, by_tokens: bool, said: str
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    cold: str,
+    by_tokens: bool,
+    cached: int | None,
+    said: str,
+    repeats: bool,
 ) -> None:
-    asked, ask = list[Ask](), Ask((PromptPart((1, 2)),), "repeat")
+    asked = list[tuple[Ask, Answers]]()
+    parts = (PromptPart((1, 2)), PromptPart(answer=0)) if repeats else (PromptPart((1, 2)),)
     answer = ServerAnswer("a", tokens=("a",), tops=() if by_tokens else ({"a": -0.1},))
-    monkeypatch.setattr(server, "ask", lambda ask: asked.append(ask) or answer)
+
+    def reply(ask: Ask, answers: Answers = ()) -> ServerAnswer:
+        asked.append((ask, answers))
+        return replace(answer, cached=cached)
+
+    monkeypatch.setattr(server, "ask", reply)
     server.learn(cold=cold)
-    audit = Audit(server, 0)
+    audit, before = Audit(server, 0), [ServerAnswer("of the step before")]
     audit.results.noise.by_tokens = by_tokens
-    text = _answers_of(audit, [Miscount("prompt", Case("hits"), 0, ask, (), answer)])
+    text = _answers_of(audit, [Miscount("prompt", Case("hits"), 1, Ask(parts, "repeat"), before, answer)])
     assert said in text and bool(text) is bool(said)
-    assert all(twin.cold or twin.salt for twin in asked)
+    assert all((twin.cold or twin.salt) and answers is before for twin, answers in asked)

@@ -138,9 +138,9 @@ def test_occupied_slots_do_not_slow_down_alloc():
     slots = SlotAllocator(1_000_000)
     for i in range(999_999):
         slots.occupy(i)
-    start = time.perf_counter()
+    start = time.thread_time()
     assert slots.alloc() == 999_999
-    assert time.perf_counter() - start < 0.02, "looking at every occupied slot takes about 0.1 s"
+    assert time.thread_time() - start < 0.02, "looking at every occupied slot takes about 0.1 s"
 
 
 def test_cost_is_flat_from_1_000_to_1_000_000_slots():

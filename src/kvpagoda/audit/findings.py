@@ -255,9 +255,11 @@ def _answers_of(audit: Audit, found: list[Miscount]) -> str:
         return ""
     with suppress(OutOfRequests, Unanswered):
         for one in found[:3]:
-            if one.answers or one.ask.parts[0].image is not None:
+            if one.ask.parts[0].image is not None:
                 continue
-            answers = [audit.server.ask(audit.runner.twin(one.ask)) for _ in range(2)]
+            answers = [audit.server.ask(audit.runner.twin(one.ask), one.answers) for _ in range(2)]
+            if not all(audit.runner.is_cold(one.ask, answer) for answer in answers):
+                continue
             differs = min(distance(one.answer, answer)[0] for answer in answers)
             if differs > audit.results.noise.limit:
                 wrong += 1
