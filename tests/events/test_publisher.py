@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from kvpagoda import KVCache
 from kvpagoda.errors import BadInput
+from kvpagoda.schema import Attention, Layer, Schema
 
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
@@ -28,6 +30,7 @@ from kvpagoda.events.wire import decode
 from raises import raises
 
 LOCAL = "tcp://127.0.0.1:*"
+FULL = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
 PATIENCE = 20.0
 
 
@@ -281,3 +284,37 @@ def test_an_address_without_a_star_is_bound_if_asked_and_the_log_says_which(capl
             pass
     told = [record.getMessage() for record in caplog.records if record.name == "kvpagoda.events.publisher"]
     assert told == [f"events: bound to {endpoint}, replay bound to {replay}", f"events: connected to {endpoint}"]
+
+
+@pytest.mark.parametrize("place", ["kvpagoda.events.stream.EventStream._add", "kvpagoda.events.wire.Encoding.encode"])
+def test_what_memory_lacked_for_in_the_publishers_thread_is_told_with_the_next_change(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after more changes than one: what comes between has its parents among what was lost."""
+    log = EventLog()
+    cache = KVCache(FULL, num_blocks=400, block_size=4, device="none", events=log)
+    with (
+        Publisher(log, LOCAL, LOCAL) as publisher,
+        Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber,
+    ):
+
+        def leave(text: list[int]) -> None:
+            with cache.open(text) as sequence:
+                sequence.commit(text[sequence.length :])
+
+        def told(text: list[int]) -> bool:
+            wanted = [[[*text, 99], len(text), len(text)]]
+            return publisher.flush() and hear(subscriber, wanted) == wanted
+
+        leave([*range(8)])
+        assert told([*range(8)])
+        with monkeypatch.context() as patch:
+            patch.setattr(place, lambda *_: (_ for _ in ()).throw(MemoryError))
+            leave([*range(16)])
+            assert publisher.flush() and publisher._thread.is_alive()
+        assert "a batch is lost" in caplog.text
+        leave([*range(24)])
+        assert told([*range(24)])
+        leave([*range(50, 58)])
+        assert told([*range(50, 58)]) and log.num_restarts == 1
+    cache.close()

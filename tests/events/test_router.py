@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -25,12 +27,13 @@ from kvpagoda.errors import BadInput
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 from traffic import Traffic
 
 from kvpagoda.events import Encoding, Follower, Publisher, Router, RouterServer, Subscriber
 from kvpagoda.events.router import MOST_NBYTES
+from kvpagoda.events.server import _Server
 from raises import raises
 
 LOCAL, PATIENCE = "tcp://127.0.0.1:*", 20.0
@@ -386,3 +389,50 @@ def test_a_wrong_command_line_is_one_line(here: Any, tmp_path: Path, arguments: 
     (tmp_path / "list.json").write_text("[1]")
     done = here("router", *(str(tmp_path / "list.json") if one == "LIST" else one for one in arguments))
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_connections_may_begin_while_the_slow_ones_are_looked_for() -> None:
+    """Where the garbage collector runs, other threads may run, too: it calls finalizers."""
+    with _Server(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.waits = {Mock(): monotonic() for _ in range(3)}
+
+        def begin(phase: str, _: Any) -> None:
+            server.waits[Mock()] = monotonic()
+
+        before, kept = gc.get_threshold(), [(object(), 1.0) for _ in range(5000)]  # so that new pairs are allocated
+        gc.callbacks.append(begin)
+        gc.set_threshold(1)
+        try:
+            server.service_actions()
+        finally:
+            gc.set_threshold(*before)
+            gc.callbacks.remove(begin)
+        assert kept and len(server.waits) >= 3
+
+
+def test_a_server_whose_thread_ended_closes_its_socket() -> None:
+    with Router({"a": NOBODY}) as router:
+        server = RouterServer(router)
+        server._server.shutdown()
+        server._thread.join()
+        server.close()
+        server.close()
+        with pytest.raises(OSError):
+            connected(server)
+
+
+def test_whether_a_worker_is_stale_is_of_the_moment_of_its_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may hear of the worker right afterwards."""
+
+    class Lock:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            monkeypatch.setattr(type(worker), "is_stale", False)
+
+    with Router({"a": NOBODY}, interval=1000.0) as router:
+        worker = router.workers["a"]
+        monkeypatch.setattr(worker, "lock", Lock())
+        answer = router.answer("POST", "/score", b'{"tokens": [1, 2]}')
+        assert answer.body["stale"] == ["a"] and not worker.is_stale

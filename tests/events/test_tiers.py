@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from kvpagoda.events.event_log import CachedEvents, Restart, SharedEvents
 from kvpagoda.events.tier_watch import TierWatch
 from kvpagoda.tiers import disk_tier, host_tier
 from kvpagoda.tiers.driver import Status
+from kvpagoda.tiers.slots import SlotDriver
 
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
 pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
@@ -108,16 +111,91 @@ def test_what_a_tier_keeps_is_told(kind: str, write: str, tmp_path: Path) -> Non
     cache.close()
 
 
+class Slots:
+    """A medium of two slots that holds nothing."""
+
+    num_slots, slot_nbytes = 2, 1
+
+    def scan(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def write(self, *_: int) -> bool:
+        return True
+
+    read = clear = write
+
+
 def test_a_watch_tells_only_what_changes() -> None:
-    log = EventLog()
-    watch = TierWatch("CPU", log)
+    log, driver = EventLog(), SlotDriver(Slots())
+    watch = TierWatch("CPU", log, driver)
     one, two = b"1" * 32, b"2" * 32
-    watch.stored({b"k": one + two, b"l": two}, [Status.OK, Status.REJECTED])
-    watch.dropped(b"l")
-    watch.dropped(b"m")
-    watch.dropped(b"k")
-    watch.dropped(b"k")
+    assert driver.store([b"k"], [0], inf) == [Status.OK]
+    watch.stored({b"k": one + two, b"l": two})
+    driver.discard([b"l", b"m"], inf)
+    driver.discard([b"k"], inf)
+    driver.discard([b"k"], inf)
     assert log.take() == [CachedEvents("CPU", (one, two), True), CachedEvents("CPU", (one, two), False)]
+
+
+@pytest.mark.parametrize("is_kept_before", [False, True])
+def test_what_was_dropped_since_it_was_stored_is_not_told_as_kept(is_kept_before: bool) -> None:
+    """A tier has two threads: one stores "k", the other one evicts it before the first one tells that it is there."""
+    log, driver = EventLog(), SlotDriver(Slots())
+    watch = TierWatch("CPU", log, driver)
+    one, two, three = b"1" * 32, b"2" * 32, b"3" * 32
+    if is_kept_before:
+        driver.store([b"k"], [0], inf)
+        watch.stored({b"k": one})
+    driver.store([b"k"], [0], inf)
+    driver.store([b"l", b"m"], [1, 2], inf)
+    watch.stored({b"l": two, b"m": three})
+    watch.stored({b"k": one})
+    kept = set[bytes]()
+    for record in log.take():
+        assert isinstance(record, CachedEvents)
+        (kept.update if record.is_there else kept.difference_update)(record.hashes)
+    assert kept == {two, three}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_blocks_of_an_invalidated_namespace_that_were_on_their_way_to_a_tier_are_not_told(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """``is_late``: the tier stores them after the publisher told of the invalidation; else both are news of one batch."""
+    log = EventLog()
+    cache = KVCache(SCHEMA, "16KiB", device="cpu", block_size=4, events=log, tiers=[host_tier("64KiB", write="commit")])
+    assert isinstance(cache.core.tiers, Offloader)
+    ((level,), stream, reader, go) = cache.core.tiers.levels, EventStream(log), Reader(), Event()
+    store = level.tier.driver.store
+    monkeypatch.setattr(level.tier.driver, "store", lambda *given: go.wait(10) and store(*given))
+
+    def read() -> None:
+        if (message := stream.drain()) is not None:
+            reader.read(message[1])
+
+    reader.read(stream.replay(0)[0][1])
+    serve(cache, range(8), "tenant")
+    serve(cache, range(8), "other")
+    if not is_late:
+        go.set()
+        assert cache.flush(10)
+    cache.invalidate("tenant")
+    if is_late:
+        read()
+        go.set()
+        assert cache.flush(10)
+    read()
+    assert len(reader.known["CPU"]) == len(stream._kept["CPU"]) == 2, "those of the other namespace"
+    assert not stream._gone
+    assert cache.lookup(range(9), "tenant").resumable == 0 and cache.lookup(range(9), "other").resumable == 8
+    serve(cache, range(8), "tenant")
+    assert cache.flush(10)
+    read()
+    assert len(reader.known["CPU"]) == 4, "what is cached of it from now on"
+    cache.close()
 
 
 KEEPS, DROPS = CachedEvents("CPU", (b"1" * 32,), True), CachedEvents("CPU", (b"1" * 32,), False)

@@ -199,6 +199,11 @@ class EventLog(CacheObserver):
             else:
                 self._is_broken = True
 
+    def lost(self) -> None:
+        """Note that records that were taken are lost: the cache's next record starts the log again. From any thread."""
+        with self._telling:
+            self._is_broken = True
+
     # -- called by the cache, after it has changed -------------------------------------------------------------------
 
     def on_cached(self, request: RequestView, blocks: tuple[BlockIds, ...], first: int) -> None:

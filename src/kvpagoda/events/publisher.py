@@ -127,17 +127,23 @@ class Publisher:
         last_sent = 0.0
         while True:
             is_last, asked = not self._is_open, self._num_flushes
-            message = self._stream.drain()
-            if message is not None or monotonic() - last_sent > HEARTBEAT:
-                self._send(self._stream.alive() if message is None else message)
-                last_sent = monotonic()
+            try:
+                message = self._stream.drain()
+                if message is not None or monotonic() - last_sent > HEARTBEAT:
+                    self._send(self._stream.alive() if message is None else message)
+                    last_sent = monotonic()
+            except Exception:
+                _log.exception("events: a batch is lost; the next change of the cache tells everything again")
             with self._turn:
                 self._num_flushed = asked
                 self._turn.notify_all()
             if is_last:
                 return
-            if self._router.poll(int(self._interval * 1000)):
-                self._replay(self._router.recv_multipart())
+            try:
+                if self._router.poll(int(self._interval * 1000)):
+                    self._replay(self._router.recv_multipart())
+            except Exception:
+                _log.exception("events: a request for a replay is not answered")
 
     def _send(self, message: Message) -> None:
         self._pub.send_multipart([self._topic, message[0].to_bytes(SEQUENCE_NBYTES, "big"), message[1]])

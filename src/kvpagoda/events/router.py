@@ -145,11 +145,7 @@ class Router:
             BadInput: ``token_ids`` are no vector of integers, the namespace has an epoch, or ``media`` are outside of
                 the text.
         """
-        found, tokens = dict[str, Resumable | NextHit](), as_tokens(token_ids)
-        for name, worker in self.workers.items():
-            with worker.lock:
-                found[name] = worker.subscriber.follower.resumable(tokens, namespace, media=media)
-        return found
+        return self._look(token_ids, namespace, media)[0]
 
     def answer(self, method: str, path: str, body: bytes = b"") -> RouterAnswer:
         """Return the answer to an HTTP request; raises nothing. To mount in a server of your own.
@@ -198,6 +194,17 @@ class Router:
             for worker in self.workers.values():
                 worker.poll()
 
+    def _look(
+        self, token_ids: TokenIds, namespace: Namespace | str | bytes | None, media: Mapping[int, bytes] | None
+    ) -> tuple[dict[str, Resumable | NextHit], list[str]]:
+        """Return what ``scores`` returns, and the workers that were stale just then."""
+        found, stale, tokens = dict[str, Resumable | NextHit](), list[str](), as_tokens(token_ids)
+        for name, worker in self.workers.items():
+            with worker.lock:
+                found[name] = worker.subscriber.follower.resumable(tokens, namespace, media=media)
+                stale += [name] * worker.is_stale
+        return found, stale
+
     def _score(self, body: bytes) -> dict[str, Any]:
         try:
             question = _decoder.decode(body)
@@ -206,12 +213,12 @@ class Router:
             raise BadInput(f"{len(body)} bytes are no question; {error}") from None
         space = question.namespace
         namespace = Namespace(space.salt, space.adapter, space.weights) if isinstance(space, _Space) else space
-        found = self.scores(question.tokens, namespace, media=media)
+        found, stale = self._look(question.tokens, namespace, media)
         return {
             "resumable": {name: one.resumable for name, one in found.items()},
             "cached": {name: one.cached for name, one in found.items()},
             "at_most": [name for name, one in found.items() if isinstance(one, NextHit) and one.at_most],
-            "stale": [name for name, worker in self.workers.items() if worker.is_stale],
+            "stale": stale,
         }
 
     def _health(self, _: bytes) -> dict[str, Any]:

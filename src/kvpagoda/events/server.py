@@ -63,7 +63,7 @@ class RouterServer:
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
-            self._server.server_close()
+        self._server.server_close()
 
     def _serve(self) -> None:
         try:
@@ -91,9 +91,9 @@ class _Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a new connection in a thread of its own, as soon as there may be one more."""
         while len(self.waits) >= MOST_CONNECTIONS:
-            slowest = min([*self.waits.items()], key=lambda item: item[1], default=(None, inf))
-            if monotonic() - slowest[1] > LEAST_PATIENCE:
-                self._cut(slowest[0])
+            slowest = min([*self.waits], key=self._since, default=None)
+            if monotonic() - self._since(slowest) > LEAST_PATIENCE:
+                self._cut(slowest)
             else:
                 sleep(0.01)
         self.waits[request] = monotonic()
@@ -102,9 +102,13 @@ class _Server(ThreadingHTTPServer):
     def service_actions(self) -> None:
         """Cut off who is too slow: called after each new connection, and many times a second."""
         now = monotonic()
-        for connection, since in [*self.waits.items()]:
-            if now - since > PATIENCE:
+        # Not its items: to make pairs may run the garbage collector, and that may let other threads begin connections.
+        for connection in [*self.waits]:
+            if now - self._since(connection) > PATIENCE:
                 self._cut(connection)
+
+    def _since(self, connection: Any) -> float:
+        return self.waits.get(connection, inf)
 
     def shutdown_request(self, request: Any) -> None:
         self.waits.pop(request, None)

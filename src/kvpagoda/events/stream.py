@@ -7,7 +7,7 @@ EventLog ──take──► EventStream ──► batches 0, 1, 2 ..      the l
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from secrets import randbits
 from time import time
@@ -68,6 +68,7 @@ class EventStream:
         self._gone: OrderedDict[bytes, _InTier] = OrderedDict()  # by digest: blocks that a tier may be storing
         self._kept: dict[str, dict[bytes, _InTier]] = {}  # medium -> digest -> a block that the tier keeps
         self._sent: deque[Message] = deque(maxlen=whole_number(keep, "keep, a number of batches,", at_least=1))
+        self._is_lost = False  # whether events were lost: what comes before the next restart says too little
         self.num_events = 0  #: blocks stored or removed so far, counted once per group
         log.restart()
         self._number(self._taken() or [self._cleared()])
@@ -78,9 +79,17 @@ class EventStream:
         return self._sent[-1][0]
 
     def drain(self) -> Message | None:
-        """Return the events since the last call as a batch; None if there are none. O(blocks of the batch)."""
-        events = self._taken()
-        return self._number(events) if events else None
+        """Return the events since the last call as a batch; None if there are none. O(blocks of the batch).
+
+        If it raises, as memory is lacking, its events are lost, and nothing more is told until the log starts again, with the
+        next change of the cache."""
+        try:
+            events = self._taken()
+            return self._number(events) if events else None
+        except BaseException:
+            self._is_lost = True
+            self._log.lost()
+            raise
 
     def alive(self) -> Message:
         """Return a message without blocks. Its number tells a follower whether it missed the last batch."""
@@ -105,7 +114,9 @@ class EventStream:
         for record in self._log.take():
             if isinstance(record, Restart):
                 events.clear()
-            self._apply(record, events)
+                self._is_lost = False
+            if not self._is_lost:
+                self._apply(record, events)
         return events
 
     def _number(self, events: list[Event]) -> Message:
@@ -222,8 +233,8 @@ class EventStream:
         blocks = [known.pop(block_id, None) for block_id in ids.tolist()]
         return [block for block in blocks if block is not None and block.parent is not None]
 
-    def _drop(self, namespaces: Iterable[bytes], events: list[Event]) -> None:
-        """Remove all blocks of ``namespaces``."""
+    def _drop(self, namespaces: Collection[bytes], events: list[Event]) -> None:
+        """Remove all blocks of ``namespaces``, those that are still on their way to a tier included."""
         for namespace in namespaces:
             if namespace in self.index.roots:
                 blocks = [block for run in _runs(self.index.roots[namespace]) for block in run]
@@ -234,6 +245,8 @@ class EventStream:
             for medium, kept in self._kept.items():
                 lost = tuple(digest for digest, block in kept.items() if block.namespace == namespace)
                 self._keep(CachedEvents(medium, lost, False), events)
+        for digest in [digest for digest, block in self._gone.items() if block.namespace in namespaces]:
+            del self._gone[digest]
 
     def _keep(self, record: CachedEvents, events: list[Event]) -> None:
         """Append events for what a tier keeps or dropped, of blocks that are cached or were lately."""

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from threading import Lock
+from functools import partial
 
-from kvpagoda.abc import Status
 from kvpagoda.events.event_log import CachedEvents, EventLog
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.tiers.level import Level
+from kvpagoda.tiers.slots import SlotDriver
 
 
 class TierWatch:
     """Tells ``log`` what one tier keeps, from the threads of that tier. ``medium``: see ``CachedEvents``."""
 
-    def __init__(self, medium: str, log: EventLog) -> None:
-        self._medium, self._log, self._lock = medium, log, Lock()
+    def __init__(self, medium: str, log: EventLog, driver: SlotDriver) -> None:
+        self._medium, self._log, self._driver = medium, log, driver
         self._hashes: dict[bytes, bytes] = {}  # key of a record -> the hashes of its blocks, concatenated
+        driver.on_drop = self._dropped
 
-    def stored(self, hashes: Mapping[bytes, bytes], statuses: list[Status]) -> None:
-        """Tell which of the records with the keys of ``hashes`` are stored, as their ``statuses`` say."""
-        with self._lock:
-            for (key, some), status in zip(hashes.items(), statuses):
-                if status is Status.OK:
-                    self._hashes[key] = some
-                    self._tell(some, True)
+    def stored(self, hashes: Mapping[bytes, bytes]) -> None:
+        """Tell which of the records with the keys of ``hashes`` the driver keeps: others may have been dropped again."""
+        for key in hashes:
+            self._driver.while_kept(key, partial(self._kept, key, hashes[key]))
 
-    def dropped(self, key: bytes) -> None:
-        """Tell that the record ``key`` is not kept any more, if it was told that it is."""
-        with self._lock:
-            if (hashes := self._hashes.pop(key, None)) is not None:
-                self._tell(hashes, False)
+    # -- under the driver's lock, so that what is kept and what is dropped are told in their order ------------------------
+
+    def _kept(self, key: bytes, hashes: bytes) -> None:
+        self._hashes[key] = hashes
+        self._tell(hashes, True)
+
+    def _dropped(self, key: bytes) -> None:
+        if (hashes := self._hashes.pop(key, None)) is not None:
+            self._tell(hashes, False)
 
     def _tell(self, hashes: bytes, is_there: bool) -> None:
         split = tuple(hashes[at : at + KEY_NBYTES] for at in range(0, len(hashes), KEY_NBYTES))
@@ -41,8 +43,7 @@ def watches_of(levels: Iterable[Level], log: EventLog) -> dict[Level, TierWatch]
     """Return an object to tell for each of ``levels`` whose driver tells what it drops: host memory and disk."""
     found: dict[Level, TierWatch] = {}
     for level in levels:
-        if hasattr(level.tier.driver, "on_drop"):
-            found[level] = TierWatch("CPU" if level.spec.is_private else "STORAGE", log)
-            level.tier.driver.on_drop = found[level].dropped
+        if isinstance(level.tier.driver, SlotDriver):
+            found[level] = TierWatch("CPU" if level.spec.is_private else "STORAGE", log, level.tier.driver)
     log.is_watching = bool(found)
     return found

@@ -72,7 +72,7 @@ class SlotDriver:
         self._numbers = count()
         self._evicted = self._rejected = 0
         self._calls = Calls(medium.close)  # the last call that uses the medium closes it
-        self.on_drop: Callable[[bytes], None] | None = None  #: called with each key that is evicted or discarded
+        self.on_drop: Callable[[bytes], None] | None = None  #: called under the lock with each key that is dropped
         watch_forks(self)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
@@ -152,6 +152,12 @@ class SlotDriver:
             self._leave(held)
         self._calls.done()
         return [Status.MISS if slot is None else Status.OK for slot in slots]
+
+    def while_kept(self, key: bytes, call: Callable[[], None]) -> None:
+        """Call ``call`` if the record ``key`` is kept, before it can be dropped (``on_drop``)."""
+        with self._lock:
+            if key in self._slots:
+                call()
 
     def stats(self) -> DriverStats:
         """See ``Driver``."""
