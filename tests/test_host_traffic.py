@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from raises import raises
 
@@ -17,10 +19,11 @@ pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
 from kvpagoda import Limits
 from kvpagoda.core.memory import host_copy
 from kvpagoda.core.memory.page_locks import PageLocks
+from kvpagoda.core.offload.offloader import Offloader
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import disk_tier, host_tier
 from streams import device_of
-from test_below import TINY, cache_of, levels_of, run
+from test_below import TINY, cache_of, forget, levels_of, run
 from test_manager import FakeEngine, traffic
 
 TEXTS = [np.arange(start, start + 40, dtype=np.int32) % 37 for start in (0, 11, 23)]
@@ -197,3 +200,130 @@ def test_a_limit_of_page_locked_memory_is_one_of_bytes(nbytes: Any) -> None:
         Limits(page_locked=nbytes)
     assert Limits(page_locked="2MiB").page_locked == 2 << 20 and Limits().page_locked is None
     assert cache_of("full", page_locked="1MiB").stats().page_locked_nbytes == 0, "a CPU locks nothing"
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the system start no thread whose name begins with ``name``."""
+    start = Thread.start
+
+    def refused(thread: Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", refused)
+
+
+def test_where_no_thread_can_be_started_the_caller_waits_and_nothing_runs_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """What was queued would run beside a later call, with rows that other records are in by then."""
+    cache = cache_of("full", disk_tier(tmp_path, "4MiB", write="commit", **TINY), num_blocks=60, poison=False)
+    streams, _ = device_of(cache)
+    (level,), engine = levels_of(cache), FakeEngine(cache)
+    with streams.ending():
+        with monkeypatch.context() as patch:
+            refuse_threads(patch, "kvpagoda-copies")
+            run(cache, TEXTS[0], engine)
+            assert cache.flush(10) and level.tier.driver.stats().num_records == 10 and not level.dropped
+        run(cache, TEXTS[1], engine)
+        assert cache.flush(10) and not level.is_storing
+        forget(cache)
+        for text in TEXTS[:2]:
+            assert run(cache, text, engine) >= 36
+        assert cache.stats().tiers[0].failed == 0
+        cache.check()
+        cache.close()
+
+
+def test_a_prefetch_that_gets_no_thread_takes_no_rows_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    cache = cache_of("full", disk_tier(tmp_path, "4MiB", write="commit", **TINY), num_blocks=60)
+    (level,) = levels_of(cache)
+    run(cache, TEXTS[0])
+    assert cache.flush(10)
+    forget(cache)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "kvpagoda-prefetch")
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                cache.prefetch(TEXTS[0], "tenant 0")
+    prefetch = cache.prefetch(TEXTS[0], "tenant 0")
+    until = monotonic() + 10
+    while not prefetch.is_done and monotonic() < until:
+        pass
+    assert level.buffer.num_free < level.buffer.num_records
+    prefetch.close()
+    assert level.buffer.num_free == level.buffer.num_records
+    cache.check()
+    cache.close()
+
+
+def test_staging_rows_of_a_store_that_fails_halfway_are_free_when_the_device_has_written_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A load that got them before would read the disk into them, and then the device would write over that."""
+    cache = cache_of("mixed", disk_tier(tmp_path, "4MiB", write="commit", **TINY), num_blocks=60, poison=False)
+    streams, _ = device_of(cache)
+    (level,), memory = levels_of(cache), cache.core.memory
+    true_store, true_out = Offloader.store, memory.to_host
+    written: list[int] | None = None  # rows of the store that is under way, if it has several parts
+    failed: list[int] = []
+    taken: set[int] | None = None  # rows that were not free right after the failure
+
+    def store(self: Offloader, level: Any, keys: Any, parts: Any, *given: Any, **named: Any) -> None:
+        nonlocal written, taken
+        written = [] if len(parts) > 1 else None
+        true_store(self, level, keys, parts, *given, **named)
+        if failed and taken is None:
+            taken = {*level.buffer.places_of([*level.buffer.owners()])}
+
+    def to_host(group: int, ids: Any, table: Any, rows: Any, *given: Any) -> None:
+        if written and not failed:
+            failed.extend(written)
+            raise torch.cuda.OutOfMemoryError("no room to pack the second group")
+        true_out(group, ids, table, rows, *given)
+        if written is not None:
+            written.extend(rows)
+
+    monkeypatch.setattr(Offloader, "store", store)
+    monkeypatch.setattr(memory, "to_host", to_host)
+    run(cache, TEXTS[0])
+    assert failed and level.dropped and taken is not None and {*failed} <= taken
+    with streams.ending():
+        assert cache.flush(10) and level.buffer.num_free == level.buffer.num_records
+        cache.check()
+        cache.close()
+
+
+def test_what_follows_a_load_of_layers_that_fails_comes_after_its_copies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """The side stream may still copy the first layer when the blocks get another owner, who writes them by the current one."""
+    cache = cache_of("mixed", disk_tier(tmp_path, "4MiB", write="commit", **TINY), num_blocks=60, poison=False)
+    streams, _ = device_of(cache)
+    with streams.ending():
+        run(cache, TEXTS[0])
+        assert cache.flush(10)
+    forget(cache)
+    host, moves = cache.core.memory.host, 0
+    move = host._move
+
+    def fail_at_the_second(*given: Any, is_out: bool, **named: Any) -> None:
+        nonlocal moves
+        moves += streams.current() == "side" and not is_out
+        if moves == 2:
+            raise torch.cuda.OutOfMemoryError("no room for the regions of layer 1")
+        move(*given, is_out=is_out, **named)
+
+    monkeypatch.setattr(host, "_move", fail_at_the_second)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        cache.open(TEXTS[0], "tenant 0", capacity=0, layerwise=True)
+    assert moves == 2
+    (copied,) = [at for at, entry in enumerate(streams.log) if entry == ("in", "side")][-1:]
+    recorded = [entry[2] for entry in streams.log[copied:] if entry[:2] == ("record", "side")]
+    assert recorded and ("wait", "current", recorded[-1]) in streams.log[copied:]
+    with streams.ending():
+        monkeypatch.setattr(host, "_move", move)
+        assert run(cache, TEXTS[0]) >= 32
+        cache.check()
+        cache.close()

@@ -13,10 +13,10 @@ import kvpagoda
 from sources import FILES, nodes, tree
 
 LEVELS = [
-    "errors", "units", "text", "loading", "version", "upstream", "arrays", "free_list", "pages", "namespace", "abc",
-    "id_tensors", "formats", "layouts", "schema", "core.blocks", "policies", "retention", "core.prefix", "core.lanes",
-    "core.kernels", "core.memory", "tiers", "core.groups", "core.cache", "recording", "core.offload", "handover",
-    "core.handover", "core.batch", "core.sleeping", "core.sanitizer", "hints", "events", "core.kv_cache",
+    "errors", "units", "text", "loading", "version", "upstream", "arrays", "free_list", "pages", "threads", "namespace",
+    "abc", "id_tensors", "formats", "layouts", "schema", "core.blocks", "policies", "retention", "core.prefix",
+    "core.lanes", "core.kernels", "core.memory", "tiers", "core.groups", "core.cache", "recording", "core.offload",
+    "handover", "core.handover", "core.batch", "core.sleeping", "core.sanitizer", "hints", "events", "core.kv_cache",
     "core.worker", "core.scheduling", "core.probe", "kernels", "memory", "pools", "prefix", "probe", "scheduling",
     "compat", "console", "audit", "metrics", "bench_gpu", "doctor", "testing", "replay", "adapters", "hf", "cli",
     "__main__",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Event, Timer
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from kvpagoda.adapters.connector.messages import Answers, Find, Load, MatchAnswe
 from kvpagoda.adapters.connector.options import ConnectorOptions, options_of
 from kvpagoda.adapters.connector.scheduler import SchedulerSide
 from kvpagoda.adapters.connector.stats import added, since
-from kvpagoda.adapters.connector.worker import WorkerSide
+from kvpagoda.adapters.connector.worker import WorkerSide, _copying
 from kvpagoda.errors import BadInput, LayoutError, SchemaError
 from kvpagoda.pools import BlockRows
 from kvpagoda.tiers import disk_tier, host_tier
@@ -490,3 +492,38 @@ def test_on_a_gpu(load: str, tmp_path: Path) -> None:
     assert not two.failed
     assert_loaded(one, two, ids, 0, 48, HYBRID)
     assert two.side.close(5)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_close_says_whether_the_engines_memory_is_still_written(waits: bool, tmp_path: Path) -> None:
+    one = Workers(tmp_path, ALONE, 1)
+    one.run(Orders(stores=stores(ALONE), closing=["r"]))
+    assert one.side.close(5)
+    two = Workers(tmp_path, ALONE, 7)
+    found(two, "q")
+    has_begun, goes_on, copy_in = Event(), Event(), two.side._copy_in
+
+    def late(*given: Any) -> None:
+        has_begun.set()
+        assert goes_on.wait(10)
+        copy_in(*given)
+
+    two.side._copy_in = late  # type: ignore[method-assign]
+    two.run(Orders(loads=[Load("q", 1, 0, 6, other_tables(ALONE), False)]))
+    assert has_begun.wait(10)
+    if waits:
+        Timer(0.2, goes_on.set).start()
+    assert two.side.close(5.0 if waits else 0.1) is waits
+    before = two.caches["a"].clone()
+    goes_on.set()
+    two.side._loader.shutdown()
+    assert bool((before == two.caches["a"]).all()) is waits
+
+
+def test_a_loaders_copies_are_over_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    with pytest.raises(torch.cuda.OutOfMemoryError), _copying(stream, "after the engine's step"):
+        stream.copy()
+        raise torch.cuda.OutOfMemoryError
+    assert [name for name, *_ in stream.method_calls] == ["wait_event", "copy", "synchronize"]

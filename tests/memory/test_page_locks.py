@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -128,3 +129,61 @@ def test_a_forked_child_has_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_machine_says_how_much_memory_it_has() -> None:
     assert machine_nbytes() > 1 << 28
+
+
+@pytest.mark.parametrize("row", [0, 9])
+def test_what_is_locked_beside_close_is_unlocked(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    """``row`` 0: the first piece is being locked when everything is unlocked; 9: a later one."""
+    runtime = FakePages()
+    locks, memory = PageLocks(runtime, 1 << 40), pages(10 * PIECE)
+    register, unlock = runtime.register, locks._unlock
+
+    def closing(address: int, nbytes: int) -> None:
+        register(address, nbytes)
+        if (address - memory.ctypes.data) // PIECE == row:
+            for one in locks._ranges.values():  # as close() does, which then waits for this thread
+                with locks._lock:
+                    one.wanted = one.begin
+                    unlock(one)
+
+    monkeypatch.setattr(runtime, "register", closing)
+    locks.watch(memory)
+    locks.num_rows(memory.reshape(-1, PIECE), 9)
+    locks.settle()
+    assert runtime.nbytes == locks.nbytes == 0 and not any(one.pieces for one in locks._ranges.values())
+    monkeypatch.setattr(runtime, "register", register)
+    table = memory.reshape(-1, PIECE)
+    locks.num_rows(table, 9)
+    locks.settle()
+    assert locks.num_rows(table, 9) == 10 and runtime.nbytes == locks.nbytes == memory.nbytes
+    locks.close()
+    assert runtime.nbytes == locks.nbytes == 0
+
+
+def test_any_error_of_locking_ends_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = FakePages()
+    locks, memory = PageLocks(runtime, 1 << 40), pages(PIECE)
+
+    def register(address: int, nbytes: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runtime, "register", register)
+    locks.watch(memory)
+    locks.settle()
+    locks.close()
+    assert locks.nbytes == 0 and "MemoryError()" in caplog.text
+
+
+def test_where_no_thread_can_be_started_the_next_use_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    runtime = FakePages()
+    locks, memory = PageLocks(runtime, 1 << 40), pages(PIECE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", start)
+        locks.watch(memory)
+        locks.settle()
+    assert locks.num_rows(memory.reshape(1, -1), 0) == 0
+    locks.settle()
+    assert locks.num_rows(memory.reshape(1, -1), 0) == 1 and runtime.calls == [("register", PIECE)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 
-from kvpagoda.tiers.health import BOUNDS, Breaker, Breakers, Latencies
+from kvpagoda.tiers.health import BOUNDS, Breaker, Breakers, Health, Latencies
 
 
 def test_counts_are_those_of_numpy() -> None:
@@ -74,3 +76,22 @@ def test_each_shard_has_a_breaker_that_begins_anew_after_a_success(is_probed: bo
     breakers.retry_now("c")
     assert breaker.takes_probe(3.5)
     assert breakers.succeed("a") and not breakers.open_ones
+
+
+def test_two_threads_may_tell_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Both see that there is news, and the other one takes all of it."""
+
+    class Turned(deque[tuple[str, str]]):
+        is_first = True
+
+        def popleft(self) -> tuple[str, str]:
+            if self.is_first:
+                self.is_first = False
+                health.tell("disk")
+            return super().popleft()
+
+    health = Health(None, 1, 1.0)  # type: ignore[arg-type]
+    health._turned = Turned([("load", "down"), ("load", ""), ("store", "full")])
+    with caplog.at_level("INFO", "kvpagoda"):
+        health.tell("disk")
+    assert len(caplog.records) == 3 and not health._turned

@@ -154,3 +154,31 @@ def test_what_cannot_be(master: str, options: dict[str, Any]) -> None:
     told = {"needed": 16 << 20, "available": 1 << 20} if "segment" in options else {"needed": names}
     with raises(BadInput, **told):
         mooncake_driver(RecordBuffer(1, 100), master, **options)
+
+
+def test_an_engine_that_raises_while_it_is_set_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        """What a driver calls before its first record and at its end."""
+
+        def register_buffer(self, *_: int) -> int:
+            return 0
+
+        def unregister_buffer(self, *_: int) -> int:
+            return 0
+
+        def close(self) -> None:
+            ends.append(True)
+
+    def make() -> Engine:
+        tries.append(True)
+        if len(tries) == 1:
+            raise RuntimeError("the transport is not ready")
+        return Engine()
+
+    tries, ends = list[bool](), list[bool]()
+    monkeypatch.setattr(MooncakeDriver, "_is_reachable", lambda _: True)
+    monkeypatch.setattr("kvpagoda.tiers.mooncake._RETRY_SECONDS", 0.01)
+    driver = MooncakeDriver(RecordBuffer(4, 100), make, "127.0.0.1:1", 0)
+    assert driver._client is not None and len(tries) == 2 and driver.last_error == ""
+    driver.close()
+    wait_for(lambda: bool(ends))

@@ -101,7 +101,7 @@ class Bench:
     def done(
         self, future: Future[list[Status]], seconds: float, rows: list[int], which: Sequence[int] = ()
     ) -> list[Status]:
-        statuses = future.result(1.1 * seconds + 0.08)  # and what a busy machine takes to wake somebody
+        statuses = future.result(1.1 * seconds + 0.5)  # and what a busy machine takes to wake somebody
         for row, i, status in zip(rows, which, statuses):
             assert status is not OK or (self.buffer.payloads[row] == i).all()
         self.buffer.release(rows)
@@ -469,6 +469,38 @@ def test_probes_go_on_where_no_thread_can_be_started(bench: Bench, monkeypatch: 
     assert [bench.load(1) for _ in range(3)] == [[UNAVAILABLE]] * 3
     bench.driver.fault = None
     bench.recovers()
+
+
+def test_a_probe_without_a_thread_beside_close_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers would end before they come to it, and nobody would close the driver."""
+    bench = Bench(faults=3, pause=0.01)
+    apart = bench.tier._do_apart
+
+    def closed_just_then(operation: Any) -> None:
+        bench.tier.close()
+        apart(operation)
+
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(bench.tier, "_do_apart", closed_just_then)
+    monkeypatch.setattr(Thread, "start", start)
+    bench.driver.fault = lambda: UNAVAILABLE
+    assert [bench.load(1) for _ in range(3)] == [[UNAVAILABLE]] * 3
+    end = soon()
+    while not bench.tier.is_closed:
+        assert monotonic() < end
+        sleep(0.001)
+    assert bench.tier.close(soon()) and bench.driver.is_closed
+
+
+def test_a_tier_is_closed_though_its_driver_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close() -> None:
+        raise OSError("the file is gone")
+
+    bench = Bench()
+    monkeypatch.setattr(bench.driver, "close", close)
+    assert bench.tier.close(soon()) and "the file is gone" in bench.tier.stats().last_error
 
 
 def test_the_watcher_sleeps_while_nothing_is_due(bench: Bench) -> None:

@@ -45,9 +45,11 @@ class Calls:
 
     def close(self) -> None:
         """Let no more calls begin. A second ``close`` does nothing."""
-        if self.begin():
+        with self._lock:
+            is_last = not self.is_closed and not self._count
             self.is_closed = True
-            self.done()
+        if is_last:
+            self._end()
 
 
 class Forkable(Protocol):

@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -297,12 +298,13 @@ class Health:
 
     def tell(self, name: str) -> None:
         """Log which calls of the tier ``name`` now fail or work again. Needs no lock: log handlers may be slow."""
-        while self._turned:
-            where, reason = self._turned.popleft()
-            if reason:
-                _log.warning("tier %s: no %s for a while; %s", name, where, reason)
-            else:
-                _log.info("tier %s: %s works again", name, where)
+        with suppress(IndexError):  # each thread of the tier tells, and another one may have told the last
+            while True:
+                where, reason = self._turned.popleft()
+                if reason:
+                    _log.warning("tier %s: no %s for a while; %s", name, where, reason)
+                else:
+                    _log.info("tier %s: %s works again", name, where)
 
 
 def _where(kind: str, shard: str) -> str:

@@ -175,7 +175,7 @@ class Level:
         self.seconds_per_byte: float | None = None  #: of recent loads; None before the first
         self._measured_until = 0.0
         self._storing: dict[Future[None], Sequence[int]] = {}  # done when the rows, in use until then, are released
-        self.dropped = self.loaded_blocks = 0
+        self.dropped = self._dropped_later = self.loaded_blocks = 0  # later: by the thread that follows copies
         self._block_size = identity.block_size
 
     def _num_staged(self, record: int, checkpoint: int) -> int:
@@ -214,9 +214,10 @@ class Level:
         counts = [min(each, n - at) for at in range(0, n, each)]
         return [LevelPart(0, i, count, count * nbytes) for i, count in enumerate(counts)]
 
-    def key(self, block_hash: bytes, kind: bytes = BLOCKS) -> bytes:
-        """Return the key of the record of ``kind`` whose last block has ``block_hash``."""
-        return record_key(self.tier.fingerprint, block_hash, kind)
+    def key(self, block_hash: bytes, kind: bytes = BLOCKS, fingerprint: bytes | None = None) -> bytes:
+        """Return the key of the record of ``kind`` whose last block has ``block_hash``; ``fingerprint``: None is that of this
+        moment."""
+        return record_key(fingerprint or self.tier.fingerprint, block_hash, kind)
 
     # -- storing: one thread -------------------------------------------------------------------------------------------
 
@@ -241,41 +242,48 @@ class Level:
         keys: Sequence[bytes],
         rows: Sequence[int],
         nbytes: Sequence[int] | None = None,
-        told: Callable[[list[Status]], None] | None = None,
+        told: Callable[[], None] | None = None,
         when: Callable[[Callable[[], None]], None] = call_now,
     ) -> None:
         """Store the records in ``rows``, which this level acquired, without waiting; they are released afterwards.
-        ``told`` is then called with their statuses, in another thread. ``when(begin)`` calls ``begin`` once the records are
-        in ``rows``, now or in another thread. If this raises, the caller releases the rows."""
+        ``told`` is then called, in another thread. ``when(begin)`` calls ``begin`` once the records are in ``rows``, now or in
+        another thread. If this raises, the caller releases the rows."""
         released: Future[None] = Future()
 
-        def done(future: Future[list[Status]]) -> None:
+        def done(_: Future[list[Status]]) -> None:
             try:
                 self.buffer.release(rows)
-                if told is not None and not future.cancelled() and future.exception() is None:
-                    told(future.result())
+                if told is not None:
+                    told()
             finally:
-                self._storing.pop(released, None)
+                over()
+
+        def over() -> None:
+            if self._storing.pop(released, None) is not None:
                 released.set_result(None)
 
         def begin() -> None:
             try:
-                self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes).add_done_callback(done)
+                until = monotonic() + self.spec.timeout
+                self.tier.store(keys, rows, until, nbytes, fingerprint).add_done_callback(done)
             except BaseException:
                 if get_ident() != caller:
-                    self.dropped += len(keys)
+                    self._dropped_later += len(keys)
                     self.buffer.release(rows)
-                self._storing.pop(released, None)
-                released.set_result(None)
+                    over()
                 raise
 
-        caller = get_ident()
+        caller, fingerprint = get_ident(), self.tier.fingerprint
         self._storing[released] = rows
-        when(begin)
+        try:
+            when(begin)
+        except BaseException:
+            over()
+            raise
 
     def release_when(self, rows: Sequence[int], when: Callable[[Callable[[], None]], None]) -> None:
-        """Release ``rows``, which a reader acquired, when what is copied from them is over: ``when(call)`` calls ``call``
-        then. Until then they count as being stored."""
+        """Release ``rows``, which this level or a reader acquired, when what is copied from or to them is over:
+        ``when(call)`` calls ``call`` then. Until then they count as being stored."""
         released: Future[None] = Future()  # owns them until then: what it releases twice is released once
 
         def over() -> None:
@@ -310,9 +318,12 @@ class Level:
         except OutOfBlocks:  # another thread was faster
             return None
 
-    def start_load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> Loading:
-        """Begin to read the records of ``keys`` into ``rows``; pass the result to ``finish_load``."""
-        return Loading(monotonic(), tuple(rows), self.tier.load(keys, rows, deadline))
+    def start_load(
+        self, keys: Sequence[bytes], rows: Sequence[int], deadline: float, fingerprint: bytes | None = None
+    ) -> Loading:
+        """Begin to read the records of ``keys`` into ``rows``; pass the result to ``finish_load``. ``fingerprint``: as in
+        ``key``."""
+        return Loading(monotonic(), tuple(rows), self.tier.load(keys, rows, deadline, fingerprint))
 
     def finish_load(self, loading: Loading) -> set[int]:
         """Wait for ``loading``, at most until its deadline, and return the rows without a valid record. Measures
@@ -322,9 +333,9 @@ class Level:
         good, now = len(loading.rows) - len(bad), monotonic()
         if good:
             began = max(loading.begin, self._measured_until)  # because loads overlap
-            latest, before = (now - began) / (good * self.payload_nbytes), self.seconds_per_byte
+            latest, before = max(0.0, now - began) / (good * self.payload_nbytes), self.seconds_per_byte
             self.seconds_per_byte = latest if before is None else 0.8 * before + 0.2 * latest
-        self._measured_until = now
+        self._measured_until = max(now, self._measured_until)
         return bad
 
     # -- check and stats -----------------------------------------------------------------------------------------------
@@ -332,8 +343,8 @@ class Level:
     def check(self) -> None:
         """Prove that every acquired staging row is being stored or has a live owner. Raises CheckFailed."""
         storing = {row for rows in [*self._storing.values()] for row in rows}
-        lost = [
-            row
+        suspects = {
+            row: owner
             for row, owner in self.buffer.owners().items()
             if owner is not self.tier
             and (
@@ -341,7 +352,9 @@ class Level:
                 if owner is self or isinstance(owner, Future)
                 else getattr(owner, "is_released", True)
             )
-        ]
+        }
+        owners = self.buffer.owners() if suspects else {}  # another thread may have given them back meanwhile
+        lost = [row for row, owner in suspects.items() if owners.get(row) is owner]
         if lost:
             text = f"tier {self.spec.name!r}: staging records {lost[:16]} are without a live owner"
             raise CheckFailed(text, available=lost[:16])
@@ -360,6 +373,6 @@ class Level:
         return LevelStats(
             self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.nbytes,
             tier.stores.get(Status.OK, 0), tier.loads.get(Status.OK, 0), tier.loads.get(Status.MISS, 0), failed,
-            self.dropped + tier.stores.get(Status.REJECTED, 0), tier.is_available, tier.last_fault,
+            self.dropped + self._dropped_later + tier.stores.get(Status.REJECTED, 0), tier.is_available, tier.last_fault,
             self.loaded_blocks * self._block_size, tuple(calls), tier.unavailable_shards,
         )  # fmt: skip

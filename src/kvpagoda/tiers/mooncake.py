@@ -141,12 +141,15 @@ class MooncakeDriver:
         From then on the engine reconnects by itself.
         """
         while self._client is None and not self._calls.is_closed:
-            if self._is_reachable():
-                client = self._make()
-                if client is not None and client.register_buffer(self._places[0], self._buffer.records.nbytes) == 0:
-                    self._client, self.last_error = client, ""
-                    break
-                self.last_error = f"{self._master}: the engine could not be set up; see what it logs"
+            try:
+                if self._is_reachable():
+                    client = self._make()
+                    if client is not None and client.register_buffer(self._places[0], self._buffer.records.nbytes) == 0:
+                        self._client, self.last_error = client, ""
+                        break
+                    self.last_error = f"{self._master}: the engine could not be set up; see what it logs"
+            except Exception as error:
+                self.last_error = f"{self._master}: {error!r}"
             sleep(_RETRY_SECONDS)
         is_over.set()
         self._calls.done()

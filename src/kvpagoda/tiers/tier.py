@@ -126,8 +126,9 @@ class Tier:
         watch_forks(self)
 
     def store(
-        self, keys: Sequence[bytes], rows: Rows, deadline: float, nbytes: Sequence[int] | None = None
-    ) -> Future[list[Status]]:
+        self, keys: Sequence[bytes], rows: Rows, deadline: float, nbytes: Sequence[int] | None = None,
+        fingerprint: bytes | None = None,
+    ) -> Future[list[Status]]:  # fmt: skip
         """Write the headers of records, and store them.
 
         Args:
@@ -135,6 +136,7 @@ class Tier:
             rows: a record for each key.
             deadline: of ``time.monotonic``.
             nbytes: of the payload of each; None: all.
+            fingerprint: that with which the keys were made; None: the tier's.
 
         Returns:
             A status for each key.
@@ -147,7 +149,7 @@ class Tier:
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
             raise BadInput(f"{len(keys)} payloads of 0..{self.buffer.payload_nbytes} bytes, got {sizes[:16]}")
-        work = partial(self._store, self.fingerprint, dict(zip(keys, sizes)))
+        work = partial(self._store, fingerprint or self.fingerprint, dict(zip(keys, sizes)))
         return self._start("store", keys, rows, deadline, work)
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
@@ -163,7 +165,9 @@ class Tier:
         """
         return self._start("lookup", keys, None, deadline, lambda keys, _, until: self.driver.lookup(keys, until, hold))
 
-    def load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> Future[list[Status]]:
+    def load(
+        self, keys: Sequence[bytes], rows: Rows, deadline: float, fingerprint: bytes | None = None
+    ) -> Future[list[Status]]:
         """Read and verify records; where the status is OK, ``buffer.payloads[rows]`` has the payload.
 
         CORRUPT records are discarded.
@@ -172,6 +176,7 @@ class Tier:
             keys: 32 bytes each, none twice.
             rows: a record for each key.
             deadline: of ``time.monotonic``.
+            fingerprint: that with which the keys were made; None: the tier's.
 
         Returns:
             A status for each key.
@@ -181,7 +186,7 @@ class Tier:
                 is not finite.
             NotOwned: rows that are not acquired, before anything is done.
         """
-        return self._start("load", keys, rows, deadline, partial(self._load, self.fingerprint))
+        return self._start("load", keys, rows, deadline, partial(self._load, fingerprint or self.fingerprint))
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
         """Delete records.
@@ -302,7 +307,10 @@ class Tier:
                 if probe is not None:
                     self._do_apart(probe)
             self._health.tell(self.name)
-        self.driver.close()
+        try:
+            self.driver.close()
+        except Exception as raised:  # as in ``_do``
+            self._health.last_error = repr(raised)
         with self._changed:
             self._is_done = True
             self._changed.notify_all()
@@ -333,7 +341,12 @@ class Tier:
         try:
             Thread(target=self._do, args=(operation,), name="kvpagoda-probe", daemon=True).start()
         except RuntimeError:  # the system has no more threads for this process
-            self._queue.put(operation)
+            with self._changed:
+                is_served = not self.is_closed  # else the workers end before they come to it
+                if is_served:
+                    self._queue.put(operation)
+            if not is_served:
+                self._do(operation)
 
     def _end(
         self, operation: _Operation, statuses: Sequence[Status], why: str = "", *, is_late: bool = False

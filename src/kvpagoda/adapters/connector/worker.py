@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from threading import Condition
 from time import monotonic, sleep
@@ -29,6 +29,7 @@ from kvpagoda.adapters.connector.messages import Answers, Find, Load, MatchAnswe
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.pages import Bytes, pages
 from kvpagoda.pools import BlockRows, page_locks
+from kvpagoda.threads import submit
 from kvpagoda.tiers import LevelStats, TierSpec
 from kvpagoda.tiers.level import Level, Loading, RecordIdentity
 
@@ -88,6 +89,7 @@ class WorkerSide:
         # results for the scheduler, under the lock
         self._answers, self._received, self._failed, self._bad_ids = Answers(), set[str](), set[str](), set[int]()
         self._num_open = 0  # lookups and loads in progress
+        self._calls = set[Future[None]]()
 
     def _host_memory(self, nbytes: int) -> Bytes:
         """Return page-aligned memory; if the engine computes on a GPU, page-locked as it is used."""
@@ -133,7 +135,9 @@ class WorkerSide:
                     self._num_open -= 1
                     self._changed.notify_all()
 
-        pool.submit(run)
+        future = submit(pool, run)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
     def _find(self, find: Find) -> None:
         found, is_held, is_known = FoundRecords(find, self.levels, self._grid), False, False
@@ -235,7 +239,9 @@ class WorkerSide:
             with _copying(self._stream, event):
                 self._copy_in(load, ones, level, loading.rows)
             level.buffer.release(loading.rows)
-            level.loaded_blocks += len(ones) if ones[0][0] == self._counted else 0
+            if ones[0][0] == self._counted:
+                with self._changed:  # loaders run beside each other
+                    level.loaded_blocks += len(ones)
         return None
 
     @staticmethod
@@ -298,9 +304,9 @@ class WorkerSide:
                 self._copy_layer(load, found, name)
             self._layers.popleft()
             for level in self.levels:
-                level.loaded_blocks += sum(
-                    level is one for (group, _), (one, _) in found.rows.items() if group == self._counted
-                )
+                num_blocks = sum(level is one for (group, _), (one, _) in found.rows.items() if group == self._counted)
+                with self._changed:
+                    level.loaded_blocks += num_blocks
             self._when_copied(found.release)
 
     # -- storing -------------------------------------------------------------------------------------------------------
@@ -344,7 +350,7 @@ class WorkerSide:
                 sizes = self._copy_out(level, [store for _, store in part], rows)
                 level.store([key for key, _ in part], rows, sizes, None, self._when_copied)
             except Exception:
-                level.buffer.release(rows)
+                level.release_when(rows, self._when_copied)  # some of them may be written by now, or soon
                 level.dropped += len(part)
                 _log.exception("KvpagodaConnector: %d records were not stored", len(part))
 
@@ -358,7 +364,8 @@ class WorkerSide:
         return [len(one.ids) * self._blocks[one.group].nbytes for one in stores]
 
     def _when_copied(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when the current stream has done what it was given until now: at once on a CPU, else in a thread."""
+        """Call ``call`` when the current stream has done what it was given until now: at once on a CPU, else in a thread; or
+        here, after waiting, where the system starts no thread."""
         if self._saver is None:
             call()
             return
@@ -371,7 +378,11 @@ class WorkerSide:
             except Exception:
                 _log.exception("KvpagodaConnector: what follows a copy failed")
 
-        self._saver.submit(when_over)
+        try:
+            submit(self._saver, when_over)
+        except RuntimeError:
+            event.synchronize()
+            call()
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -416,15 +427,16 @@ class WorkerSide:
             sleep(0.001)
         for pool in (self._finder, self._loader, self._saver):
             if pool is not None:
-                pool.shutdown(wait=pool is self._saver, cancel_futures=pool is not self._saver)
+                pool.shutdown(wait=pool is self._saver)
+        loading = wait([one for one in [*self._calls] if not one.cancel()], max(0.0, deadline - monotonic())).not_done
         is_stored = all([level.settle(deadline) for level in self.levels])  # noqa: C419
         for level in self.levels:
             level.tier.close()
         is_closed = all([level.tier.close(deadline) for level in self.levels])  # noqa: C419
-        if self._locks is not None:
+        if self._locks is not None and not loading:  # else its memory stays locked until it is collected
             torch.cuda.synchronize(self._device)
             self._locks.close()
-        return is_closed and is_stored
+        return is_closed and is_stored and not loading
 
 
 @contextmanager
@@ -435,5 +447,7 @@ def _copying(stream: torch.cuda.Stream | None, event: Any) -> Iterator[None]:
         return
     with torch.cuda.stream(stream):
         stream.wait_event(event)
-        yield
-        stream.synchronize()
+        try:
+            yield
+        finally:
+            stream.synchronize()  # also where it fails: the engine gives the blocks of a part that has begun to others

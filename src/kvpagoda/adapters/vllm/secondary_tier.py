@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic
@@ -38,6 +39,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvpagoda.adapters.connector.identity import files_digest
 from kvpagoda.errors import BadInput, OutOfBlocks
+from kvpagoda.threads import submit
 from kvpagoda.tiers import RecordBuffer, Status, Tier, layout_fingerprint, record_key, tier_from_text
 from kvpagoda.units import parse_bytes
 
@@ -161,7 +163,7 @@ class KvpagodaTier(SecondaryTierManager):  # type: ignore[misc]
     # -- in a thread -------------------------------------------------------------------------------------------------
 
     def _submit(self, job: TransferJob, move: Any) -> None:
-        self._running.add(self._threads.submit(self._run, job, move))
+        self._running.add(submit(self._threads, partial(self._run, job, move)))
 
     def _run(self, job: TransferJob, move: Any) -> None:
         """Move the chunks of ``job`` in parts that staging holds, and note which are moved."""

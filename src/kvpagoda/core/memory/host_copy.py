@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,7 @@ from kvpagoda.core.memory.arena import Arena, Region, Tensor
 from kvpagoda.core.memory.page_locks import PageLocks
 from kvpagoda.core.memory.staging import Staging
 from kvpagoda.pages import Bytes
+from kvpagoda.threads import submit
 from kvpagoda.units import table_rows
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -184,6 +186,7 @@ class HostCopies:
         self._regions: WeakKeyDictionary[Arena, dict[Any, tuple[Regions, Event]]] = WeakKeyDictionary()
         self._drains: dict[Any, tuple[Regions, Event]] = {}
         self._thread: ThreadPoolExecutor | None = None
+        self._starting = Lock()
         self.num_staged = self.num_direct = self.num_pageable = 0
         """Copies out through the stage, and by the current stream; and copies through the processor."""
 
@@ -225,12 +228,14 @@ class HostCopies:
             copy_from_host(arena, ids, torch.from_numpy(table), rows, layer)
             return
         self._follow(current := streams.current())
-        for part, part_rows, is_reached in self._split(arena, ids, table, rows):
-            if is_reached:
-                self._move(arena, part, torch.from_numpy(table), part_rows, is_out=False, layer=layer, programs=FEW)
-            else:
-                self._through_processor(arena, part, table, part_rows, is_out=False, layer=layer)
-        self._last = streams.event(current)
+        try:
+            for part, part_rows, is_reached in self._split(arena, ids, table, rows):
+                if is_reached:
+                    self._move(arena, part, torch.from_numpy(table), part_rows, is_out=False, layer=layer, programs=FEW)
+                else:
+                    self._through_processor(arena, part, table, part_rows, is_out=False, layer=layer)
+        finally:
+            self._last = streams.event(current)  # a part may be on its way when the next one fails
 
     def warm_up(self, arena: Arena) -> None:
         """Compile what copies of ``arena`` to and from tables of its records launch on a GPU, by calls that move nothing."""
@@ -244,13 +249,15 @@ class HostCopies:
 
     def then(self, call: Callable[[], None]) -> None:
         """Call ``call`` once when the copies that were started are over: now, if they are; else in a thread, in the order of
-        these calls. What it raises there is logged."""
+        these calls. What it raises there is logged. Where the system starts no thread, this waits, and calls it."""
         event = self._last
-        if event is None or (self._thread is None and event.query()):
+        with self._starting:
+            if self._thread is None and event is not None and not event.query():
+                self._thread = ThreadPoolExecutor(1, "kvpagoda-copies")
+            thread = self._thread
+        if event is None or thread is None:
             call()
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "kvpagoda-copies")
 
         def when_over() -> None:
             try:
@@ -259,7 +266,11 @@ class HostCopies:
             except Exception:
                 _log.exception("what follows a copy to or from the host failed")
 
-        self._thread.submit(when_over)
+        try:
+            submit(thread, when_over)
+        except RuntimeError:
+            event.synchronize()
+            call()
 
     def wait(self) -> None:
         """Wait until the copies that were started are over."""
@@ -281,11 +292,15 @@ class HostCopies:
             return dict.fromkeys(layers)
         events: dict[int, Event | None] = {}
         streams.wait(streams.side, streams.event(streams.current()))
-        with streams.on(streams.side):
-            for layer in layers:
-                for part in parts:
-                    self.into(arena, *part, layer)
-                events[layer] = self._last
+        try:
+            with streams.on(streams.side):
+                for layer in layers:
+                    for part in parts:
+                        self.into(arena, *part, layer)
+                    events[layer] = self._last
+        except BaseException:
+            self.join()  # the blocks of what has begun may get another owner
+            raise
         return events
 
     def join(self) -> None:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import RLock
 from typing import Protocol
 from weakref import finalize, ref
@@ -22,6 +23,7 @@ from weakref import finalize, ref
 import numpy as np
 
 from kvpagoda.pages import PAGE, Bytes
+from kvpagoda.threads import submit
 from kvpagoda.units import format_bytes
 
 PIECE = 64 << 20
@@ -111,8 +113,8 @@ class PageLocks:
         """Unlock everything. The caller has waited for copies. Memory that is used afterwards is locked again."""
         with self._lock:
             for one in self._ranges.values():
-                self._unlock(one)
                 one.wanted = one.begin
+                self._unlock(one)
         self.settle()
 
     def settle(self) -> None:
@@ -131,7 +133,10 @@ class PageLocks:
             one.is_running = True
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "kvpagoda-lock")
-            self._thread.submit(self._advance, one)
+            try:
+                submit(self._thread, partial(self._advance, one))
+            except RuntimeError:  # the system has no thread to start; the next use tries again
+                one.is_running = False
 
     def _advance(self, one: _LockedRange) -> None:
         """Lock ``one`` up to what is wanted, piece by piece: the thread."""
@@ -149,15 +154,18 @@ class PageLocks:
                 self.nbytes += nbytes
             try:
                 self._runtime.register(begin, nbytes)
-            except RuntimeError as error:
+            except Exception as error:
                 with self._lock:
                     self.nbytes -= nbytes
                     one.is_running = False
-                    self._refuse(str(error))
+                    self._refuse(str(error) or repr(error))
                 return
             with self._lock:
                 one.pieces.append((begin, nbytes))
-                one.locked = begin + nbytes
+                if one.locked == begin < one.wanted:
+                    one.locked = begin + nbytes
+                else:  # it was unlocked meanwhile, but for this piece
+                    self._unlock(one)
             del memory
 
     def _refuse(self, why: str) -> None:

@@ -21,7 +21,7 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.abc import Status, observable
+from kvpagoda.abc import observable
 from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup, BlockNames, BlockPlaces
 from kvpagoda.core.cache.below import NoTiers
@@ -46,9 +46,9 @@ Unit = tuple[BlockNames, bytes]
 class Watch(Protocol):
     """Is told what one level stores, from the level's threads."""
 
-    def stored(self, hashes: Mapping[bytes, bytes], statuses: list[Status]) -> None:
-        """Tell which of the records with the keys of ``hashes`` are stored, as their ``statuses`` say. The hashes of a record
-        are those of its blocks, concatenated."""
+    def stored(self, hashes: Mapping[bytes, bytes]) -> None:
+        """Tell which of the records with the keys of ``hashes`` are stored. The hashes of a record are those of its blocks,
+        concatenated."""
 
 
 StoredPart = tuple[BlockGroup, BlockPlaces, int]
@@ -292,7 +292,7 @@ class Offloader(NoTiers):
         keys: Many[bytes],
         parts: Many[StoredPart],
         sizes: Many[int] | None = None,
-        told: Callable[[list[Status]], None] | None = None,
+        told: Callable[[], None] | None = None,
     ) -> None:
         """Copy ``parts`` to staging memory, and store them under ``keys`` once they are there; their blocks may be given away
         when this returns. They are dropped if that fails. ``sizes``: bytes of each record (None: whole records). ``told``: see
@@ -310,7 +310,7 @@ class Offloader(NoTiers):
             level.store(keys, rows, sizes, told, self._memory.when_copied)
         except BaseException as error:
             with suppress(Exception):
-                level.buffer.release(rows)
+                level.release_when(rows, self._memory.when_copied)  # some of them may be written by now, or soon
             level.dropped += len(keys)
             if not isinstance(error, Exception):  # an Exception is not raised: a GPU without room to pack, say
                 raise

@@ -28,6 +28,7 @@ from kvpagoda.arrays import Ids
 from kvpagoda.core.blocks.group import BlockGroup
 from kvpagoda.core.cache.swap import Rate
 from kvpagoda.core.memory.no_memory import NoMemory, Part
+from kvpagoda.threads import submit
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div
 
@@ -62,7 +63,12 @@ class TierHit:
     """Whether layers are still to be copied from its staging rows."""
     is_released: bool = field(init=False, default=False)
     """Whether it owns no staging rows any more."""
+    fingerprints: dict[Level, bytes] = field(init=False)
+    """Of each level when the hit was made: another thread may change the weights meanwhile."""
     _is_over: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.fingerprints = {level: level.tier.fingerprint for level in self.levels}
 
     def __enter__(self) -> TierHit:
         return self
@@ -72,11 +78,11 @@ class TierHit:
 
     def key(self, level: Level, number: int) -> bytes:
         """Return the key of the text's record ``number`` in ``level``."""
-        return level.key(self.block_hashes[(number + 1) * level.unit])
+        return level.key(self.block_hashes[(number + 1) * level.unit], fingerprint=self.fingerprints[level])
 
     def bounded_key(self, level: Level, group: int, end: int, part: int = 0) -> bytes:
         """Return the key of record ``part`` of what bounded group ``group`` has at the end of ``end`` blocks."""
-        return level.key(self.block_hashes[end], bounded_part(group, part))
+        return level.key(self.block_hashes[end], bounded_part(group, part), self.fingerprints[level])
 
     def deadline(self, level: Level) -> float:
         """Return when a call to ``level`` must end: its timeout after the request began, however many calls there were
@@ -245,7 +251,7 @@ class TierReader:
 
         if self._reader is None or self._process != os.getpid():
             self._reader, self._process = ThreadPoolExecutor(1, "kvpagoda-prefetch"), os.getpid()
-        return Prefetch(block_hashes, self._reader.submit(read))
+        return Prefetch(block_hashes, submit(self._reader, read))
 
     def _find(
         self, block_hashes: list[bytes], num_cached: int, resumable: int, started: float | None
@@ -332,7 +338,7 @@ class TierReader:
             if rows is None:
                 continue
             hit.checkpoint, hit.end = (level, rows), end
-            if not level.finish_load(level.start_load(keys, rows, deadline)):
+            if not level.finish_load(level.start_load(keys, rows, deadline, hit.fingerprints[level])):
                 return
             hit.checkpoint, hit.end = None, 0
             level.buffer.release(rows)
@@ -374,7 +380,8 @@ class TierReader:
                 if rows is None:
                     break
                 keys = [hit.key(*record) for record in lacking]
-                begun.append((batches.popleft(), lacking, level.start_load(keys, rows, hit.deadline(level))))
+                loading = level.start_load(keys, rows, hit.deadline(level), hit.fingerprints[level])
+                begun.append((batches.popleft(), lacking, loading))
             if not begun:
                 return
             batch, lacking, loading = begun.popleft()
