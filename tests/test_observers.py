@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from threading import Thread
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpagoda import BadInput, KVCache, Limits, Retention
+from kvpagoda import BadInput, ConcurrentUse, KVCache, Limits, Retention
 from kvpagoda.abc import BlockIds, CacheObserver, RequestView
 from kvpagoda.core.cache import observers as module
 from mirror import Mirror, cached_now
@@ -245,6 +246,29 @@ def test_an_observer_may_look_but_not_change() -> None:
     cache = cache_of(Calling())
     serve(cache, range(9))
     assert found == [1, 8, "KVCache.open", "KVCache.pin"] or found == [0, 8, "KVCache.open", "KVCache.pin"]
+    cache.open([1]).close()
+    cache.check()
+
+
+def test_another_thread_is_no_observer() -> None:
+    """Its call comes while the owner's is telling: it is refused as at any other moment of that call."""
+    found: list[BaseException] = []
+
+    class Slow(CacheObserver):
+        def on_cached(self, *_: Any) -> None:
+            def other() -> None:
+                try:
+                    cache.open([1])
+                except BaseException as error:
+                    found.append(error)
+
+            thread = Thread(target=other)
+            thread.start()
+            thread.join()
+
+    cache = cache_of(Slow())
+    serve(cache, range(9))
+    assert found and all(type(error) is ConcurrentUse for error in found)
     cache.open([1]).close()
     cache.check()
 

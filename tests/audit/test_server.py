@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -92,6 +93,30 @@ def test_no_more_requests_are_sent_than_may_be() -> None:
         with raises(OutOfRequests, needed=2, available=0):
             server.together([ask, ask])
         assert server.num_requests == fake.num_requests == 2
+
+
+def test_two_threads_do_not_send_the_last_request_twice() -> None:
+    """An abort is sent beside a request, and both have seen that one is left."""
+
+    class Late(Server):
+        @property
+        def num_left(self) -> int:
+            left = super().num_left
+            if left == 1 and not others:
+                others.append(Thread(target=self.abort, args=(ask,)))
+                others[0].start()
+                others[0].join(0.1)
+            return left
+
+    others, refused = list[Thread](), list[object]()
+    ask = Ask((PromptPart((65, 66, 67)),))
+    with FakeServer() as fake, Late(fake.url, max_requests=1) as server:
+        server.profile = ServerProfile("fake-hybrid", as_ids=True, completions={"logprobs": 5})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("threading.excepthook", lambda told: refused.append(told.exc_type))
+            server.ask(ask)
+            others[0].join()
+        assert refused == [OutOfRequests] and server.num_requests == fake.num_requests == 1
 
 
 def test_what_can_be_cached_is_what_was_sent_before() -> None:

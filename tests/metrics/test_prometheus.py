@@ -145,6 +145,63 @@ def test_counters_never_go_back() -> None:
     assert seen == [8, 8, 8] and cache.stats().computed_tokens == 2
 
 
+def test_a_request_that_ends_while_it_is_scraped_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = made()
+    collector = CacheCollector(cache, model_name="m")
+    sequence, counters = cache.open([*range(8)]), cache.core.counters
+    sequence.commit([*range(8)])
+    tallies = counters.tallies
+
+    def and_then_it_ends() -> object:
+        monkeypatch.undo()
+        found = tallies()
+        sequence.close()
+        return found
+
+    for _ in range(2):
+        assert value(scraped(collector), "kvpagoda_computed_tokens_total", namespace="default") == 8
+        monkeypatch.setattr(counters, "tallies", and_then_it_ends)
+    monkeypatch.undo()
+    assert cache.stats().computed_tokens == 8
+
+
+def test_a_request_that_is_suspended_while_it_is_scraped_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment it is among the running and the suspended ones."""
+    cache = made()
+    sequence = cache.open([*range(8)])
+    sequence.commit([*range(8)])
+    monkeypatch.setattr(cache.core, "suspended", dict.fromkeys(cache.core.running.values()))
+    assert cache.stats().computed_tokens == 8
+
+
+def test_two_scrapes_at_once_do_not_let_a_counter_go_back() -> None:
+    """One has read what was told before when the other one tells more."""
+    cache = made()
+    collector = CacheCollector(cache, model_name="m")
+    sequence, other, told = cache.open([*range(4)]), list[Thread](), list[float]()
+    sequence.commit([*range(4)])
+
+    class Most(dict[tuple[str, tuple[str, ...]], float]):
+        def get(self, key: tuple[str, tuple[str, ...]], default: float = 0) -> float:  # type: ignore[override]
+            found = super().get(key, default)
+            if key[0] == "kvpagoda_computed_tokens" and not other:
+                other.append(Thread(target=lambda: told.append(computed())))
+                sequence.extend(6)
+                sequence.commit([*range(6)])
+                other[0].start()
+                other[0].join(0.2)  # for ever, if it has to wait for this scrape, as it should
+            return found
+
+    def computed() -> float:
+        return value(scraped(collector), "kvpagoda_computed_tokens_total", namespace="default")
+
+    collector._most = Most()
+    assert computed() == 4
+    other[0].join()
+    sequence.rewind(3)
+    assert told == [10] and computed() == 10
+
+
 def test_a_scrape_does_not_disturb_the_owner() -> None:
     """The owner works and is scraped without a pause: no call of either fails, and counters only grow."""
     cache, ended, errors = made(), Event(), list[BaseException]()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
+from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
@@ -178,6 +179,7 @@ class Server:
         self._timeout = timeout
         self._late = httpx.ReadTimeout
         self.max_requests, self.num_requests, self.num_failed = max_requests, 0, 0
+        self._counting = Lock()
         self.profile = ServerProfile("")
         self.is_stopped = False
         self.on_request: Any = None
@@ -257,11 +259,12 @@ class Server:
         raise refusal
 
     def _count(self) -> None:
-        if self.num_left <= 0:
-            raise OutOfRequests.with_hint(
-                f"all {self.max_requests} requests are sent", "raise --max-requests", needed=1, available=0
-            )
-        self.num_requests += 1
+        with self._counting:
+            if self.num_left <= 0:
+                raise OutOfRequests.with_hint(
+                    f"all {self.max_requests} requests are sent", "raise --max-requests", needed=1, available=0
+                )
+            self.num_requests += 1
         if self.on_request is not None:
             self.on_request(self.num_requests)
 

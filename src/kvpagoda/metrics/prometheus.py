@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from threading import Lock
 from time import sleep
 from typing import Any
 
@@ -70,6 +71,7 @@ class CacheCollector(Collector):
                 core.observers.add(residency)
                 core.residency = residency.stats
         self._most: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._lock = Lock()
 
     def describe(self) -> Iterable[Family]:
         """Return every metric without samples. The registry uses their names to find duplicates."""
@@ -99,7 +101,8 @@ class CacheCollector(Collector):
             family.add_metric(labels, [*zip(bounds, accumulate(value.counts))], value.total)
             return
         if metric.kind == "counter":
-            value = self._most[metric.name, labels] = max(value, self._most.get((metric.name, labels), 0))
+            with self._lock:  # two may scrape at once
+                value = self._most[metric.name, labels] = max(value, self._most.get((metric.name, labels), 0))
         assert isinstance(family, GaugeMetricFamily | CounterMetricFamily)
         family.add_metric(labels, value)
 

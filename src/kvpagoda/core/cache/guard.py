@@ -108,6 +108,9 @@ class Guard:
     def raise_refused(self, call: str) -> None:
         """Raise what says why ``lock`` could not be taken. ``call``: the name of the refused method."""
         if isinstance(self.lock, Telling):
+            if not self.own.acquire(blocking=False):  # another thread's call is telling
+                self.raise_busy(call)
+            self.own.release()
             hint = "do it after the call that it is told of"
             raise BadInput.with_hint(f"an observer called {call} of the cache that it observes", hint, needed=call)
         if self.lock is not self.own:

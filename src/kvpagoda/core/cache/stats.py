@@ -188,8 +188,10 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
     ``names``: label of a namespace -> the name to show for it. O(groups + requests + namespaces + pins + blocks of
     running requests)."""
     counters, prefix = core.counters, core.prefix
+    # Before the requests: what one that ends meanwhile has computed is in neither then, and never in both.
+    tallies = [(label, tally, replace(tally)) for label, tally in counters.tallies()]
     running, suspended = [*core.running.values()], [*core.suspended]
-    namespaces = _namespaces(core, (*running, *suspended), names)
+    namespaces = _namespaces(core, tallies, dict.fromkeys((*running, *suspended)), names)
     pins = prefix.pins_of()
     return CacheStats(
         running=len(running),
@@ -245,26 +247,28 @@ def _blocks_per_run(core: Core, group: CacheGroup) -> float:
     return num_blocks / max(1, num_runs)
 
 
-def _namespaces(core: Core, alive: Iterable[RequestState], names: Mapping[str, str]) -> tuple[NamespaceStats, ...]:
+def _namespaces(
+    core: Core, tallies: Iterable[tuple[str, Tally, Tally]], alive: Iterable[RequestState], names: Mapping[str, str]
+) -> tuple[NamespaceStats, ...]:
     """Return the counters of every namespace, the requests ``alive`` included. Namespaces with the same name are added
-    up."""
+    up. ``tallies``: label, counters, and a copy of them."""
     computed: dict[int, int] = {}
     for request in alive:
         key = id(request.tally)
         computed[key] = computed.get(key, 0) + request.length - request.match.resumable
     found: dict[str, Tally] = {}
-    for label, tally in core.counters.tallies():
+    for label, own, tally in tallies:
         total = found.setdefault(names.get(label, label), Tally())
         total.requests += tally.requests
         total.prompt += tally.prompt
         total.cached += tally.cached
         total.loaded += tally.loaded
-        total.computed += tally.computed + computed.get(id(tally), 0)
+        total.computed += tally.computed + computed.get(id(own), 0)
     cached: dict[str, int | None] = {}
     if core.prefix.quota is not None:
         cached = dict.fromkeys(found, 0)
-        for own, nbytes in core.prefix.quota.nbytes().items():
-            label = core.counters.name(own)
+        for space, nbytes in core.prefix.quota.nbytes().items():
+            label = core.counters.name(space)
             name = names.get(label, label)
             cached[name] = (cached.get(name) or 0) + nbytes
     return tuple(
