@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Thread
+from functools import partial
+from threading import Event, Thread
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -40,9 +43,9 @@ def test_a_call_that_another_submit_started_is_not_refused(monkeypatch: pytest.M
     """A call is queued and gets no thread. Before that is heard another one gets a thread, which takes both."""
 
     class Pool(ThreadPoolExecutor):
-        def submit(self, call: Any) -> Future[Any]:  # type: ignore[override]
+        def submit(self, *given: Any) -> Future[Any]:  # type: ignore[override]
             try:
-                return super().submit(call)
+                return super().submit(*given)
             except RuntimeError:
                 monkeypatch.undo()
                 assert super().submit(int).result(5) == 0
@@ -51,3 +54,32 @@ def test_a_call_that_another_submit_started_is_not_refused(monkeypatch: pytest.M
     with Pool(1) as pool:
         monkeypatch.setattr(Thread, "start", no_thread)
         assert submit(pool, lambda: 3).result(5) == 3
+
+
+def test_a_call_that_its_pool_cancels_is_cancelled() -> None:
+    pool, goes_on = ThreadPoolExecutor(1), Event()
+    first, second = submit(pool, goes_on.wait), submit(pool, int)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert second.cancelled()
+    goes_on.set()
+    assert first.result(5)
+
+
+def test_a_failed_call_leaves_nothing_to_the_garbage_collector() -> None:
+    class Held:
+        pass
+
+    def fail(held: Held) -> None:
+        raise ValueError(id(held))
+
+    held = Held()
+    gone = ref(held)
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            future = submit(pool, partial(fail, held))
+            assert isinstance(future.exception(5), ValueError)
+        del held, future
+        assert gone() is None
+    finally:
+        gc.enable()

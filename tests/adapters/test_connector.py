@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Event, Timer
+from threading import Event, Thread, Timer
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -527,3 +527,42 @@ def test_a_loaders_copies_are_over_where_one_fails(monkeypatch: pytest.MonkeyPat
         stream.copy()
         raise torch.cuda.OutOfMemoryError
     assert [name for name, *_ in stream.method_calls] == ["wait_event", "copy", "synchronize"]
+
+
+def test_where_no_thread_can_be_started_loads_are_made_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = Workers(tmp_path, ALONE, 1)
+    one.run(Orders(stores=stores(ALONE), closing=["r"]))
+    assert one.side.close(5)
+    two = Workers(tmp_path, ALONE, 7)
+    monkeypatch.setattr(Thread, "start", start)
+    found(two, "q")
+    two.run(Orders(loads=[Load("q", 1, 0, 6, other_tables(ALONE), False)]))
+    assert (two.received, two.failed, two.side._num_open) == ({"q"}, set(), 0)
+    monkeypatch.undo()
+    assert two.side.close(5)
+
+
+def test_what_is_being_loaded_leaves_close_the_time_to_close_the_tiers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A load of several batches ends with the one that is being read."""
+    one = Workers(tmp_path, ALONE, 1)
+    one.run(Orders(stores=stores(ALONE), closing=["r"]))
+    assert one.side.close(5)
+    two = Workers(tmp_path, ALONE, 7)
+    found(two, "q")
+    (level,), has_begun = two.side.levels, Event()
+    load = level.tier.driver.load
+
+    def slow(*given: Any) -> Any:
+        has_begun.set()
+        sleep(0.5)
+        return load(*given)
+
+    monkeypatch.setattr(level.tier.driver, "load", slow)
+    monkeypatch.setattr(level, "batch", 1)
+    two.run(Orders(loads=[Load("q", 1, 0, 6, other_tables(ALONE), False)]))
+    assert has_begun.wait(10) and two.side.close(1.5)

@@ -311,7 +311,7 @@ def test_what_memory_lacked_for_in_the_publishers_thread_is_told_with_the_next_c
         with monkeypatch.context() as patch:
             patch.setattr(place, lambda *_: (_ for _ in ()).throw(MemoryError))
             leave([*range(16)])
-            assert publisher.flush() and publisher._thread.is_alive()
+            assert not publisher.flush() and publisher._thread.is_alive()
         assert "a batch is lost" in caplog.text
         leave([*range(24)])
         assert told([*range(24)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from kvpagoda.core.offload.offloader import Offloader
 from kvpagoda.events.event_log import CachedEvents, Restart, SharedEvents
 from kvpagoda.events.tier_watch import TierWatch
 from kvpagoda.tiers import disk_tier, host_tier
-from kvpagoda.tiers.driver import Status
+from kvpagoda.tiers.driver import _ALIVE, Status
 from kvpagoda.tiers.slots import SlotDriver
 
 pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
@@ -272,3 +272,21 @@ def test_news_of_a_tier_never_comes_before_what_it_is_about(does_restart: bool) 
         1
     ] == KEEPS
     cache.close()
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    log, is_held, goes_on = EventLog(), Event(), Event()
+
+    def hold() -> None:
+        with log._telling:
+            is_held.set()
+            goes_on.wait(10)
+
+    thread = Thread(target=hold)
+    thread.start()
+    assert is_held.wait(10) and log in _ALIVE
+    log.after_fork()  # as every Forkable's is called in a child
+    log.told(KEEPS)
+    assert log.take() == [KEEPS]
+    goes_on.set()
+    thread.join()

@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import RLock
 from typing import NamedTuple
 
 from kvpagoda.abc import BlockIds, CachedText, CacheObserver, CacheView, RequestView
 from kvpagoda.arrays import AnyIds, Ids
 from kvpagoda.errors import BadInput
 from kvpagoda.schema import Growth, Plan
+from kvpagoda.tiers.driver import watch_forks
 
 TEXT = -1
 """The group number of blocks of texts, where no group keeps all tokens."""
@@ -123,11 +124,12 @@ class EventLog(CacheObserver):
         self.num_restarts = 0  #: how often the log restarted: it was full, or out of memory
         self._records: deque[Record | tuple[BlockIds, ...] | _Raw] = deque()
         self._of_tiers: deque[CachedEvents] = deque()
-        self._telling = Lock()  # a restart forgets all that tiers told before it, and nothing that they tell after it
+        self._telling = RLock()  # a restart forgets all that tiers told before it, and nothing that they tell after it
         self._followed: Followed | None = None
         self._view: CacheView
         self._is_broken = self._is_due = False
         self.is_watching = False  #: whether tiers tell what they keep
+        watch_forks(self)
 
     def attach(self, view: CacheView, followed: Followed) -> None:
         """Make this the log of a cache in which nothing is cached yet.
@@ -203,6 +205,10 @@ class EventLog(CacheObserver):
         """Note that records that were taken are lost: the cache's next record starts the log again. From any thread."""
         with self._telling:
             self._is_broken = True
+
+    def after_fork(self) -> None:
+        """See ``Forkable``: a thread of the parent may hold the lock."""
+        self._telling = RLock()
 
     # -- called by the cache, after it has changed -------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from threading import Condition, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from kvpagoda.errors import BadInput, MissingExtra
@@ -97,7 +97,8 @@ class Publisher:
         self._thread.start()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until all events from before this call are sent; return whether they are.
+        """Wait until all events from before this call are sent; return whether they are. Events that were lost in an error are
+        sent with the next change of the cache.
 
         Args:
             timeout: the most seconds to wait.
@@ -105,7 +106,7 @@ class Publisher:
         with self._turn:
             self._num_flushes += 1
             wanted = self._num_flushes
-            return self._turn.wait_for(lambda: self._num_flushed >= wanted, timeout)
+            return self._turn.wait_for(lambda: self._num_flushed >= wanted, timeout) and self._stream.is_whole
 
     def close(self) -> None:
         """Send the remaining events and end the thread. A second call does nothing."""
@@ -144,6 +145,7 @@ class Publisher:
                     self._replay(self._router.recv_multipart())
             except Exception:
                 _log.exception("events: a request for a replay is not answered")
+                sleep(self._interval)
 
     def _send(self, message: Message) -> None:
         self._pub.send_multipart([self._topic, message[0].to_bytes(SEQUENCE_NBYTES, "big"), message[1]])

@@ -74,6 +74,11 @@ class EventStream:
         self._number(self._taken() or [self._cleared()])
 
     @property
+    def is_whole(self) -> bool:
+        """Whether batches and snapshots have all that the log said; not after an error in ``drain``, until the next change."""
+        return not self._is_lost
+
+    @property
     def last(self) -> int:
         """The number of the last batch."""
         return self._sent[-1][0]

@@ -135,7 +135,11 @@ class WorkerSide:
                     self._num_open -= 1
                     self._changed.notify_all()
 
-        future = submit(pool, run)
+        try:
+            future = submit(pool, run)
+        except RuntimeError:  # the system has no thread to start
+            run()
+            return
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
 
@@ -428,10 +432,11 @@ class WorkerSide:
         for pool in (self._finder, self._loader, self._saver):
             if pool is not None:
                 pool.shutdown(wait=pool is self._saver)
-        loading = wait([one for one in [*self._calls] if not one.cancel()], max(0.0, deadline - monotonic())).not_done
+        begun = [one for one in [*self._calls] if not one.cancel()]
         is_stored = all([level.settle(deadline) for level in self.levels])  # noqa: C419
         for level in self.levels:
-            level.tier.close()
+            level.tier.close()  # so that what is being loaded ends soon
+        loading = wait(begun, max(0.0, deadline - monotonic())).not_done
         is_closed = all([level.tier.close(deadline) for level in self.levels])  # noqa: C419
         if self._locks is not None and not loading:  # else its memory stays locked until it is collected
             torch.cuda.synchronize(self._device)

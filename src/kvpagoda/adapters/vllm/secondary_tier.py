@@ -163,7 +163,10 @@ class KvpagodaTier(SecondaryTierManager):  # type: ignore[misc]
     # -- in a thread -------------------------------------------------------------------------------------------------
 
     def _submit(self, job: TransferJob, move: Any) -> None:
-        self._running.add(submit(self._threads, partial(self._run, job, move)))
+        try:
+            self._running.add(submit(self._threads, partial(self._run, job, move)))
+        except RuntimeError:  # the system has no thread to start
+            self._run(job, move)
 
     def _run(self, job: TransferJob, move: Any) -> None:
         """Move the chunks of ``job`` in parts that staging holds, and note which are moved."""

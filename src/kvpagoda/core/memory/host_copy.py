@@ -250,11 +250,12 @@ class HostCopies:
     def then(self, call: Callable[[], None]) -> None:
         """Call ``call`` once when the copies that were started are over: now, if they are; else in a thread, in the order of
         these calls. What it raises there is logged. Where the system starts no thread, this waits, and calls it."""
-        event = self._last
-        with self._starting:
-            if self._thread is None and event is not None and not event.query():
-                self._thread = ThreadPoolExecutor(1, "kvpagoda-copies")
-            thread = self._thread
+        thread, event = None, self._last
+        if event is not None:
+            with self._starting:
+                if self._thread is None and not event.query():
+                    self._thread = ThreadPoolExecutor(1, "kvpagoda-copies")
+                thread = self._thread
         if event is None or thread is None:
             call()
             return
