@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -250,7 +250,7 @@ def test_a_prefetch_that_gets_no_thread_takes_no_rows_later(monkeypatch: pytest.
     prefetch = cache.prefetch(TEXTS[0], "tenant 0")
     until = monotonic() + 10
     while not prefetch.is_done and monotonic() < until:
-        pass
+        sleep(0.001)
     assert level.buffer.num_free < level.buffer.num_records
     prefetch.close()
     assert level.buffer.num_free == level.buffer.num_records

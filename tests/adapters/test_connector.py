@@ -540,7 +540,7 @@ def test_where_no_thread_can_be_started_loads_are_made_at_once(monkeypatch: pyte
     monkeypatch.setattr(Thread, "start", start)
     found(two, "q")
     two.run(Orders(loads=[Load("q", 1, 0, 6, other_tables(ALONE), False)]))
-    assert (two.received, two.failed, two.side._num_open) == ({"q"}, set(), 0)
+    assert (two.received, two.failed, two.side._calls) == ({"q"}, set(), set())
     monkeypatch.undo()
     assert two.side.close(5)
 

@@ -88,8 +88,7 @@ class WorkerSide:
         self._layers: deque[tuple[Load, FoundRecords, set[str]]] = deque()  # loads whose layers are not all copied
         # results for the scheduler, under the lock
         self._answers, self._received, self._failed, self._bad_ids = Answers(), set[str](), set[str](), set[int]()
-        self._num_open = 0  # lookups and loads in progress
-        self._calls = set[Future[None]]()
+        self._calls = set[Future[None]]()  # lookups and loads in progress
 
     def _host_memory(self, nbytes: int) -> Bytes:
         """Return page-aligned memory; if the engine computes on a GPU, page-locked as it is used."""
@@ -122,26 +121,25 @@ class WorkerSide:
                 del waiting[key]
 
     def _start(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: Any) -> None:
-        with self._changed:
-            self._num_open += 1
-
         def run() -> None:
             try:
                 work(*arguments)
             except Exception:
                 _log.exception("KvpagodaConnector: a fault that is treated as a miss")
-            finally:
-                with self._changed:
-                    self._num_open -= 1
-                    self._changed.notify_all()
 
         try:
             future = submit(pool, run)
         except RuntimeError:  # the system has no thread to start
             run()
             return
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
+        with self._changed:
+            self._calls.add(future)
+        future.add_done_callback(self._over)
+
+    def _over(self, future: Future[None]) -> None:
+        with self._changed:
+            self._calls.discard(future)
+            self._changed.notify_all()
 
     def _find(self, find: Find) -> None:
         found, is_held, is_known = FoundRecords(find, self.levels, self._grid), False, False
@@ -395,7 +393,7 @@ class WorkerSide:
         sent = self._closing - self._waiting()
         self._closing -= sent
         with self._changed:
-            if orders.is_idle and not sent and self._num_open:
+            if orders.is_idle and not sent and self._calls:
                 self._changed.wait_for(lambda: self._received or self._answers.found, _IDLE_SECONDS)
             received, self._received = self._received, set()
             failed, self._failed = self._failed, set()
@@ -432,7 +430,8 @@ class WorkerSide:
         for pool in (self._finder, self._loader, self._saver):
             if pool is not None:
                 pool.shutdown(wait=pool is self._saver)
-        begun = [one for one in [*self._calls] if not one.cancel()]
+        with self._changed:
+            begun = [one for one in [*self._calls] if not one.cancel()]
         is_stored = all([level.settle(deadline) for level in self.levels])  # noqa: C419
         for level in self.levels:
             level.tier.close()  # so that what is being loaded ends soon
